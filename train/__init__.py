@@ -1,0 +1,1 @@
+"""Trains a text-to-image transformer with an attention function of choice."""
