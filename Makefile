@@ -1,0 +1,40 @@
+# make train   sets up .venv and trains the default text-to-image model
+# make test    sets up .venv and runs the tests (CPU)
+# make lint    sets up .venv and runs ruff, pyright and import-linter
+#
+# ARGS='...' is passed on to `python -m train` or pytest; PYTHON=... names the Python
+# that makes .venv (found by itself otherwise).
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint
+export PYTHON
+
+ARGS ?=
+ACCELERATOR := $(shell tools/accelerator.sh)
+comma := ,
+ifeq ($(ACCELERATOR),)
+# The CUDA plug-in that `make test` installs would complain about missing libraries.
+export JAX_PLATFORMS ?= cpu
+endif
+
+TRAIN_EXTRAS := train$(addprefix $(comma),$(ACCELERATOR))
+TEST_EXTRAS := train,analysis,test,dev
+ifneq ($(ACCELERATOR),cuda12)
+# The wheels that compile GPU code without a GPU are CUDA 13's.
+TEST_EXTRAS := $(TEST_EXTRAS),compile
+endif
+
+help:
+	@sed -n '/^# /s/^# //p;/^$$/q' Makefile
+
+train:
+	@tools/environment.sh $(TRAIN_EXTRAS)
+	@.venv/bin/python -m train --attn=pallas $(ARGS)
+
+test:
+	@tools/environment.sh $(TEST_EXTRAS)
+	@.venv/bin/python -m pytest -n auto --maxprocesses=8 --dist=worksteal $(ARGS)
+
+lint:
+	@tools/environment.sh $(TEST_EXTRAS)
+	@.venv/bin/python -m pytest -q tests/test_house.py $(ARGS)

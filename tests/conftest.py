@@ -1,0 +1,88 @@
+"""What every test shares: devices, the gpu marker, the x64 fixture.
+
+Without --gpu everything runs on the CPU, whatever the machine has, split into eight
+virtual devices (meshes of 2 x 2 x 2 fit). With --gpu only tests marked `gpu` run.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CPU_DEVICES = 8
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu", action="store_true", help="run the tests marked gpu, and only those"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--gpu"):
+        # The variable is for the processes that tests start, which see one device.
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
+
+
+def _gpu_capability() -> str | None:
+    try:
+        return jax.devices("gpu")[0].compute_capability
+    except RuntimeError:
+        return None
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    if not config.getoption("--gpu"):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="runs on a GPU, under --gpu"))
+        return
+    found = _gpu_capability()
+    if found is None:
+        raise pytest.UsageError("--gpu: JAX finds no GPU on this machine")
+    config.hook.pytest_deselected(
+        items=[item for item in items if not item.get_closest_marker("gpu")]
+    )
+    items[:] = [item for item in items if item.get_closest_marker("gpu")]
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        needed = marker.kwargs.get("capability") if marker else None
+        if needed not in (None, found):
+            reason = f"needs compute capability {needed}, this GPU has {found}"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """64-bit types for one test; the mode is put back whatever happens."""
+    before = jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture(scope="session")
+def run_module() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`python -m ...` in the repository's root, in a process of its own."""
+
+    def run(*arguments: str, timeout: float = 300):
+        return subprocess.run(
+            [sys.executable, "-m", *arguments],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return run
