@@ -1,0 +1,148 @@
+"""Which keys each query may see, kept as rules so that no T x S array is needed."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=(
+        "dense",
+        "query_lengths",
+        "key_value_lengths",
+        "query_segment_ids",
+        "key_value_segment_ids",
+    ),
+    meta_fields=("is_causal", "window"),
+)
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """The conjunction of every rule given; `Mask()` lets every query see every key.
+
+    With i a query position and j a key position, both counted from 0, query i of batch
+    entry b and head n sees key j if
+        is_causal               j <= i (aligned to the first key, as in jax.nn)
+        window = (left, right)  i - left <= j <= i + right; None leaves a side open
+        dense                   dense[b, n, i, j]; bool, axes of size 1 broadcast
+        query_lengths           i < query_lengths[b]; int
+        key_value_lengths       j < key_value_lengths[b]; int
+        *_segment_ids           the two ids, [b, i] and [b, j], are equal; int
+    The rules without arrays are static; the arrays are leaves of a pytree.
+
+    Raises ValueError if only one of the two segment id arrays is given, or if a window
+    side is negative.
+    """
+
+    is_causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    # Arrays as above, but a pytree of this shape may hold axes or partition specs.
+    dense: Any = None
+    query_lengths: Any = None
+    key_value_lengths: Any = None
+    query_segment_ids: Any = None
+    key_value_segment_ids: Any = None
+
+    def __post_init__(self):
+        if (self.query_segment_ids is None) != (self.key_value_segment_ids is None):
+            raise ValueError(
+                "query_segment_ids and key_value_segment_ids must be given together"
+            )
+        if self.window is not None and any(
+            w is not None and w < 0 for w in self.window
+        ):
+            raise ValueError(
+                f"window sides must be None or at least 0, got {self.window}"
+            )
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no rule is set, so that every query sees every key."""
+        return not (self.is_causal or self.window is not None or self._has_arrays)
+
+    @property
+    def is_interval(self) -> bool:
+        """True if each query's keys are known to be one run of neighbours."""
+        return self.dense is None and self.query_segment_ids is None
+
+    @property
+    def _has_arrays(self) -> bool:
+        return bool(jax.tree_util.tree_leaves(self))
+
+    def materialise(self, T: int, S: int) -> Bool[Array, "#B #N #T #S"] | None:
+        """The whole mask [B or 1, N or 1, T, S]; None if every query sees every key."""
+        return self.block(0, 0, T, S)
+
+    def block(
+        self, q_start, kv_start, block_q: int, block_kv: int
+    ) -> Bool[Array, "#B #N #T #S"] | None:
+        """The mask of one tile, [B or 1, N or 1, block_q, block_kv], or None.
+
+        Only the tile is built. The starts may be traced; the tile must lie within the
+        arrays, since a slice that runs over their end would be shifted back.
+        """
+        rules = []
+        i = (q_start + jnp.arange(block_q, dtype=jnp.int32))[:, None]
+        j = (kv_start + jnp.arange(block_kv, dtype=jnp.int32))[None, :]
+        left, right = self.window or (None, None)
+        if self.is_causal:
+            right = 0 if right is None else min(right, 0)
+        if left is not None:
+            rules.append((j >= i - left)[None, None])
+        if right is not None:
+            rules.append((j <= i + right)[None, None])
+        if self.query_lengths is not None:
+            rules.append(i[None, None] < self.query_lengths[:, None, None, None])
+        if self.key_value_lengths is not None:
+            rules.append(j[None, None] < self.key_value_lengths[:, None, None, None])
+        if self.query_segment_ids is not None:
+            q_ids = _slice(self.query_segment_ids, 1, q_start, block_q)
+            kv_ids = _slice(self.key_value_segment_ids, 1, kv_start, block_kv)
+            rules.append((q_ids[:, :, None] == kv_ids[:, None, :])[:, None])
+        if self.dense is not None:
+            rules.append(slice_tile(self.dense, q_start, kv_start, block_q, block_kv))
+        if not rules:
+            return None
+        tile = functools.reduce(jnp.logical_and, rules)
+        shape = (*tile.shape[:2], block_q, block_kv)
+        return jnp.broadcast_to(tile, shape)
+
+    def interval(self, T: int, S: int) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
+        """First key and one past the last key that each query sees, [B or 1, T] each.
+
+        Equal bounds mean that a query sees nothing. Raises ValueError unless
+        `is_interval`: only then are a query's keys one run of neighbours.
+        """
+        if not self.is_interval:
+            raise ValueError(
+                "Mask.interval needs a mask without dense and segment ids; use block"
+            )
+        i = jnp.arange(T, dtype=jnp.int32)[None]
+        left, right = self.window or (None, None)
+        if self.is_causal:
+            right = 0 if right is None else min(right, 0)
+        start = jnp.zeros_like(i) if left is None else jnp.clip(i - left, 0, S)
+        stop = jnp.full_like(i, S) if right is None else jnp.clip(i + right + 1, 0, S)
+        if self.key_value_lengths is not None:
+            stop = jnp.minimum(stop, self.key_value_lengths[:, None])
+        if self.query_lengths is not None:
+            stop = jnp.where(i < self.query_lengths[:, None], stop, 0)
+        stop = jnp.maximum(start, stop)
+        return jnp.broadcast_to(start, stop.shape), stop
+
+
+def slice_tile(array, q_start, kv_start, block_q: int, block_kv: int):
+    """A tile of an array broadcastable to [B, N, T, S]; axes of size 1 stay."""
+    array = _slice(array, 2, q_start, block_q)
+    return _slice(array, 3, kv_start, block_kv)
+
+
+def _slice(array, axis: int, start, size: int):
+    if array.shape[axis] in (1, size):
+        return array
+    return lax.dynamic_slice_in_dim(array, start, size, axis)

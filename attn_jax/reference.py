@@ -1,0 +1,344 @@
+"""Exact attention with its gradients in closed form, and the FP64 golden result.
+
+With x = cap(scale Q K^T + bias), cap(y) = c tanh(y / c) under a soft cap c, hidden keys
+at x = -inf and a sink z_n taking part in the softmax as a key whose value is zero:
+
+    LSE = log(sum_j exp x_j + exp z)     P = exp(x - LSE)      O = P V
+    dV = P^T dO      dP = dO V^T         delta = rowsum(P dP)
+    dx = P (dP - delta + dLSE)           dz = sum_i P_z (dLSE - delta)
+    dy = dx cap'(y)                      dbias = dy, summed over broadcast axes
+    dQ = scale dy K                      dK = scale dy^T Q
+
+The logits are materialised, one softmax in the compute type, nothing is rounded before
+the end. `exp` and never `exp2`: the latter is off by up to 46 ulp on XLA's CPU backend.
+"""
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from attn_jax.mask import Mask
+
+
+def attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    *,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
+    mask: Mask = Mask(),
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    out_dtype: Any = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Attention output and log-sum-exp, both differentiable.
+
+    Computes in float64 if `jax_enable_x64` is on, else in float32 with full-precision
+    products, and rounds once, to `out_dtype` (default: the type of `query`). Gradients
+    are rounded once to the types of their inputs. The LSE (natural logarithm) stays in
+    the compute type and counts the sink. A query that sees no key gives zeros, LSE
+    -inf (or the sink) and no gradient. `scale` defaults to H**-0.5; query head n reads
+    key/value head n // (N / K).
+
+    Raises ValueError, from `check_arguments`, for shapes that do not fit together.
+    """
+    check_arguments(query, key, value, bias=bias, mask=mask, sinks=sinks)
+    static = _Static(
+        default_scale(scale, query.shape[-1]),
+        soft_cap,
+        np.dtype(query.dtype if out_dtype is None else out_dtype),
+    )
+    return _attention(static, query, key, value, bias, sinks, mask)
+
+
+class Golden(NamedTuple):
+    """FP64 results as NumPy arrays; `dbias` and `dsinks` are None without the input."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    dquery: np.ndarray
+    dkey: np.ndarray
+    dvalue: np.ndarray
+    dbias: np.ndarray | None
+    dsinks: np.ndarray | None
+
+
+def golden(
+    query,
+    key,
+    value,
+    dout,
+    dlse=None,
+    *,
+    bias=None,
+    mask: Mask = Mask(),
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks=None,
+    absolute: bool = False,
+) -> Golden:
+    """`attention` and its gradients in FP64 on the inputs exactly as given.
+
+    Takes JAX or NumPy arrays of any float type (not tracers), with cotangents `dout`
+    [B, T, N, H] and `dlse` [B, N, T]. Runs under an x64 scope of its own, so the
+    user's mode neither matters nor changes, and head by head, so memory holds a few
+    T x S arrays and not N of them.
+
+    With `absolute`, `out`, `dquery`, `dkey` and `dvalue` are the same sums over the
+    absolute values of their terms: the size against which to judge an error where
+    the exact result vanishes. The other fields are unaffected.
+    """
+    check_arguments(query, key, value, bias=bias, mask=mask, sinks=sinks)
+    B, T, N, H = query.shape
+    G = N // key.shape[2]
+    q, k, v, do, bias, sinks, dlse = (
+        None if x is None else np.asarray(x).astype(np.float64)
+        for x in (query, key, value, dout, bias, sinks, dlse)
+    )
+    mask = jax.tree_util.tree_map(np.asarray, mask)
+    dlse = np.zeros((B, N, T)) if dlse is None else dlse
+    out, dq = np.zeros(q.shape), np.zeros(q.shape)
+    dk, dv = np.zeros(k.shape), np.zeros(v.shape)
+    lse = np.zeros((B, N, T))
+    dbias = None if bias is None else np.zeros(bias.shape)
+    dsinks = None if sinks is None else np.zeros(sinks.shape)
+    static = _Static(default_scale(scale, H), soft_cap, np.dtype(np.float64))
+    with jax.enable_x64(True):
+        for b, n in np.ndindex(B, N):
+            row, head, kv_head = (
+                slice(b, b + 1),
+                slice(n, n + 1),
+                slice(n // G, n // G + 1),
+            )
+            results = _golden_head(
+                static,
+                absolute,
+                q[row, :, head],
+                k[row, :, kv_head],
+                v[row, :, kv_head],
+                None if bias is None else _pick(bias, b, n),
+                None if sinks is None else sinks[head],
+                _pick_mask(mask, b, n),
+                do[row, :, head],
+                dlse[row, head],
+            )
+            o, e, *grads, db, ds = (
+                None if x is None else np.asarray(x) for x in results
+            )
+            out[row, :, head], lse[row, head], dq[row, :, head] = o, e, grads[0]
+            dk[row, :, kv_head] += grads[1]
+            dv[row, :, kv_head] += grads[2]
+            if dbias is not None:
+                _pick(dbias, b, n)[...] += db
+            if dsinks is not None:
+                dsinks[head] += ds
+    return Golden(out, lse, dq, dk, dv, dbias, dsinks)
+
+
+def default_scale(scale: float | None, head_dim: int) -> float:
+    return head_dim**-0.5 if scale is None else float(scale)
+
+
+def check_arguments(query, key, value, *, bias=None, mask=Mask(), sinks=None) -> None:
+    """Raises ValueError, one line, if the shapes of the arguments do not fit."""
+    if query.ndim != 4 or key.ndim != 4:
+        raise ValueError(
+            "query must be [B, T, N, H] and key, value [B, S, K, H], got "
+            f"{query.shape} and {key.shape}"
+        )
+    B, T, N, H = query.shape
+    S, K = key.shape[1:3]
+    if key.shape != (B, S, K, H) or value.shape != key.shape:
+        raise ValueError(
+            "key and value must be [B, S, K, H] with the B and H of query "
+            f"{query.shape}, got {key.shape} and {value.shape}"
+        )
+    if N % K:
+        raise ValueError(f"query heads ({N}) must be a multiple of key heads ({K})")
+    full = (B, N, T, S)
+    for name, x in (("bias", bias), ("mask.dense", mask.dense)):
+        if x is not None and (
+            x.ndim != 4 or any(a not in (1, b) for a, b in zip(x.shape, full))
+        ):
+            raise ValueError(
+                f"{name} must broadcast to {full} axis by axis, got {x.shape}"
+            )
+    for name, x, shape in (
+        ("sinks", sinks, (N,)),
+        ("mask.query_lengths", mask.query_lengths, (B,)),
+        ("mask.key_value_lengths", mask.key_value_lengths, (B,)),
+        ("mask.query_segment_ids", mask.query_segment_ids, (B, T)),
+        ("mask.key_value_segment_ids", mask.key_value_segment_ids, (B, S)),
+    ):
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+
+
+class _Static(NamedTuple):
+    scale: float
+    soft_cap: float | None
+    out_dtype: np.dtype
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static, query, key, value, bias, sinks, mask):
+    return _attention_fwd(static, query, key, value, bias, sinks, mask)[0]
+
+
+def _attention_fwd(static, query, key, value, bias, sinks, mask):
+    arrays = query, key, value, bias, sinks
+    x = _Grouped(static, *map(_widen, arrays), mask)
+    out = x.ungroup(_dot("bkgts,bskh->btkgh", x.probability, x.value))
+    return (out.astype(static.out_dtype), x.lse), (*arrays, mask)
+
+
+def _attention_bwd(static, residuals, cotangents):
+    *arrays, mask = residuals
+    x = _Grouped(static, *map(_widen, arrays), mask)
+    grads = _gradients(x, *map(_widen, cotangents))
+    return *(
+        None if a is None else g.astype(a.dtype) for g, a in zip(grads, arrays)
+    ), None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _widen(x):
+    """To the compute type: float64 under x64, else float32."""
+    dtype = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+    return None if x is None else jnp.asarray(x).astype(dtype)
+
+
+def _dot(subscripts: str, x, y):
+    return jnp.einsum(subscripts, x, y, precision=lax.Precision.HIGHEST)
+
+
+class _Grouped:
+    """The softmax with query heads split into K groups of G; axes b k g t s."""
+
+    def __init__(self, static, query, key, value, bias, sinks, mask: Mask):
+        B, T, N, H = query.shape
+        S, K = key.shape[1:3]
+        self.static, self.key, self.value = static, key, value
+        self.shape = B, T, K, N // K, H
+        self.query = query.reshape(self.shape)
+        self.bias_shape = None if bias is None else bias.shape
+        x = static.scale * _dot("btkgh,bskh->bkgts", self.query, key)
+        if bias is not None:
+            x = x + self.group_heads(bias)
+        self.slope = None
+        if static.soft_cap is not None:
+            tanh = jnp.tanh(x / static.soft_cap)
+            x, self.slope = static.soft_cap * tanh, 1 - tanh * tanh
+        visible = mask.materialise(T, S)
+        if visible is not None:
+            x = jnp.where(self.group_heads(visible), x, -jnp.inf)
+        m = x.max(-1, keepdims=True)
+        if sinks is not None:
+            sinks = sinks.reshape(1, K, N // K, 1, 1)
+            m = jnp.maximum(m, sinks)
+        shift = jnp.where(jnp.isneginf(m), 0.0, m)
+        p = jnp.exp(x - shift)
+        p_sink = None if sinks is None else jnp.exp(sinks - shift)
+        total = p.sum(-1, keepdims=True) + (0.0 if p_sink is None else p_sink)
+        divisor = jnp.where(total == 0, 1.0, total)
+        self.probability = p / divisor
+        self.sink_probability = None if p_sink is None else (p_sink / divisor)[..., 0]
+        # log(0) = -inf is the wanted LSE of a query that sees nothing.
+        self.lse = (shift + jnp.log(total)).reshape(B, N, T)
+
+    def group_heads(self, x):
+        """[B or 1, N or 1, ...] to [B or 1, K or 1, G or 1, ...]."""
+        K, G = self.shape[2:4]
+        heads = (1, 1) if x.shape[1] == 1 else (K, G)
+        return x.reshape(x.shape[0], *heads, *x.shape[2:])
+
+    def ungroup(self, x):
+        B, T, K, G, H = self.shape
+        return x.reshape(B, T, K * G, H)
+
+
+def _gradients(x: _Grouped, dout, dlse):
+    B, T, K, G, H = x.shape
+    p, scale = x.probability, x.static.scale
+    dout = dout.reshape(x.shape)
+    # The LSE of a query that sees nothing is a constant, whatever its cotangent.
+    dlse = jnp.where(jnp.isneginf(x.lse), 0.0, dlse).reshape(B, K, G, T)
+    dp = _dot("btkgh,bskh->bkgts", dout, x.value)
+    excess = (p * dp).sum(-1) - dlse
+    dx = p * (dp - excess[..., None])
+    dsinks = None
+    if x.sink_probability is not None:
+        dsinks = -(x.sink_probability * excess).sum((0, 3)).reshape(K * G)
+    if x.slope is not None:
+        dx = dx * x.slope
+    dbias = None
+    if x.bias_shape is not None:
+        full = dx.reshape(B, K * G, *dx.shape[3:])
+        axes = [a for a in range(4) if x.bias_shape[a] == 1]
+        dbias = full.sum(axes, keepdims=True)
+    dquery = x.ungroup(scale * _dot("bkgts,bskh->btkgh", dx, x.key))
+    dkey = scale * _dot("bkgts,btkgh->bskh", dx, x.query)
+    dvalue = _dot("bkgts,btkgh->bskh", p, dout)
+    return dquery, dkey, dvalue, dbias, dsinks
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _golden_head(static, absolute, q, k, v, bias, sinks, mask, dout, dlse):
+    x = _Grouped(static, q, k, v, bias, sinks, mask)
+    out = x.ungroup(_dot("bkgts,bskh->btkgh", x.probability, v))
+    grads = _gradients(x, dout, dlse)
+    if absolute:
+        out, *sums = _absolute_sums(x, q, k, v, dout, dlse)
+        grads = *sums, *grads[3:]
+    return out, x.lse, *grads
+
+
+def _absolute_sums(x: _Grouped, q, k, v, dout, dlse):
+    """out, dQ, dK, dV with every term of every sum by its absolute value."""
+    p, scale = x.probability, abs(x.static.scale)
+    q, k, v, dout = map(jnp.abs, (q.reshape(x.shape), k, v, dout.reshape(x.shape)))
+    dp = _dot("btkgh,bskh->bkgts", dout, v)
+    dlse = jnp.where(jnp.isneginf(x.lse), 0.0, jnp.abs(dlse))
+    delta = (p * dp).sum(-1) + dlse.reshape(p.shape[:-1])
+    dx = p * (dp + delta[..., None])
+    if x.slope is not None:
+        dx = dx * x.slope
+    return (
+        x.ungroup(_dot("bkgts,bskh->btkgh", p, v)),
+        x.ungroup(scale * _dot("bkgts,bskh->btkgh", dx, k)),
+        scale * _dot("bkgts,btkgh->bskh", dx, q),
+        _dot("bkgts,btkgh->bskh", p, dout),
+    )
+
+
+def _pick(x: np.ndarray, b: int, n: int) -> np.ndarray:
+    """The entry of one batch and head of an array broadcastable to [B, N, T, S]."""
+    b, n = min(b, x.shape[0] - 1), min(n, x.shape[1] - 1)
+    return x[b : b + 1, n : n + 1]
+
+
+def _pick_mask(mask: Mask, b: int, n: int) -> Mask:
+    per_batch = operator.itemgetter(slice(b, b + 1))
+    return Mask(
+        mask.is_causal,
+        mask.window,
+        None if mask.dense is None else _pick(mask.dense, b, n),
+        *(
+            None if x is None else per_batch(x)
+            for x in (
+                mask.query_lengths,
+                mask.key_value_lengths,
+                mask.query_segment_ids,
+                mask.key_value_segment_ids,
+            )
+        ),
+    )
