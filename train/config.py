@@ -1,0 +1,490 @@
+"""What a training run is: dataclasses, presets, the checks that need no device.
+
+Plain Python: neither JAX nor Flax is imported here, so that the help text and the
+checks of the command line answer at once.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Attention = Literal["pallas", "baseline", "emulated", "reference", "xla", "cudnn"]
+PresetName = Literal["tiny", "small", "small-long", "base", "base-long", "large"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
+AttentionInputs = Literal["compute", "bf16", "fp16", "fp32"]
+
+KERNEL_HEAD_DIMS = (64, 128)
+SIXTEEN_BIT_ATTENTION = ("pallas", "cudnn")
+
+
+class UsageError(Exception):
+    """A command that cannot run, in one line that says what would work (exit 2)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Which captioned images to train on."""
+
+    name: Literal["shapes", "digits", "folder", "webdataset", "parquet"] = "shapes"
+    """Source of the images; the last three read --data.path."""
+    path: str | None = None
+    """Folder (or pattern of shards) of image and caption files."""
+    family: Literal["pos", "rel", "cnt", "all"] = "all"
+    """Caption family of the rendered shapes."""
+    resolution: int = 64
+    """Side of the square images in pixels."""
+    seed: int = 0
+    """Seed of the images and of their order."""
+    workers: int = 0
+    """Processes that render or decode images; 0 reads in this process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Size of the transformer."""
+
+    width: int = 384
+    """Width of the residual stream."""
+    depth: int = 8
+    """Number of blocks."""
+    heads: int = 6
+    """Attention heads; the head dim is width / heads."""
+    mlp_ratio: int = 4
+    """Hidden width of the feed-forward layer over the model width."""
+    patch: int = 4
+    """Side of an image patch in pixels."""
+    tokenizer: Literal["word", "byte"] = "byte"
+    """word knows the captions of shapes and digits only; byte takes any text."""
+    text_length: int = 64
+    """Text tokens a caption is padded to."""
+    prediction: Literal["x", "v"] = "x"
+    """What the network outputs: the clean image or the velocity."""
+    remat: bool = False
+    """Recompute every block in the backward pass: less memory, more time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with warm-up, a constant stretch and a linear decay to zero."""
+
+    warmup: int = 200
+    """Steps of linear warm-up."""
+    decay_fraction: float = 0.5
+    """Last part of the run over which the learning rate falls to zero."""
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    """Added to Adam's root mean square; sets how strongly tiny gradients act."""
+    weight_decay: float = 0.01
+    """Applied to matrices only."""
+    clip: float = 1.0
+    """Largest global norm of the gradient."""
+    ema: float = 0.999
+    """Largest decay of the moving average of the weights."""
+    static_loss_scale: float | None = None
+    """fp16 only: a fixed loss scale, overflow is an error; default is dynamic."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis of the mesh; their product is the device count."""
+
+    data: int = 0
+    """Copies of the model; 0 takes every device the other axes leave."""
+    fsdp: int = 1
+    """Devices over which weights and optimiser state are spread, batch as well."""
+    tensor: int = 1
+    """Devices over which heads and hidden units are spread."""
+    seq: int = 1
+    """Devices over which tokens are spread."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """Start of several processes; Slurm, Open MPI and Kubernetes are detected."""
+
+    enabled: bool = False
+    """Start jax.distributed; on by itself under Slurm with several tasks."""
+    coordinator: str | None = None
+    """host:port of process 0, where no cluster is detected."""
+    processes: int | None = None
+    """Number of processes."""
+    process_id: int | None = None
+    """Number of this process, from 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Held-out loss during training; captions scored at its end."""
+
+    every: int = 1000
+    """Steps between held-out losses and sample grids; 0 for the end only."""
+    examples: int = 256
+    """Held-out examples in the loss."""
+    captions: int = 1000
+    """Captions of the val split that are sampled and scored at the end."""
+    novel: int = 1000
+    """The same for unseen pairs of colour and shape; 0 for none."""
+    batch_size: int = 250
+    """Images sampled at once."""
+    grid: int = 16
+    """Images in a sample grid."""
+    sampler_steps: int = 25
+    """Euler steps from noise to image."""
+    guidance: float = 3.0
+    """Scale of classifier-free guidance; 1 is none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When the state is saved."""
+
+    every: int = 1000
+    """Steps between checkpoints."""
+    keep: int = 2
+    """Checkpoints kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Train a text-to-image transformer: python -m train --attn=pallas.
+
+    Run the same command again to resume. --config FILE starts from the config.json
+    of a run instead of a preset. Draw from a trained run with
+    python -m train sample --run-dir DIR --caption "a red circle in the center".
+    """
+
+    attn: Attention = "pallas"
+    """Attention. baseline is the materialised softmax (the same as xla)."""
+    preset: PresetName = "tiny"
+    """Starting values of all other options; tiny trains on a CPU in minutes."""
+    recipe: str | None = None
+    """Name of the emulated algorithm, with --attn=emulated."""
+    precision: Precision = "fp32"
+    """Of everything but attention; 16-bit policies but bf16_pure keep fp32 weights."""
+    attention_inputs: AttentionInputs = "compute"
+    """Format query, key and value are rounded to; compute is that of the policy."""
+    profile: Literal["fast", "exact"] = "fast"
+    """exact sets the XLA flags that make two runs on a GPU bit-identical."""
+    steps: int = 10_000
+    """Training steps."""
+    seed: int = 0
+    """Seed of the weights and of the noise."""
+    batch_size: int = 256
+    """Images a step, over all devices."""
+    lr: float = 1e-3
+    """Largest learning rate."""
+    caption_dropout: float = 0.1
+    """Share of captions emptied, for classifier-free guidance."""
+    run_dir: str | None = None
+    """Folder of the run; default runs/PRESET-ATTN-seedSEED."""
+    log_every: int = 100
+    """Steps between log lines."""
+    print_config: bool = False
+    """Print the resolved configuration as JSON and stop."""
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    mesh: MeshConfig = MeshConfig()
+    distributed: DistributedConfig = DistributedConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """Draw images for captions from a trained run and write them as one PNG."""
+
+    run_dir: str
+    """Folder of the run."""
+    caption: tuple[str, ...]
+    """One caption or several."""
+    out: str = "sample.png"
+    """PNG to write."""
+    seed: int = 0
+    """Seed of the starting noise."""
+    sampler_steps: int | None = None
+    """Euler steps; default as in training."""
+    guidance: float | None = None
+    """Scale of classifier-free guidance; default as in training."""
+
+
+# fp32 compute with bf16 attention inputs: a CPU has no fast 16-bit arithmetic, and
+# the 16-bit inputs are what the kernels, and their emulated recipe, take.
+_TINY = Config(
+    preset="tiny",
+    precision="fp32",
+    attention_inputs="bf16",
+    steps=4000,
+    batch_size=32,
+    lr=2e-3,
+    data=DataConfig(family="pos", resolution=32),
+    model=ModelConfig(
+        width=128, depth=4, heads=2, patch=8, tokenizer="word", text_length=12
+    ),
+    optimizer=OptimizerConfig(warmup=100),
+    eval=EvalConfig(novel=250),
+)
+# bf16 compute over fp32 weights, so bf16 attention inputs, for every preset below.
+_SMALL = Config(
+    preset="small",
+    precision="bf16",
+    data=DataConfig(workers=12),
+    eval=EvalConfig(every=2500, batch_size=500),
+    checkpoint=CheckpointConfig(every=2500),
+)
+_SMALL_LONG = dataclasses.replace(
+    _SMALL,
+    preset="small-long",
+    batch_size=128,
+    model=dataclasses.replace(_SMALL.model, patch=2),
+    eval=dataclasses.replace(_SMALL.eval, batch_size=250),
+)
+_BASE = dataclasses.replace(
+    _SMALL,
+    preset="base",
+    steps=50_000,
+    batch_size=128,
+    lr=3e-4,
+    data=dataclasses.replace(_SMALL.data, resolution=128),
+    model=ModelConfig(width=768, depth=12, heads=12),
+    optimizer=OptimizerConfig(warmup=1000, ema=0.9999),
+    eval=dataclasses.replace(_SMALL.eval, batch_size=100),
+)
+_BASE_LONG = dataclasses.replace(
+    _BASE,
+    preset="base-long",
+    batch_size=32,
+    data=dataclasses.replace(_BASE.data, resolution=256),
+    eval=dataclasses.replace(_BASE.eval, batch_size=25),
+)
+_LARGE = dataclasses.replace(
+    _BASE,
+    preset="large",
+    steps=100_000,
+    lr=1e-4,
+    data=dataclasses.replace(_BASE.data, resolution=256),
+    model=ModelConfig(
+        width=1152, depth=28, heads=18, patch=8, text_length=128, remat=True
+    ),
+)
+PRESETS: dict[str, Config] = {
+    preset.preset: preset
+    for preset in (_TINY, _SMALL, _SMALL_LONG, _BASE, _BASE_LONG, _LARGE)
+}
+
+# Fields that may differ when a run is taken up again. All others decide the result.
+EXTENDABLE = frozenset(
+    {
+        "steps",
+        "log_every",
+        "run_dir",
+        "print_config",
+        "data.workers",
+        "eval.every",
+        "checkpoint.every",
+        "checkpoint.keep",
+        "distributed.enabled",
+        "distributed.coordinator",
+        "distributed.processes",
+        "distributed.process_id",
+    }
+)
+
+
+def head_dim(config: Config) -> int:
+    """Width of one attention head."""
+    return config.model.width // config.model.heads
+
+
+def image_tokens(config: Config) -> int:
+    """Patches in one image."""
+    return (config.data.resolution // config.model.patch) ** 2
+
+
+def run_dir(config: Config) -> Path:
+    """Folder of the run, as given or after preset, attention and seed."""
+    name = f"{config.preset}-{config.attn}-seed{config.seed}"
+    return Path(config.run_dir) if config.run_dir else Path("runs") / name
+
+
+def attention_format(config: Config) -> str:
+    """Format query, key and value are rounded to: bf16, fp16 or fp32."""
+    if config.attention_inputs != "compute":
+        return config.attention_inputs
+    return {"tf32": "fp32", "bf16_pure": "bf16"}.get(config.precision, config.precision)
+
+
+def to_json(config: Config) -> str:
+    """The whole configuration as JSON; `from_dict` reads it back."""
+    return json.dumps(dataclasses.asdict(config), indent=2)
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """The configuration that `to_json` wrote.
+
+    Raises:
+      UsageError: a field is unknown or of another program version.
+    """
+
+    def build(kind: Any, values: dict[str, Any]) -> Any:
+        fields = {field.name: field for field in dataclasses.fields(kind)}
+        unknown = sorted(set(values) - set(fields))
+        if unknown:
+            raise UsageError(f"the configuration has no field {unknown[0]!r}")
+        built = {
+            name: build(fields[name].type, value) if isinstance(value, dict) else value
+            for name, value in values.items()
+        }
+        return kind(**built)
+
+    return build(Config, values)
+
+
+def load(path: Path) -> Config:
+    """Reads a config.json.
+
+    Raises:
+      UsageError: the file cannot be read or is no configuration.
+    """
+    try:
+        return from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"cannot read the configuration {path}: {error}") from error
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every field by its dotted name."""
+    flat: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": item for inner, item in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def difference(old: Config, new: Config) -> list[str]:
+    """Fields that decide the result and differ, as 'name: old -> new'."""
+    before, after = flatten(old), flatten(new)
+    return [
+        f"{name}: {before[name]!r} -> {after[name]!r}"
+        for name in after
+        if name not in EXTENDABLE and before[name] != after[name]
+    ]
+
+
+def validate(config: Config) -> None:
+    """Checks everything that can be checked without a device or a data set.
+
+    Raises:
+      UsageError: naming the field at fault and values that would work.
+    """
+    _validate_numbers(config)
+    model, mesh = config.model, config.mesh
+    if model.width % model.heads:
+        raise UsageError(
+            f"--model.width {model.width} is no multiple of --model.heads {model.heads}"
+        )
+    if model.width % 4:
+        raise UsageError(f"--model.width {model.width} must be a multiple of 4")
+    if config.data.resolution % model.patch:
+        raise UsageError(
+            f"--data.resolution {config.data.resolution} is no multiple of "
+            f"--model.patch {model.patch}"
+        )
+    needs_path = config.data.name in ("folder", "webdataset", "parquet")
+    if needs_path and config.data.path is None:
+        raise UsageError(f"--data.name={config.data.name} needs --data.path")
+    if model.tokenizer == "word" and needs_path:
+        raise UsageError(
+            "--model.tokenizer=word knows the captions of shapes and digits only: "
+            f"with --data.name={config.data.name} use --model.tokenizer=byte"
+        )
+    if config.recipe is not None and config.attn != "emulated":
+        raise UsageError("--recipe needs --attn=emulated")
+    if config.optimizer.static_loss_scale is not None and config.precision != "fp16":
+        raise UsageError("--optimizer.static-loss-scale needs --precision=fp16")
+    if mesh.seq > 1:
+        raise UsageError(
+            f"--mesh.seq {mesh.seq} needs context parallelism, which this version "
+            "does not have: use --mesh.seq 1"
+        )
+    if model.heads % mesh.tensor:
+        raise UsageError(
+            f"--model.heads {model.heads} cannot be spread over --mesh.tensor "
+            f"{mesh.tensor}: it must divide the heads"
+        )
+    if config.batch_size % (max(mesh.data, 1) * mesh.fsdp):
+        raise UsageError(
+            f"--batch-size {config.batch_size} cannot be spread over data x fsdp = "
+            f"{max(mesh.data, 1)} x {mesh.fsdp} devices: it must be a multiple"
+        )
+    _validate_attention(config)
+
+
+def _validate_numbers(config: Config) -> None:
+    at_least_one = {
+        "steps",
+        "batch_size",
+        "log_every",
+        "data.resolution",
+        "model.width",
+        "model.depth",
+        "model.heads",
+        "model.mlp_ratio",
+        "model.patch",
+        "model.text_length",
+        "mesh.fsdp",
+        "mesh.tensor",
+        "mesh.seq",
+        "eval.examples",
+        "eval.captions",
+        "eval.batch_size",
+        "eval.grid",
+        "eval.sampler_steps",
+        "checkpoint.every",
+        "checkpoint.keep",
+    }
+    not_negative = {
+        "mesh.data",
+        "data.workers",
+        "eval.every",
+        "eval.novel",
+        "optimizer.warmup",
+    }
+    flat = flatten(config)
+    for name in sorted(at_least_one | not_negative):
+        least = int(name in at_least_one)
+        if flat[name] < least:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} is {flat[name]}; it must be at least {least}")
+    for name in ("caption_dropout", "optimizer.decay_fraction", "optimizer.ema"):
+        if not 0.0 <= flat[name] <= 1.0:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} is {flat[name]}; it must lie in [0, 1]")
+    if not (config.lr > 0 and math.isfinite(config.lr)):
+        raise UsageError(f"--lr is {config.lr}; it must be positive and finite")
+
+
+def _validate_attention(config: Config) -> None:
+    if config.attn not in SIXTEEN_BIT_ATTENTION:
+        return
+    if config.attn == "pallas" and head_dim(config) not in KERNEL_HEAD_DIMS:
+        raise UsageError(
+            f"--attn=pallas takes head dims {KERNEL_HEAD_DIMS}, not "
+            f"{head_dim(config)} (width {config.model.width} / heads "
+            f"{config.model.heads}): change --model.heads or use --attn=xla"
+        )
+    if attention_format(config) == "fp32":
+        raise UsageError(
+            f"--attn={config.attn} takes 16-bit inputs: add "
+            "--attention-inputs=bf16, or use --attn=xla"
+        )
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the presets."""
+    return get_args(PresetName)
