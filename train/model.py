@@ -1,0 +1,226 @@
+"""Single-stream transformer over text and image tokens (Flax NNX).
+
+Caption tokens and image patches form one sequence that plain transformer blocks
+attend over, without a mask: padding is a learned embedding like any other token.
+Blocks as in DiT (Peebles and Xie, 2023) with one modulation vector for all blocks
+plus a learned table in each (adaLN-single: Chen et al., PixArt-alpha, 2023), and
+RMS-normalised queries and keys (Esser et al., 2024).
+
+No key bias: softmax does not see it, so its gradient is rounding noise, which Adam
+would turn into steps of full size. No dropout. No gather: tokens are embedded by a
+product with one-hot vectors, whose backward pass needs no scatter.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from train.config import ModelConfig
+from train.precision import Policy
+
+AttentionFn = Callable[[Array, Array, Array], Array]
+
+_TIME_FREQUENCIES = 128
+_EPS = 1e-6
+
+
+def sinusoids(
+    positions: Float[Array, " n"] | np.ndarray, width: int
+) -> Float[Array, "n width"]:
+    """Sine and cosine of `positions * 10000**(-i / (width / 2))`, halves joined."""
+    rates = jnp.exp(-np.log(1e4) * jnp.arange(width // 2) / (width // 2))
+    angles = jnp.asarray(positions, jnp.float32)[:, None] * rates
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+def grid_positions(side: int, width: int) -> Float[Array, "side*side width"]:
+    """Fixed positions of a square of patches: half the width for rows, half columns."""
+    rows, columns = np.divmod(np.arange(side * side), side)
+    return jnp.concatenate(
+        [sinusoids(rows, width // 2), sinusoids(columns, width // 2)], axis=-1
+    )
+
+
+def patchify(
+    images: Float[Array, "B R R C"], patch: int
+) -> Float[Array, "B n patch*patch*C"]:
+    """Cuts images into patches, row by row."""
+    batch, side, _, channels = images.shape
+    count = side // patch
+    x = images.reshape(batch, count, patch, count, patch, channels)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(
+        batch, count * count, patch * patch * channels
+    )
+
+
+def unpatchify(
+    patches: Float[Array, "B n patch*patch*C"], patch: int
+) -> Float[Array, "B R R C"]:
+    """Puts patches together again; the inverse of `patchify`."""
+    batch, total, size = patches.shape
+    count = round(total**0.5)
+    channels = size // (patch * patch)
+    x = patches.reshape(batch, count, count, patch, patch, channels)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(
+        batch, count * patch, count * patch, channels
+    )
+
+
+def layer_norm(x: Float[Array, "B L d"]) -> Float[Array, "B L d"]:
+    """Zero mean and unit variance over the last axis, in fp32, nothing learned."""
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + _EPS)
+
+
+def rms_norm(
+    x: Float[Array, "B L N H"], scale: Float[Array, " H"]
+) -> Float[Array, "B L N H"]:
+    """Unit root mean square over the head dim, times a learned scale, in fp32."""
+    x = x.astype(jnp.float32)
+    root = jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + _EPS)
+    return x * root * scale.astype(jnp.float32)
+
+
+class Block(nnx.Module):
+    """Attention and feed-forward, each modulated by time; the gates start at 0."""
+
+    def __init__(self, config: ModelConfig, policy: Policy, *, rngs: nnx.Rngs):
+        width, hidden = config.width, config.mlp_ratio * config.width
+
+        def linear(inputs: int, outputs: int, bias: bool) -> nnx.Linear:
+            return nnx.Linear(
+                inputs,
+                outputs,
+                use_bias=bias,
+                dtype=policy.compute,
+                param_dtype=policy.params,
+                rngs=rngs,
+            )
+
+        self.heads = config.heads
+        self.query = linear(width, width, False)
+        self.key = linear(width, width, False)
+        self.value = linear(width, width, False)
+        self.out = linear(width, width, False)
+        head_dim = width // config.heads
+        self.query_scale = nnx.Param(jnp.ones((head_dim,), policy.params))
+        self.key_scale = nnx.Param(jnp.ones((head_dim,), policy.params))
+        self.up = linear(width, hidden, True)
+        self.down = linear(hidden, width, True)
+        self.modulation = nnx.Param(jnp.zeros((6, width), policy.params))
+
+    def __call__(
+        self,
+        x: Float[Array, "B L d"],
+        modulation: Float[Array, "B 6 d"],
+        attention_fn: AttentionFn,
+    ) -> Float[Array, "B L d"]:
+        """Adds the block's two updates to the fp32 residual stream."""
+        table = self.modulation[...].astype(jnp.float32)
+        shift1, scale1, gate1, shift2, scale2, gate2 = (
+            part[:, None] for part in jnp.moveaxis(modulation + table, 1, 0)
+        )
+        y = layer_norm(x) * (1.0 + scale1) + shift1
+        heads = (*y.shape[:2], self.heads, -1)
+        attended = attention_fn(
+            rms_norm(self.query(y).reshape(heads), self.query_scale[...]),
+            rms_norm(self.key(y).reshape(heads), self.key_scale[...]),
+            self.value(y).reshape(heads),
+        )
+        x = x + gate1 * self.out(attended.reshape(y.shape)).astype(jnp.float32)
+        y = layer_norm(x) * (1.0 + scale2) + shift2
+        y = self.down(jax.nn.gelu(self.up(y), approximate=True))
+        return x + gate2 * y.astype(jnp.float32)
+
+
+class Transformer(nnx.Module):
+    """Maps noised images, times and captions to clean images (or velocities)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        policy: Policy,
+        *,
+        vocab_size: int,
+        resolution: int,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.vocab_size = vocab_size
+        self.grid = resolution // config.patch
+        width = config.width
+        size = config.patch * config.patch * 3
+
+        def linear(inputs: int, outputs: int, zero: bool = False) -> nnx.Linear:
+            initial = (
+                nnx.initializers.zeros if zero else nnx.initializers.lecun_normal()
+            )
+            return nnx.Linear(
+                inputs,
+                outputs,
+                dtype=policy.compute,
+                param_dtype=policy.params,
+                kernel_init=initial,
+                rngs=rngs,
+            )
+
+        normal = nnx.initializers.normal(1.0)
+        self.embedding = nnx.Param(
+            normal(rngs.params(), (vocab_size, width), policy.params)
+        )
+        self.patch_in = linear(size, width)
+        self.time_in = linear(2 * _TIME_FREQUENCIES, width)
+        self.time_out = linear(width, width)
+        self.modulation = linear(width, 6 * width, zero=True)
+        self.blocks = nnx.List(
+            [Block(config, policy, rngs=rngs) for _ in range(config.depth)]
+        )
+        self.final_modulation = linear(width, 2 * width, zero=True)
+        self.patch_out = linear(width, size, zero=True)
+
+    def __call__(
+        self,
+        images: Float[Array, "B R R 3"],
+        t: Float[Array, " B"],
+        tokens: Int[Array, "B T"],
+        attention_fn: AttentionFn,
+    ) -> Float[Array, "B R R 3"]:
+        """The network's output for images at times t in [0, 1].
+
+        Args:
+          images: noised images.
+          t: times; 0 is a clean image, 1 is noise.
+          tokens: captions, padded with 0.
+          attention_fn: (q, k, v), each [B, L, N, H] fp32 or the compute format, to
+            the attended values of the same shape, scaled by 1 / sqrt(H), no mask.
+        """
+        width = self.config.width
+        one_hot = jax.nn.one_hot(tokens, self.vocab_size, dtype=jnp.float32)
+        text = one_hot @ self.embedding[...].astype(jnp.float32)
+        text = text + sinusoids(np.arange(tokens.shape[1]), width)
+        picture = self.patch_in(patchify(images, self.config.patch))
+        picture = picture.astype(jnp.float32) + grid_positions(self.grid, width)
+        x = jnp.concatenate([text, picture], axis=1)
+
+        # Times times 1000: the range the frequencies of `sinusoids` are made for.
+        time = self.time_in(sinusoids(1000.0 * t, 2 * _TIME_FREQUENCIES))
+        time = jax.nn.silu(self.time_out(jax.nn.silu(time)))
+        modulation = self.modulation(time).astype(jnp.float32)
+        modulation = modulation.reshape(-1, 6, width)
+        for block in self.blocks:
+            if self.config.remat:
+                x = jax.checkpoint(
+                    lambda x, modulation, block=block: block(
+                        x, modulation, attention_fn
+                    )
+                )(x, modulation)
+            else:
+                x = block(x, modulation, attention_fn)
+        shift, scale = jnp.split(self.final_modulation(time), 2, axis=-1)
+        x = layer_norm(x[:, tokens.shape[1] :])
+        x = x * (1.0 + scale[:, None].astype(jnp.float32)) + shift[:, None]
+        return unpatchify(self.patch_out(x), self.config.patch)
