@@ -1,0 +1,106 @@
+"""Puts the parts of a run together: mesh, model, optimiser, attention, tokenizer."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from train.attention import (
+    ResolvedAttention,
+    check_attention,
+    make_attention,
+    resolve_attention,
+    shard_attention,
+)
+from train.config import Config, UsageError
+from train.data import DataError, make_tokenizer, open_source
+from train.data.source import Source
+from train.data.tokenizer import Tokenizer
+from train.model import AttentionFn
+from train.optimizer import make_optimizer
+from train.precision import Policy, make_policy
+from train.sharding import check_widths, make_mesh
+from train.state import (
+    ModelParts,
+    TrainState,
+    abstract_state,
+    init_state,
+    make_parts,
+    state_shardings,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """Everything that training and sampling share; holds no weights."""
+
+    config: Config
+    policy: Policy
+    mesh: Mesh
+    tokenizer: Tokenizer
+    attention: ResolvedAttention
+    attention_fn: AttentionFn
+    parts: ModelParts
+    optimizer: optax.GradientTransformation
+    shardings: TrainState
+
+    def fresh_state(self) -> TrainState:
+        """State of step 0, made in place on the mesh."""
+        make = jax.jit(
+            lambda: init_state(self.parts, self.optimizer), out_shardings=self.shardings
+        )
+        return make()
+
+    def abstract_state(self) -> Any:
+        """What to load a checkpoint into."""
+        return abstract_state(self.parts, self.optimizer, self.shardings)
+
+
+def assemble(config: Config, devices: list[Any] | None = None) -> Assembly:
+    """Builds the parts; compiles nothing and makes no array of weights.
+
+    Args:
+      config: checked by `train.config.validate`.
+      devices: those of the mesh; default all.
+
+    Raises:
+      UsageError: the configuration does not fit the devices or the attention.
+    """
+    policy = make_policy(config)
+    mesh = make_mesh(config, devices)
+    hidden = config.model.mlp_ratio * config.model.width
+    check_widths(mesh, config.model.width, hidden)
+    attention = resolve_attention(config, mesh.devices.flat[0])
+    function = make_attention(attention, policy)
+    check_attention(config, function)
+    tokenizer = make_tokenizer(config.model.tokenizer, config.model.text_length)
+    parts = make_parts(config, policy, tokenizer.vocab_size)
+    optimizer = make_optimizer(config)
+    return Assembly(
+        config=config,
+        policy=policy,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        attention=attention,
+        attention_fn=shard_attention(function, mesh),
+        parts=parts,
+        optimizer=optimizer,
+        shardings=state_shardings(parts, optimizer, mesh),
+    )
+
+
+def open_split(config: Config, split: str) -> Source:
+    """Opens a split of the data.
+
+    Raises:
+      UsageError: it cannot be read.
+    """
+    try:
+        source = open_source(config.data, split)  # pyright: ignore[reportArgumentType]
+        if len(source) == 0:
+            raise DataError(f"the split {split!r} has no samples")
+    except DataError as error:
+        raise UsageError(f"--data.name={config.data.name}: {error}") from error
+    return source

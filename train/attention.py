@@ -1,0 +1,189 @@
+"""Chooses the attention of a run and wraps it for the mesh.
+
+The model is handed one function of (query, key, value); every arm goes through the
+same `shard_map` and the same barriers, so that two runs differ in attention alone.
+"""
+
+import collections
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from train.config import Attention, Config, UsageError, head_dim, image_tokens
+from train.model import AttentionFn
+from train.precision import Policy
+
+_KERNEL_RECIPE = "attn_jax"
+# Parts of custom-call names by which the compiled program shows its attention.
+_MARKS = {"pallas": "mosaic_gpu", "cudnn": "fmha"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedAttention:
+    """What `--attn` comes to on this machine.
+
+    Attributes:
+      requested: the value of `--attn`.
+      implementation: name given to `attn_jax.dot_product_attention`.
+      recipe: name of the emulated recipe, if emulated.
+      note: the line to say where this is not what was requested, else None.
+    """
+
+    requested: Attention
+    implementation: str
+    recipe: str | None
+    note: str | None
+
+
+def has_kernels(device: Any) -> bool:
+    """True on the GPUs the Pallas kernels are made for: compute capability 9.0."""
+    return (
+        device.platform == "gpu"
+        and getattr(device, "compute_capability", None) == "9.0"
+    )
+
+
+def resolve_attention(config: Config, device: Any) -> ResolvedAttention:
+    """Settles `--attn`, without a device program.
+
+    Only `pallas` ever stands for something else: off its GPUs, the kernels' recipe
+    in the emulator, with a note.
+
+    Raises:
+      UsageError: the implementation or the recipe does not exist here.
+    """
+    name = config.attn
+    if name == "cudnn" and device.platform != "gpu":
+        raise UsageError(
+            f"--attn=cudnn needs an NVIDIA GPU, this is a {device.platform}: use "
+            "--attn=xla or --attn=pallas"
+        )
+    if name == "pallas" and not has_kernels(device):
+        note = (
+            f"--attn=pallas: no Hopper GPU here ({device.device_kind}), the kernels' "
+            "recipe runs in the emulator"
+        )
+        return ResolvedAttention(name, "emulated", _KERNEL_RECIPE, note)
+    if name == "emulated":
+        from attn_jax.recipe import RECIPES
+
+        recipe = config.recipe or _KERNEL_RECIPE
+        if recipe not in RECIPES:
+            raise UsageError(
+                f"--recipe {recipe} does not exist; choose from "
+                f"{', '.join(sorted(RECIPES))}"
+            )
+        return ResolvedAttention(name, "emulated", recipe, None)
+    return ResolvedAttention(name, "xla" if name == "baseline" else name, None, None)
+
+
+def make_attention(resolved: ResolvedAttention, policy: Policy) -> AttentionFn:
+    """The library's attention as a function of (query, key, value), [B, L, N, H].
+
+    Rounds the three to the policy's attention format; the output has that format.
+    """
+    from attn_jax import dot_product_attention
+
+    recipe = None
+    if resolved.recipe is not None:
+        from attn_jax.recipe import RECIPES
+
+        recipe = RECIPES[resolved.recipe]
+
+    def attention(query: Array, key: Array, value: Array) -> Array:
+        return dot_product_attention(
+            query.astype(policy.attention),
+            key.astype(policy.attention),
+            value.astype(policy.attention),
+            implementation=resolved.implementation,
+            recipe=recipe,
+        )
+
+    return attention
+
+
+def shard_attention(attention: AttentionFn, mesh: Mesh) -> AttentionFn:
+    """Runs an attention function on each device's own rows and heads.
+
+    A kernel is opaque to XLA's partitioner, which would gather its inputs onto every
+    device; inside `shard_map` each device calls it on its part. The barriers keep
+    XLA from fusing across attention's boundary, so the program around it is the same
+    whatever the implementation.
+    """
+    spec = P(("data", "fsdp"), None, "tensor", None)
+    mapped = jax.shard_map(
+        attention,
+        mesh=mesh,
+        in_specs=(spec, spec, spec),
+        out_specs=spec,
+        check_vma=False,
+    )
+
+    def attention_fn(
+        query: Float[Array, "B L N H"],
+        key: Float[Array, "B L N H"],
+        value: Float[Array, "B L N H"],
+    ) -> Float[Array, "B L N H"]:
+        query, key, value = jax.lax.optimization_barrier((query, key, value))
+        return jax.lax.optimization_barrier(mapped(query, key, value))
+
+    return attention_fn
+
+
+def check_attention(config: Config, attention: AttentionFn) -> None:
+    """Traces the attention on the run's shapes, so that it can refuse them early.
+
+    Raises:
+      UsageError: with the reason the library gives.
+    """
+    length = config.model.text_length + image_tokens(config)
+    shape = (1, length, config.model.heads, head_dim(config))
+    one = jax.ShapeDtypeStruct(shape, jnp.float32)
+    try:
+        jax.eval_shape(attention, one, one, one)
+    except (ValueError, NotImplementedError, TypeError) as error:
+        raise UsageError(f"--attn={config.attn}: {error}") from error
+
+
+def lowered_kernels(program: str) -> dict[str, int]:
+    """Custom calls in a compiled program's text, by name, with their number."""
+    return dict(
+        collections.Counter(re.findall(r'custom_call_target="([^"]+)"', program))
+    )
+
+
+def check_lowered(resolved: ResolvedAttention, calls: dict[str, int]) -> str:
+    """Compares the compiled program with what was resolved; returns a line about it.
+
+    Raises:
+      RuntimeError: the attention kernel is missing, or there is one not asked for.
+    """
+    found = {
+        name: [call for call in calls if mark in call] for name, mark in _MARKS.items()
+    }
+    for name, present in found.items():
+        wanted = name == resolved.implementation
+        if wanted and not present:
+            raise RuntimeError(
+                f"--attn={resolved.requested}: the compiled step has no {name} kernel; "
+                f"its custom calls are {sorted(calls) or 'none'}"
+            )
+        if present and not wanted:
+            raise RuntimeError(
+                f"--attn={resolved.requested}: the compiled step has the {name} kernel "
+                f"{present[0]}, which was not asked for"
+            )
+    lowered = [call for present in found.values() for call in present]
+    if lowered:
+        return "attention lowered to " + ", ".join(
+            f"{call} ({calls[call]} calls)" for call in lowered
+        )
+    if resolved.recipe:
+        return f"attention lowered to XLA operations, recipe {resolved.recipe} emulated"
+    return f"attention lowered to XLA operations ({resolved.implementation})"

@@ -1,0 +1,109 @@
+"""One training step, compiled ahead of time for its mesh."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
+
+from train.diffusion import draw_times, drop_captions, flow_losses, from_pixels
+from train.model import AttentionFn
+from train.optimizer import make_schedule, update_average
+from train.precision import all_finite, exhausted, select, update_loss_scale
+from train.sharding import BATCH, replicated
+from train.state import STEP_STREAM, ModelParts, TrainState, stream
+
+Batch = dict[str, Array]
+Metrics = dict[str, Array]
+
+
+def make_train_step(
+    parts: ModelParts,
+    optimizer: optax.GradientTransformation,
+    attention_fn: AttentionFn,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The step as a pure function of state and batch.
+
+    The noise of a step is a function of (seed, step) alone, so a run taken up again
+    draws what the unbroken one would have drawn, on any mesh. An update with a
+    gradient that is not finite is left out: with a dynamic loss scale the scale is
+    halved, otherwise `ok` is false and the run ends.
+    """
+    config, policy = parts.config, parts.policy
+    schedule = make_schedule(config)
+
+    def loss_of(params: Any, batch: Batch, key: Array, scale: Array) -> Array:
+        time_key, noise_key, drop_key = jax.random.split(key, 3)
+        images = from_pixels(batch["image"])
+        count = images.shape[0]
+        dropped = jax.random.bernoulli(drop_key, config.caption_dropout, (count,))
+        model = parts.merge(params)
+        losses = flow_losses(
+            lambda x, t, tokens: model(x, t, tokens, attention_fn),
+            images,
+            drop_captions(batch["tokens"], dropped),
+            draw_times(time_key, count),
+            jax.random.normal(noise_key, images.shape),
+            config.model.prediction,
+        )
+        return losses.mean() * scale
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(stream(config.seed, STEP_STREAM), state.step)
+        scale = state.loss_scale.scale
+        loss, scaled = jax.value_and_grad(loss_of)(state.params, batch, key, scale)
+        # Unscaled in fp32, before clipping sees the gradient.
+        gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / scale, scaled)
+        norm = optax.global_norm(gradients)
+        finite = jnp.isfinite(loss) & all_finite(gradients)
+        gradients = jax.tree.map(
+            lambda gradient, leaf: gradient.astype(leaf.dtype), gradients, state.params
+        )
+        updates, inner = optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        average = update_average(
+            state.average, params, state.step, config.optimizer.ema
+        )
+        params, average, inner = select(
+            finite,
+            (params, average, inner),
+            (state.params, state.average, state.optimizer),
+        )
+        ok, loss_scale = finite, state.loss_scale
+        if policy.dynamic:
+            ok = finite | ~exhausted(state.loss_scale)
+            loss_scale = update_loss_scale(state.loss_scale, finite)
+        metrics = {
+            "loss": loss / scale,
+            "grad_norm": norm,
+            "lr": schedule(state.step),
+            "loss_scale": scale,
+            "applied": finite,
+            "ok": ok,
+        }
+        return TrainState(params, average, inner, loss_scale, state.step + 1), metrics
+
+    return step
+
+
+def compile_step(
+    step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
+    state: TrainState,
+    shardings: TrainState,
+    batch: Batch,
+    mesh: Mesh,
+) -> Any:
+    """Compiles a step for its mesh; the state given to it is used up.
+
+    The result is called like the step and shows its program with `as_text()`.
+    """
+    jitted = jax.jit(
+        step,
+        in_shardings=(shardings, NamedSharding(mesh, BATCH)),
+        out_shardings=(shardings, replicated(mesh)),
+        donate_argnums=0,
+    )
+    return jitted.lower(state, batch).compile()
