@@ -1,0 +1,160 @@
+"""Command line: parse, run, turn the outcome into an exit code.
+
+Exit codes: 0 done; 1 error; 2 unusable command; 3 the loss is no longer finite;
+75 stopped by SIGTERM after a checkpoint, run the same command again; 130 Ctrl-C.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from train.config import (
+    PRESETS,
+    Config,
+    SampleConfig,
+    UsageError,
+    load,
+    preset_names,
+    to_json,
+    validate,
+)
+
+# Effect of each: deterministic scatter, convolution and cuDNN attention, first
+# autotuning candidate; no Triton GEMM whose fusion depends on its neighbours.
+_EXACT_XLA_FLAGS = (
+    "--xla_gpu_deterministic_ops=true",
+    "--xla_gpu_enable_triton_gemm=false",
+    "--xla_gpu_autotune_level=0",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if arguments[:1] == ["sample"]:
+            command = _parse(SampleConfig, arguments[1:], prog="python -m train sample")
+            from train.sample import sample_run
+
+            print(sample_run(command))
+            return 0
+        config = parse_config(arguments)
+        validate(config)
+        if config.print_config:
+            print(to_json(dataclasses.replace(config, print_config=False)))
+            return 0
+        set_profile(config.profile)
+        return _train(config)
+    except UsageError as error:
+        print(f"python -m train: {_one_line(str(error))}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("python -m train: interrupted", file=sys.stderr)
+        return 130
+
+
+def _train(config: Config) -> int:
+    from train.loop import Diverged, Preempted, run
+
+    try:
+        run(config)
+    except Diverged as error:
+        print(f"python -m train: {error}", file=sys.stderr)
+        return 3
+    except Preempted as error:
+        print(f"python -m train: {error}", file=sys.stderr)
+        return 75
+    return 0
+
+
+def parse_config(arguments: Sequence[str]) -> Config:
+    """The configuration of a command line: a preset or a file, then its changes.
+
+    Raises:
+      UsageError: an argument is unknown or has no such value.
+    """
+    arguments, file = _take(list(arguments), "--config")
+    if file is not None:
+        default = load(Path(file))
+    else:
+        _, name = _take(list(arguments), "--preset")
+        # An unknown name is left to the parser, which lists those there are.
+        default = PRESETS.get(name or preset_names()[0], Config())
+    return _parse(Config, arguments, prog="python -m train", default=default)
+
+
+def _take(arguments: list[str], flag: str) -> tuple[list[str], str | None]:
+    for index, argument in enumerate(arguments):
+        if argument.startswith(f"{flag}="):
+            return arguments[:index] + arguments[index + 1 :], argument.split("=", 1)[1]
+        if argument == flag and index + 1 < len(arguments):
+            return arguments[:index] + arguments[index + 2 :], arguments[index + 1]
+    return arguments, None
+
+
+def _parse(kind: Any, arguments: list[str], *, prog: str, default: Any = None) -> Any:
+    import tyro
+
+    defaults = {} if default is None else {"default": default}
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(kind, prog=prog, args=arguments, **defaults)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    raise UsageError(_first_message(complaint.getvalue()))
+
+
+def _first_message(box: str) -> str:
+    """The message of the parser's framed complaint, without frame and help text."""
+    lines = []
+    for line in box.splitlines():
+        text = line.strip().strip("│").strip()
+        if not text or text[0] in "╭╰":
+            continue
+        if text[0] == "─":
+            break
+        lines.append(text)
+    return f"{' '.join(lines)} (see python -m train --help)"
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def set_profile(profile: str) -> None:
+    """Sets the XLA flags of a profile; must run before JAX is imported.
+
+    Only where an NVIDIA GPU is used: a process without one needs none of them, and
+    XLA aborts on flags it does not know. Flags the user has set are left alone.
+    """
+    if profile != "exact" or not _has_gpu():
+        return
+    given = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in _EXACT_XLA_FLAGS if flag.split("=")[0] not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+    # A fixed reduction order between GPUs.
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+
+def _has_gpu() -> bool:
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return False
+    plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+    return shutil.which("nvidia-smi") is not None and any(
+        importlib.util.find_spec(plugin) is not None for plugin in plugins
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
