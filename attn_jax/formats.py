@@ -221,7 +221,7 @@ def _round_bits(significand, drop, key, uint, rounding: Rounding):
     if rounding is Rounding.NEAREST_EVEN:
         odd = (significand >> drop) & low & one
         significand = significand + (low >> one) + odd
-    elif rounding is Rounding.STOCHASTIC:
+    elif key is not None:
         noise = jax.random.bits(key, significand.shape, uint)
         significand = significand + (noise & low)
     return significand & ~low
@@ -247,7 +247,7 @@ def _round_narrow(magnitude, key, fmt, carrier, uint, rounding: Rounding):
     keys = (None, None) if key is None else jax.random.split(key)
     rounded = _round_bits(significand, drop, keys[0], uint, rounding)
     result = jnp.where(rounded == 0, uint(0), rounded + base)
-    if rounding is not Rounding.STOCHASTIC:
+    if key is None:
         return jnp.where(tiny, uint(0), result)
     # Each octave further down halves the probability of rounding up: that many more
     # random bits must be zero.

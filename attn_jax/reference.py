@@ -98,12 +98,11 @@ def golden(
     check_arguments(query, key, value, bias=bias, mask=mask, sinks=sinks)
     B, T, N, H = query.shape
     G = N // key.shape[2]
-    q, k, v, do, bias, sinks, dlse = (
-        None if x is None else np.asarray(x).astype(np.float64)
-        for x in (query, key, value, dout, bias, sinks, dlse)
-    )
+    q, k, v, do = map(_to_numpy, (query, key, value, dout))
+    bias = None if bias is None else _to_numpy(bias)
+    sinks = None if sinks is None else _to_numpy(sinks)
+    dlse = np.zeros((B, N, T)) if dlse is None else _to_numpy(dlse)
     mask = jax.tree_util.tree_map(np.asarray, mask)
-    dlse = np.zeros((B, N, T)) if dlse is None else dlse
     out, dq = np.zeros(q.shape), np.zeros(q.shape)
     dk, dv = np.zeros(k.shape), np.zeros(v.shape)
     lse = np.zeros((B, N, T))
@@ -129,16 +128,14 @@ def golden(
                 do[row, :, head],
                 dlse[row, head],
             )
-            o, e, *grads, db, ds = (
-                None if x is None else np.asarray(x) for x in results
-            )
-            out[row, :, head], lse[row, head], dq[row, :, head] = o, e, grads[0]
-            dk[row, :, kv_head] += grads[1]
-            dv[row, :, kv_head] += grads[2]
+            out[row, :, head], lse[row, head] = results[:2]
+            dq[row, :, head] = results[2]
+            dk[row, :, kv_head] += results[3]
+            dv[row, :, kv_head] += results[4]
             if dbias is not None:
-                _pick(dbias, b, n)[...] += db
+                _pick(dbias, b, n)[...] += results[5]
             if dsinks is not None:
-                dsinks[head] += ds
+                dsinks[head] += results[6]
     return Golden(out, lse, dq, dk, dv, dbias, dsinks)
 
 
@@ -194,27 +191,33 @@ def _attention(static, query, key, value, bias, sinks, mask):
 
 def _attention_fwd(static, query, key, value, bias, sinks, mask):
     arrays = query, key, value, bias, sinks
-    x = _Grouped(static, *map(_widen, arrays), mask)
+    x = _grouped(static, arrays, mask)
     out = x.ungroup(_dot("bkgts,bskh->btkgh", x.probability, x.value))
     return (out.astype(static.out_dtype), x.lse), (*arrays, mask)
 
 
 def _attention_bwd(static, residuals, cotangents):
     *arrays, mask = residuals
-    x = _Grouped(static, *map(_widen, arrays), mask)
-    grads = _gradients(x, *map(_widen, cotangents))
+    x = _grouped(static, arrays, mask)
+    dout, dlse = (c.astype(_compute_type()) for c in cotangents)
+    grads = _gradients(x, dout, dlse)
     return *(
-        None if a is None else g.astype(a.dtype) for g, a in zip(grads, arrays)
+        None if a is None or g is None else g.astype(a.dtype)
+        for g, a in zip(grads, arrays)
     ), None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _widen(x):
-    """To the compute type: float64 under x64, else float32."""
-    dtype = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
-    return None if x is None else jnp.asarray(x).astype(dtype)
+def _compute_type():
+    return jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+
+
+def _grouped(static, arrays, mask) -> "_Grouped":
+    wide = [None if a is None else a.astype(_compute_type()) for a in arrays]
+    query, key, value, bias, sinks = wide
+    return _Grouped(static, query, key, value, bias, sinks, mask)
 
 
 def _dot(subscripts: str, x, y):
@@ -318,6 +321,10 @@ def _absolute_sums(x: _Grouped, q, k, v, dout, dlse):
         scale * _dot("bkgts,btkgh->bskh", dx, q),
         _dot("bkgts,btkgh->bskh", p, dout),
     )
+
+
+def _to_numpy(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
 
 
 def _pick(x: np.ndarray, b: int, n: int) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""How far an attention callable is from exact: inputs, and units of error."""

@@ -1,0 +1,142 @@
+"""Errors in units of the unavoidable rounding, with size, tail, sign and direction."""
+
+import dataclasses
+
+import numpy as np
+
+from attn_jax.formats import NumberFormat
+
+# Under random signs A = |sum e| / sqrt(sum e^2) is |N(0, 1)|: 95 % lie below this.
+DIRECTIONALITY_NULL_95 = 1.96
+
+# A golden result whose own rounding error is this much smaller than that of the sum of
+# absolute values is zero, or a machine number, but for FP64 noise (2**-53 times a few
+# thousand terms); no family that merely cancels comes near (uniform dQ: about 2**-10).
+_DEGENERATE = 2.0**-24
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """Deviation e = x - golden of one result, pooled over everything it holds.
+
+    units           RMS of e over the unit: 1 is the best a result in the format can do
+    degenerate      the unit is that of the sum over absolute values (see `unit`)
+    relative        RMS of e over RMS of golden; inf where golden vanishes
+    maximum, p999   largest and 99.9th percentile of |e|, over the RMS of golden (of the
+                    sum over absolute values if degenerate)
+    signed_mean     mean of e, over the same
+    signed_mean_ci  half width of its 95 % interval, from the scatter of the means of
+                    the independent entries (batch and head); inf for a single one
+    directionality  A = |sum e| / sqrt(sum e^2); see DIRECTIONALITY_NULL_95
+    """
+
+    units: float
+    degenerate: bool
+    relative: float
+    maximum: float
+    p999: float
+    signed_mean: float
+    signed_mean_ci: float
+    directionality: float
+
+
+def correctly_rounded(golden: np.ndarray, fmt: NumberFormat) -> np.ndarray:
+    """FP64 values rounded once, to nearest even, to `fmt`, as FP64; in NumPy.
+
+    Overflow follows the format: saturation, infinity or NaN.
+    """
+    golden = np.asarray(golden, np.float64)
+    _, exponent = np.frexp(golden)
+    exponent = np.maximum(exponent - 1, fmt.min_exponent) - fmt.mantissa_bits
+    rounded = np.ldexp(np.rint(np.ldexp(golden, -exponent)), exponent)
+    if not fmt.has_subnormals:
+        rounded = np.where(np.abs(rounded) < fmt.min_normal, 0.0, rounded)
+    over = fmt.max_finite if fmt.saturates else np.inf if fmt.has_inf else np.nan
+    beyond = np.abs(rounded) > fmt.max_finite
+    return np.where(beyond, np.copysign(over, golden), rounded)
+
+
+def unit(
+    golden: np.ndarray, fmt: NumberFormat, absolute: np.ndarray | None = None
+) -> tuple[float, bool]:
+    """The unit of error, an RMS, and whether the degenerate rule gave it.
+
+    It is the RMS error of the correctly rounded golden result. Where that result
+    vanishes or is exactly representable, it is the expected rounding error of
+    `absolute`, the same sums over the absolute values of their terms
+    (`reference.golden(..., absolute=True)`): `fmt.rms_roundoff` times its RMS.
+
+    Raises ValueError if that rule is needed and `absolute` is not given.
+    """
+    usual = _rms(correctly_rounded(golden, fmt) - golden)
+    if absolute is None:
+        if usual == 0:
+            raise ValueError(
+                "the golden result is exactly representable: pass absolute=, the sums "
+                "of absolute values from reference.golden(..., absolute=True)"
+            )
+        return usual, False
+    of_size = fmt.rms_roundoff * _rms(absolute)
+    return (usual, False) if usual > _DEGENERATE * of_size else (of_size, True)
+
+
+def unit_error(
+    x: np.ndarray,
+    golden: np.ndarray,
+    fmt: NumberFormat,
+    absolute: np.ndarray | None = None,
+) -> float:
+    """RMS of x - golden in units of the unavoidable rounding (see `unit`).
+
+    Arrays of any shape, pooled: stack heads and seeds. An exact result measures 0 even
+    where the unit is 0; any other result there measures inf.
+    """
+    return _in_units(_rms(_difference(x, golden)), unit(golden, fmt, absolute)[0])
+
+
+def measure(
+    x: np.ndarray,
+    golden: np.ndarray,
+    fmt: NumberFormat,
+    absolute: np.ndarray | None = None,
+    *,
+    independent_axes: tuple[int, ...] = (0, 2),
+) -> Errors:
+    """All of `Errors`; `independent_axes` hold batch (or seed) and head."""
+    golden = np.asarray(golden, np.float64)
+    e = _difference(x, golden)
+    size, degenerate = unit(golden, fmt, absolute)
+    scale = _rms(absolute if degenerate and absolute is not None else golden)
+    others = tuple(set(range(e.ndim)) - {a % e.ndim for a in independent_axes})
+    means = e.mean(others).ravel()
+    spread = means.std(ddof=1) / means.size**0.5 if means.size > 1 else np.inf
+    root = np.sqrt(np.square(e).sum())
+    return Errors(
+        units=_in_units(_rms(e), size),
+        degenerate=degenerate,
+        relative=_in_units(_rms(e), _rms(golden)),
+        maximum=_in_units(np.abs(e).max(), scale),
+        p999=_in_units(np.quantile(np.abs(e), 0.999), scale),
+        signed_mean=_in_units(e.mean(), scale),
+        signed_mean_ci=_in_units(1.96 * spread, scale),
+        directionality=float(abs(e.sum()) / root) if root > 0 else 0.0,
+    )
+
+
+def _difference(x, golden) -> np.ndarray:
+    x = np.asarray(x).astype(np.float64)
+    if x.shape != np.shape(golden):
+        raise ValueError(
+            f"result {x.shape} and golden {np.shape(golden)} differ in shape"
+        )
+    return x - golden
+
+
+def _rms(x) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
+
+
+def _in_units(size, of) -> float:
+    if of > 0:
+        return float(size / of)
+    return 0.0 if size == 0 else float(np.copysign(np.inf, size))

@@ -1,0 +1,128 @@
+"""Families of attention inputs that separate accurate kernels from inaccurate ones.
+
+Arrays come from NumPy's Philox generator and depend on the seed alone, not on a device.
+They are already rounded to the 16-bit type, so the exact result on them is well
+defined.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of one problem: B, T, S, N, K, H."""
+
+    batch: int
+    query_length: int
+    key_length: int
+    heads: int
+    key_heads: int
+    head_dim: int
+
+    @property
+    def query(self) -> tuple[int, int, int, int]:
+        return self.batch, self.query_length, self.heads, self.head_dim
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        return self.batch, self.key_length, self.key_heads, self.head_dim
+
+
+class Inputs(NamedTuple):
+    """query and dout [B, T, N, H], key and value [B, S, K, H]."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    dout: np.ndarray
+
+
+Family = Callable[
+    [np.random.Generator, Shape], tuple[np.ndarray, np.ndarray, np.ndarray]
+]
+
+
+def make_inputs(
+    family: str, seed: int, shape: Shape, dtype=ml_dtypes.bfloat16
+) -> Inputs:
+    """One draw of a family as arrays of `dtype` (BF16 or FP16); dO ~ N(0, 1).
+
+    Raises ValueError for a family that does not exist.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"no input family {family!r}; there are {', '.join(FAMILIES)}")
+    rng = np.random.Generator(np.random.Philox(seed))
+    arrays = *FAMILIES[family](rng, shape), rng.standard_normal(shape.query)
+    return Inputs(*(x.astype(np.float32).astype(dtype) for x in arrays))
+
+
+def _normal(rng, shape: Shape):
+    return (
+        rng.standard_normal(shape.query),
+        rng.standard_normal(shape.key),
+        rng.standard_normal(shape.key),
+    )
+
+
+def _uniform(rng, shape: Shape):
+    """U[0, 1): every average is far from zero, so dQ is a small difference."""
+    return rng.random(shape.query), rng.random(shape.key), rng.random(shape.key)
+
+
+def _offset(rng, shape: Shape):
+    """A constant added to K (no effect on the softmax) and to V."""
+    q, k, v = _normal(rng, shape)
+    return q, k + 1, v + 1
+
+
+def _outlier(rng, shape: Shape):
+    """One entry in a thousand has a tenfold normal added (FlashAttention-3's test)."""
+    return tuple(
+        x + 10 * rng.standard_normal(x.shape) * (rng.random(x.shape) < 0.001)
+        for x in _normal(rng, shape)
+    )
+
+
+def _wide(rng, shape: Shape):
+    """Logits of standard deviation 16: nearly one-hot rows."""
+    q, k, v = _normal(rng, shape)
+    return 4 * q, 4 * k, v
+
+
+def _very_negative_lse(rng, shape: Shape):
+    """One channel shifts every logit by -1600 / sqrt(H): LSE about -130 at H = 128."""
+    q, k, v = _normal(rng, shape)
+    q, k = 0.1 * q, 0.1 * k
+    q[..., 0], k[..., 0] = 40, -40
+    return q, k, v
+
+
+def _sink(rng, shape: Shape):
+    """The first key draws most of the attention and has a small value."""
+    q, k, v = _normal(rng, shape)
+    q[..., 0] += 3
+    k[:, 0, :, 0] += 30
+    v[:, 0] *= 0.1
+    return q, k, v
+
+
+def _zero_key_unit_value(rng, shape: Shape):
+    """K = 0 and V = 1: the output is 1, dQ and dK vanish exactly."""
+    return rng.standard_normal(shape.query), np.zeros(shape.key), np.ones(shape.key)
+
+
+FAMILIES: dict[str, Family] = {
+    "normal": _normal,
+    "uniform": _uniform,
+    "offset": _offset,
+    "outlier": _outlier,
+    "wide": _wide,
+    "lse-130": _very_negative_lse,
+    "sink": _sink,
+    "zero_k_one_v": _zero_key_unit_value,
+}
