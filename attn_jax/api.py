@@ -1,0 +1,228 @@
+"""`dot_product_attention`: one signature, five implementations, no silent fallback."""
+
+import dataclasses
+import functools
+import typing
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from attn_jax import emulator, external, reference
+from attn_jax.formats import FP16
+from attn_jax.mask import Mask
+from attn_jax.recipe import ATTN_JAX, Recipe
+
+Implementation = Literal["pallas", "emulated", "reference", "xla", "cudnn"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = typing.get_args(Implementation)
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    deterministic: bool | None = None,
+    out_dtype=None,
+    recipe: Recipe | None = None,
+) -> Float[Array, "*B T N H"] | tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
+    """Scaled dot-product attention: out = softmax(scale * Q K^T + bias) V.
+
+    The arguments up to `return_residual` are those of `jax.nn.dot_product_attention`,
+    in its order, with its broadcasting and its shapes: B batch (may be left out),
+    T queries, S keys, N query heads, K key/value heads, H head dim. Differentiable;
+    works under jit, vmap, grad, remat and shard_map, with `jax_enable_x64` on or off.
+
+    Args:
+      query, key, value: [B] T N H, [B] S K H, [B] S K H; N is a multiple of K.
+      bias, mask: added to the logits / bool, True takes part; 4D, broadcast to B N T S.
+      scale: of the logits; 1 / sqrt(H) if None.
+      is_causal: query i sees the keys j <= i, both counted from the first.
+      query_seq_lengths, key_value_seq_lengths: [B] int; what lies beyond is masked.
+      local_window_size: (left, right) or one number for both: query i sees the keys
+        i - left <= j <= i + right.
+      implementation: `pallas` (our kernels, Hopper GPUs), `emulated` (a recipe's
+        roundings in plain JAX, any device), `reference` (exact: float64 under x64, else
+        float32), `xla` and `cudnn` (jax.nn's). A named one runs or raises. None picks
+        `pallas` where it can run, else `xla`, else `reference`.
+      return_residual: also return LSE = log(sum(exp(logits))), [B] T N, natural log,
+        float32 (float64 if computed so), differentiable.
+      query_segment_ids, key_value_segment_ids: [B] T and [B] S int; a pair takes part
+        if its ids are equal.
+      soft_cap: logits become soft_cap * tanh(logits / soft_cap).
+      sinks: [N], one more logit a head that takes weight and carries no value.
+      deterministic: True raises unless two runs give the same bits; all but `cudnn` do.
+      out_dtype: of the output; the query's if None. `pallas` and `emulated` give the
+        unrounded accumulator as float32.
+      recipe: which roundings `emulated` follows; those of `pallas` if None.
+
+    Where each implementation rounds is said in its module (`kernels/hopper_forward.py`,
+    `recipe.py`, `reference.py`, `external.py`).
+
+    Raises:
+      ValueError: shapes or names that do not fit.
+      NotImplementedError: the named implementation cannot do this here.
+    """
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    unbatched = query.ndim == 3
+    if query.ndim not in (3, 4):
+        raise ValueError(f"query must be [B] T N H, got shape {query.shape}")
+    if unbatched:
+        query, key, value = (x[None] for x in (query, key, value))
+
+    def batched(x, ndim):
+        x = None if x is None else jnp.asarray(x)
+        return x if x is None or x.ndim == ndim else x[None]
+
+    if isinstance(local_window_size, int):
+        local_window_size = (local_window_size, local_window_size)
+    rules = Mask(
+        is_causal=bool(is_causal),
+        window=local_window_size,
+        dense=batched(mask, 4),
+        query_lengths=batched(query_seq_lengths, 1),
+        key_value_lengths=batched(key_value_seq_lengths, 1),
+        query_segment_ids=batched(query_segment_ids, 2),
+        key_value_segment_ids=batched(key_value_segment_ids, 2),
+    )
+    bias = batched(bias, 4)
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    reference.check_arguments(query, key, value, bias=bias, mask=rules, sinks=sinks)
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, "
+            f"got {implementation!r}"
+        )
+    if recipe is not None and implementation != "emulated":
+        raise ValueError(
+            f"recipe= is for implementation='emulated', not {implementation!r}"
+        )
+    if isinstance(scale, jax.Array):
+        raise ValueError(
+            "scale must be a Python number, which is compiled in; multiply query by an "
+            "array instead"
+        )
+    scale = reference.default_scale(scale, query.shape[-1])
+    out_dtype = query.dtype if out_dtype is None else jnp.dtype(out_dtype)
+
+    def refusal(name: Implementation) -> str | None:
+        if name == "pallas":
+            return _pallas_refusal(
+                query, key, value, bias, rules, soft_cap, sinks, out_dtype
+            )
+        if name in ("xla", "cudnn"):
+            return external.unsupported(
+                name,
+                dtype=query.dtype,
+                out_dtype=out_dtype,
+                soft_cap=soft_cap,
+                sinks=sinks,
+                return_residual=return_residual,
+                deterministic=deterministic,
+            )
+        return None
+
+    if implementation is None:
+        choices: tuple[Implementation, ...] = ("pallas", "xla", "reference")
+        implementation = next(name for name in choices if refusal(name) is None)
+    elif (reason := refusal(implementation)) is not None:
+        raise NotImplementedError(reason)
+
+    lse = None
+    if implementation == "pallas":
+        from attn_jax.kernels import attention as kernels
+
+        out, lse = kernels.attention(
+            query,
+            key,
+            value,
+            scale=scale,
+            is_causal=rules.is_causal,
+            out_dtype=out_dtype,
+        )
+    elif implementation in ("xla", "cudnn"):
+        out = external.attention(
+            query,
+            key,
+            value,
+            bias=bias,
+            mask=rules,
+            scale=scale,
+            backend=implementation,
+        )
+    else:
+        if implementation == "reference":
+            run = reference.attention
+        else:
+            if recipe is None:
+                half = query.dtype == jnp.float16
+                recipe = ATTN_JAX.with_inputs(FP16) if half else ATTN_JAX
+            run = functools.partial(emulator.attention, recipe=recipe)
+        out, lse = run(
+            query,
+            key,
+            value,
+            bias=bias,
+            mask=rules,
+            scale=scale,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            out_dtype=out_dtype,
+        )
+    out = out[0] if unbatched else out
+    if not return_residual:
+        return out
+    assert lse is not None  # Implementations without an LSE have refused above.
+    lse = lse.swapaxes(1, 2)
+    return out, lse[0] if unbatched else lse
+
+
+def _pallas_refusal(
+    query, key, value, bias, mask: Mask, soft_cap, sinks, out_dtype
+) -> str | None:
+    device = _device()
+    if getattr(device, "compute_capability", None) != "9.0":
+        return (
+            "'pallas' needs a Hopper GPU (compute capability 9.0), and this is "
+            f"{device.device_kind}; use implementation='emulated' for the same "
+            "roundings, or 'xla'"
+        )
+    if bias is not None or soft_cap is not None or sinks is not None:
+        return (
+            "'pallas' has no bias, soft cap or sinks yet; use 'emulated', 'reference', "
+            "or, for a bias, 'xla' or 'cudnn'"
+        )
+    if not dataclasses.replace(mask, is_causal=False).is_empty:
+        return (
+            "'pallas' masks by is_causal alone so far; for mask, window, lengths or "
+            "segment ids use implementation='emulated', 'xla' or 'cudnn'"
+        )
+    # Imported on use: a JAX too new for the kernels is no reason to refuse the rest.
+    from attn_jax.kernels import attention as kernels
+
+    return kernels.unsupported(query, key, value, out_dtype=out_dtype)
+
+
+def _device():
+    """The device that a computation placed nowhere else runs on."""
+    default = jax.config.jax_default_device
+    if default is None:
+        return jax.local_devices()[0]
+    if isinstance(default, str):
+        return jax.local_devices(backend=default)[0]
+    return default

@@ -1,0 +1,90 @@
+"""Adapters to attention that is not ours: XLA's and cuDNN's, as JAX offers them.
+
+Both go through `jax.nn.dot_product_attention`. Whatever they cannot do exactly as
+`attn_jax.dot_product_attention` promises they refuse in one line.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from attn_jax.mask import Mask
+
+
+def attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    *,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
+    mask: Mask = Mask(),
+    scale: float | None = None,
+    backend: Literal["xla", "cudnn"],
+) -> Float[Array, "B T N H"]:
+    """jax.nn's attention: `xla` keeps S in FP32 and P in the inputs' format; `cudnn` is
+    a fused kernel that takes 16-bit inputs on an NVIDIA GPU.
+    """
+    dense = mask.dense
+    if mask.query_segment_ids is not None:
+        segments = Mask(
+            query_segment_ids=mask.query_segment_ids,
+            key_value_segment_ids=mask.key_value_segment_ids,
+        ).materialise(query.shape[1], key.shape[1])
+        dense = segments if dense is None else dense & segments
+    left, right = mask.window or (None, None)
+    window = None
+    if mask.window is not None:
+        # jax.nn has no open side; a side as long as the keys or queries is the same.
+        longest = max(query.shape[1], key.shape[1])
+        window = (
+            longest if left is None else left,
+            longest if right is None else right,
+        )
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias,
+        dense,
+        scale=scale,
+        is_causal=mask.is_causal,
+        query_seq_lengths=mask.query_lengths,
+        key_value_seq_lengths=mask.key_value_lengths,
+        local_window_size=window,
+        implementation=backend,
+    )
+
+
+def unsupported(
+    backend: Literal["xla", "cudnn"],
+    *,
+    dtype,
+    out_dtype,
+    soft_cap,
+    sinks,
+    return_residual: bool,
+    deterministic: bool | None,
+) -> str | None:
+    """Why `backend` cannot take these arguments, in one line, or None if it can."""
+    others = "use implementation='emulated' or 'reference'"
+    if backend == "cudnn" and jax.default_backend() != "gpu":
+        return "'cudnn' needs an NVIDIA GPU; use implementation='xla' or 'emulated'"
+    if backend == "cudnn" and dtype not in (jnp.bfloat16, jnp.float16):
+        return f"'cudnn' takes bfloat16 or float16, not {dtype}; cast, or use 'xla'"
+    if soft_cap is not None or sinks is not None:
+        return f"'{backend}' has no soft cap and no sinks; {others}"
+    if return_residual:
+        return (
+            f"'{backend}' rounds its LSE to 16 bit, and an FP32 one is promised here; "
+            "use implementation='pallas', 'emulated' or 'reference'"
+        )
+    if out_dtype is not None and out_dtype != dtype:
+        return f"'{backend}' returns {dtype}, not {out_dtype}; {others}"
+    if backend == "cudnn" and deterministic:
+        return (
+            "'cudnn' adds up dQ in no fixed order; use 'pallas', or leave out "
+            "deterministic and set XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+        )
+    return None

@@ -1,0 +1,126 @@
+"""What the Hopper kernels share: shared-memory tiles, visibility, the loading loop.
+
+Kernels work on one (batch, head) pair at a time. A *tile* is what one thread block
+(CTA) owns; each of its consumer warpgroups owns `block` rows of it.
+"""
+
+import functools
+import math
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+# Row and column layouts of a wgmma accumulator: one value per row, one per column.
+ROWS = plgpu.Layout.WGMMA.reduce(1)
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+
+
+def accumulator(rows: int, columns: int):
+    """An FP32 wgmma accumulator, in registers, zero at the start."""
+    return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def smem_tile(shape: tuple[int, ...], dtype):
+    """Shared memory for matrix tiles (the last two axes) that wgmma and TMA can read.
+
+    128-byte swizzle: rows of 8 x (128 bytes), which avoids bank conflicts.
+    """
+    columns = 128 // jnp.dtype(dtype).itemsize
+    # Pyright takes JAX's transforms for abstract classes.
+    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+
+
+def along_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Broadcasts one value per row over a tile."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def along_columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Broadcasts one value per column over a tile."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def visible(
+    shape: tuple[int, int],
+    *,
+    query_start: jax.Array,
+    key_start: jax.Array,
+    key_count: int | None,
+    is_causal: bool,
+    queries_first: bool = True,
+) -> jax.Array:
+    """Pairs of a tile that take part: key < key_count, and key <= query if causal.
+
+    `queries_first` says which axis the queries are on (the dK, dV kernel works on
+    transposed tiles).
+    """
+
+    def position(axis: int) -> jax.Array:
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+    queries, keys = (0, 1) if queries_first else (1, 0)
+    limits = []
+    if key_count is not None:
+        limits.append(position(keys) < key_count - key_start)
+    if is_causal:
+        limits.append(position(keys) + (key_start - query_start) <= position(queries))
+    return functools.reduce(jnp.logical_and, limits)
+
+
+def block_counts(
+    first_query: jax.Array,
+    query_count: int,
+    columns: int,
+    key_count: int,
+    is_causal: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Key blocks that queries [first_query, first_query + query_count) need.
+
+    Returns (blocks at the front that every one of them sees whole, blocks in all);
+    those in between need `visible`.
+    """
+    full = jnp.int32(key_count // columns)
+    blocks = jnp.int32(-(-key_count // columns))
+    if is_causal:
+        first_hidden = first_query + jnp.int32(query_count)
+        full = jnp.minimum(full, lax.div(first_query + 1, jnp.int32(columns)))
+        blocks = jnp.minimum(
+            blocks, lax.div(first_hidden + jnp.int32(columns - 1), jnp.int32(columns))
+        )
+    return full, blocks
+
+
+def stream(count: jax.Array, stages: int, buffers) -> None:
+    """The loading warpgroup's loop: fills slot `step % stages` once it is released.
+
+    `buffers` lists (load(step), barriers that say a slot is free). Every release is
+    awaited, the last ones too: no barrier may be left with an arrival nobody saw.
+    """
+    for step in range(stages):
+
+        @pl.when(step < count)
+        def _():
+            for load, _ in buffers:
+                load(jnp.int32(step))
+
+    @pl.loop(0, count)
+    def _(step):
+        for load, free in buffers:
+            plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(stages))])
+
+            @pl.when(step + stages < count)
+            def _():
+                load(step + stages)
+
+
+def pad_rows(x: jax.Array, count: int) -> jax.Array:
+    """Pads the last axis (one value per query) with zeros to `count`."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, count - x.shape[-1])))
