@@ -244,15 +244,15 @@ def _round_narrow(magnitude, key, fmt, carrier, uint, rounding: Rounding):
     tiny = below >= uint(fmt.mantissa_bits + 2)
     drop = uint(stored - fmt.mantissa_bits) + below
     drop = jnp.minimum(drop, uint(stored + 2))
-    keys = (None, None) if key is None else jax.random.split(key)
-    rounded = _round_bits(significand, drop, keys[0], uint, rounding)
+    tail_key = None if key is None else jax.random.fold_in(key, 1)
+    rounded = _round_bits(significand, drop, key, uint, rounding)
     result = jnp.where(rounded == 0, uint(0), rounded + base)
-    if key is None:
+    if tail_key is None:
         return jnp.where(tiny, uint(0), result)
     # Each octave further down halves the probability of rounding up: that many more
     # random bits must be zero.
     halvings = jnp.minimum(below - uint(fmt.mantissa_bits + 2), uint(31))
-    more = jax.random.bits(keys[1], magnitude.shape, uint)
+    more = jax.random.bits(tail_key, magnitude.shape, uint)
     up = (rounded != 0) & (more & ((uint(1) << halvings) - uint(1)) == 0)
     smallest = _bits_of(2.0 ** (fmt.min_exponent - fmt.mantissa_bits), carrier, uint)
     return jnp.where(tiny, jnp.where(up, smallest, uint(0)), result)
