@@ -1,6 +1,6 @@
 """Captioned images: sources, tokenizers, and batches in a reproducible order."""
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from train.data.digits import Digits
 from train.data.folder import open_folder
@@ -19,6 +19,7 @@ _READERS = {
 }
 
 
+@runtime_checkable
 class DataConfig(Protocol):
     """The settings that choose a data set."""
 

@@ -27,10 +27,10 @@ def _load() -> tuple[UInt8[np.ndarray, "n 8 8"], Int64[np.ndarray, " n"]]:
     # Importing scikit-learn takes seconds; only this data set pays for it.
     from sklearn.datasets import load_digits
 
-    bunch = load_digits()
-    # Levels are 0..16; 255/16 rounds to distinct bytes.
-    images = np.round(bunch.images * (255 / 16)).astype(np.uint8)
-    return images, bunch.target.astype(np.int64)
+    pixels, labels = load_digits(return_X_y=True)
+    # Levels are 0..16; times 255/16 they round to distinct bytes.
+    images = np.round(np.reshape(pixels, (-1, 8, 8)) * (255 / 16))
+    return images.astype(np.uint8), np.asarray(labels, np.int64)
 
 
 class Digits:

@@ -9,7 +9,7 @@ import glob
 import io
 import json
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import UInt8
@@ -25,6 +25,7 @@ class SampleError(Exception):
     """One sample is missing or damaged; the message is the reason."""
 
 
+@runtime_checkable
 class Records(Protocol):
     """The stored samples of a data set; must not keep open files (it is pickled)."""
 

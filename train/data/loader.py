@@ -7,6 +7,7 @@ so a run resumes at any step and every process count trains on the same batches.
 sample is dropped: a batch may end one epoch and begin the next.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
@@ -20,10 +21,10 @@ from train.data.source import BatchSource, DataError, Source
 from train.data.tokenizer import Tokenizer
 
 _ROUNDS = 6  # of the Feistel network; 4 is the least that hides the key
-# Whole batches kept ready. One thread more than the two it takes to hide the GIL
-# brings nothing on two cores; larger machines read images from disks in parallel.
-_THREADS = 4
-_BUFFERED = 8
+# A thread makes a whole batch at a time. Rendering and decoding release the GIL, but
+# not all the time, so more than a few threads only take turns.
+_THREADS = min(8, os.cpu_count() or 1)
+_BUFFERED = 8  # batches kept ready
 
 
 class Batch(TypedDict):

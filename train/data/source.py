@@ -22,6 +22,7 @@ class Example(TypedDict):
     skipped: NotRequired[dict[str, str]]
 
 
+@runtime_checkable
 class Source(Protocol):
     """Random access to captioned images; `source[i]` depends on `i` alone."""
 

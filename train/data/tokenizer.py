@@ -6,7 +6,7 @@ all padding and serves as the null caption of classifier-free guidance.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -25,6 +25,7 @@ WORDS: tuple[str, ...] = (
 )
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """`encode` truncates to `length`; `overflow` says how many tokens that drops."""
 

@@ -1,0 +1,173 @@
+"""The order of batches: a function of (seed, step) alone."""
+
+import numpy as np
+import pytest
+
+from train.data.loader import batches, permute, sample_indices
+from train.data.shapes import Shapes
+from train.data.source import DataError
+from train.data.tokenizer import ByteTokenizer, WordTokenizer
+
+
+class Numbers:
+    """A finite source whose images say which sample they are."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index, /):
+        image = np.full((2, 2, 3), index, np.uint8)
+        example = {"image": image, "caption": f"number {index}"}
+        if index % 10 == 3:
+            example["skipped"] = {f"sample {index}": "torn"}
+        return example
+
+
+def take(count, source=None, tokenizer=None, **settings):
+    settings = {"batch_size": 8, "seed": 1} | settings
+    reader = batches(
+        Shapes(16, "all", "train", 0) if source is None else source,
+        tokenizer or WordTokenizer(12),
+        **settings,
+    )
+    try:
+        return [next(reader) for _ in range(count)]
+    finally:
+        reader.close()
+
+
+def assert_same(a, b):
+    np.testing.assert_array_equal(a["image"], b["image"])
+    np.testing.assert_array_equal(a["tokens"], b["tokens"])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 17, 64, 1000])
+def test_permute_is_a_permutation_that_depends_on_the_key(size):
+    position = np.arange(size, dtype=np.uint64)
+    orders = [
+        permute(position, size, np.full(size, key, np.uint64)).tolist()
+        for key in range(3)
+    ]
+    for order in orders:
+        assert sorted(order) == list(range(size))
+    if size >= 17:
+        assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+def test_permutation_looks_random():
+    # A Feistel network with too few rounds keeps neighbours together. Kendall-like
+    # checks: the correlation of 1000 positions with their images and of neighbours
+    # has standard deviation 1/sqrt(1000) = 0.032 under chance; five of them.
+    size = 1000
+    position = np.arange(size, dtype=np.uint64)
+    for key in range(5):
+        order = permute(position, size, np.full(size, key, np.uint64)).astype(float)
+        assert abs(np.corrcoef(position.astype(float), order)[0, 1]) < 0.16
+        assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.16
+
+
+def test_order_is_pinned():
+    # A change here changes every training run and breaks every resumed one.
+    assert sample_indices(1000, 0, 5, 4, range(4)) == [499, 793, 478, 213]
+    assert sample_indices(2**31 - 1, 7, 10**6, 256, range(254, 256)) == [
+        1888418420,
+        136160645,
+    ]
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(20, 8), (7, 8), (64, 16)])
+def test_an_epoch_shows_every_sample_once(size, batch_size):
+    steps = 3 * size // batch_size + 1
+    rows = np.concatenate(
+        [
+            batch["image"][:, 0, 0, 0]
+            for batch in take(
+                steps,
+                Numbers(size),
+                ByteTokenizer(12),
+                batch_size=batch_size,
+            )
+        ]
+    )
+    epochs = [rows[k * size : (k + 1) * size].tolist() for k in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(size))
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_another_seed_is_another_order():
+    first, second = (take(1, seed=seed)[0] for seed in (1, 2))
+    assert not np.array_equal(first["tokens"], second["tokens"])
+
+
+@pytest.mark.parametrize("process_count", [2, 4])
+def test_processes_share_out_the_same_global_batches(process_count):
+    whole = take(3)
+    parts = [
+        take(3, process_index=index, process_count=process_count)
+        for index in range(process_count)
+    ]
+    for step in range(3):
+        joined = {
+            name: np.concatenate([part[step][name] for part in parts])
+            for name in ("image", "tokens")
+        }
+        assert_same(whole[step], joined)
+
+
+def test_resuming_continues_the_run():
+    whole = take(7)
+    for batch, resumed in zip(whole[4:], take(3, start_step=4), strict=True):
+        assert_same(batch, resumed)
+
+
+def test_worker_processes_change_nothing():
+    for batch, other in zip(take(5), take(5, worker_count=2), strict=True):
+        assert_same(batch, other)
+
+
+def test_the_iterator_knows_its_position_and_what_went_wrong():
+    # Twelve bytes hold "number 3" but eight cut "number 10" and above.
+    reader = batches(Numbers(20), ByteTokenizer(8), batch_size=10, seed=0, start_step=4)
+    assert reader.step == 4 and reader.skipped == {} and reader.truncated == 0
+    next(reader)
+    next(reader)  # steps 4 and 5 are one epoch
+    assert reader.step == 6
+    assert reader.skipped == {"sample 3": "torn", "sample 13": "torn"}
+    assert reader.truncated == 10
+    reader.close()
+
+
+def test_counts_survive_worker_processes():
+    reader = batches(
+        Numbers(20), ByteTokenizer(8), batch_size=10, seed=0, worker_count=1
+    )
+    next(reader)
+    next(reader)
+    assert len(reader.skipped) == 2 and reader.truncated == 10
+    reader.close()
+
+
+def test_images_are_bytes_and_tokens_are_padded():
+    batch = take(1)[0]
+    assert batch["image"].shape == (8, 16, 16, 3) and batch["image"].dtype == np.uint8
+    assert batch["tokens"].shape == (8, 12) and batch["tokens"].dtype == np.int32
+
+
+def test_impossible_requests_raise_one_line():
+    for settings, message in [
+        ({"batch_size": 6, "process_count": 4}, "6 does not divide over 4"),
+        ({"batch_size": 0}, "positive multiple"),
+        ({"seed": -1}, "negative"),
+        ({"start_step": -1}, "negative"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            take(1, **settings)
+    with pytest.raises(DataError, match="no samples"):
+        take(1, Numbers(0))
+    # An error inside a reading thread reaches the caller.
+    with pytest.raises(ValueError, match="'number'"):
+        take(1, Numbers(5))
