@@ -29,7 +29,7 @@ from train.data.shapes import (
     signed_distance,
 )
 
-type Images = UInt8[np.ndarray, "n R R 3"] | Float32[np.ndarray, "n R R 3"]
+type ImageBatch = UInt8[np.ndarray, "n R R 3"] | Float32[np.ndarray, "n R R 3"]
 
 _LEAST_AREA = 0.008
 _LEAST_AGREEMENT = 0.7
@@ -107,28 +107,30 @@ class _Found:
     area: int
 
 
-def _parse(caption: str) -> _Wanted:
-    def pair(colour: str, shape: str) -> tuple[int, int]:
-        return _COLOUR_INDEX[colour], _SHAPE_INDEX[shape]
+def _pair(colour: str, shape: str) -> tuple[int, int]:
+    return _COLOUR_INDEX[colour], _SHAPE_INDEX[shape]
 
+
+def _parse(caption: str) -> _Wanted:
     if match := _POS.fullmatch(caption):
-        return _Wanted("pos", (pair(match[1], match[2]),), match[3])
+        return _Wanted("pos", (_pair(match[1], match[2]),), match[3])
     if match := _REL.fullmatch(caption):
-        objects = pair(match[1], match[2]), pair(match[4], match[5])
+        objects = _pair(match[1], match[2]), _pair(match[4], match[5])
         return _Wanted("rel", objects, match[3])
     if match := _CNT.fullmatch(caption):
         number = next(n for n, word in NUMBERS.items() if word == match[1])
-        return _Wanted("cnt", (pair(match[2], match[3]),) * number, "")
+        return _Wanted("cnt", (_pair(match[2], match[3]),) * number, "")
     raise ValueError(f"caption {caption!r} is not in the grammar of shapes")
+
+
+def _third(z: float) -> int:
+    # Halfway between the nearest centres that two places allow.
+    return 0 if z < 0.39 else 1 if z <= 0.61 else 2
 
 
 def _place_holds(wanted: _Wanted, objects: Sequence[_Found]) -> bool:
     if wanted.family == "pos":
-        # Halfway between the nearest centres that two places allow.
-        def third(z: float) -> int:
-            return 0 if z < 0.39 else 1 if z <= 0.61 else 2
-
-        where = third(objects[0].x), third(objects[0].y)
+        where = _third(objects[0].x), _third(objects[0].y)
         corners = {(0, 0): 0, (2, 0): 1, (0, 2): 2, (2, 2): 3, (1, 1): 4}
         return where in corners and PLACES[corners[where]] == wanted.detail
     if wanted.family == "cnt":
@@ -253,7 +255,7 @@ def _find(images: Float32[np.ndarray, "n R R 3"]) -> list[list[_Found]]:
     return found
 
 
-def score_all(images: Images, captions: Sequence[str]) -> list[Score]:
+def score_all(images: ImageBatch, captions: Sequence[str]) -> list[Score]:
     """Scores bytes, or floats in [0, 1] as a sampler returns them, against captions.
 
     Raises:
@@ -282,7 +284,7 @@ def score(
     return score_all(image[None], [caption])[0]
 
 
-def score_batch(images: Images, captions: Sequence[str]) -> dict[str, Rate]:
+def score_batch(images: ImageBatch, captions: Sequence[str]) -> dict[str, Rate]:
     """Rates of `count`, `colour`, `shape`, `place` and `all`.
 
     Beside them `pos`, `rel` and `cnt`: the rate of `all` within a family, for the
@@ -296,12 +298,6 @@ def score_batch(images: Images, captions: Sequence[str]) -> dict[str, Rate]:
         "place": [s.place for s in scores],
         "all": [s.all for s in scores],
     }
-    for family in ("pos", "rel", "cnt"):
-        of_family = [
-            s.all
-            for s, caption in zip(scores, captions, strict=True)
-            if _parse(caption).family == family
-        ]
-        if of_family:
-            parts[family] = of_family
+    for caption, held in zip(captions, parts["all"], strict=True):
+        parts.setdefault(_parse(caption).family, []).append(held)
     return {name: Rate(sum(held), len(held)) for name, held in parts.items()}

@@ -158,13 +158,8 @@ def _paint(
     # Only a window around each object is touched. Its size is fixed (no radius is
     # above 0.2), so that an image does not depend on its neighbours in the batch.
     window = min(resolution, int(2 * 1.1 * 0.2 * resolution) + 4)
-    offsets = np.arange(window)
-
-    def pixels(centre):
-        first = np.clip(np.floor(centre) - window // 2, 0, resolution - window)
-        return first.astype(np.int64)[:, None] + offsets
-
-    px, py = pixels(centre_x), pixels(centre_y)
+    px = _window(centre_x, window, resolution)
+    py = _window(centre_y, window, resolution)
     distance = signed_distance(
         name,
         (px + 0.5 - centre_x[:, None]).astype(np.float32)[:, None, :],
@@ -175,6 +170,14 @@ def _paint(
     colour = PALETTE[scenes.colour[rows, slot]][:, None, None, :]
     where = (rows[:, None, None], py[:, :, None], px[:, None, :])
     canvas[where] = canvas[where] * (1 - cover) + colour * cover
+
+
+def _window(
+    centre: Float64[np.ndarray, " b"], window: int, resolution: int
+) -> Int64[np.ndarray, "b W"]:
+    """Indices of the `window` pixels around each centre, kept inside the canvas."""
+    first = np.clip(np.floor(centre) - window // 2, 0, resolution - window)
+    return first.astype(np.int64)[:, None] + np.arange(window)
 
 
 def _choose(u: Float64[np.ndarray, " B"], n) -> Int64[np.ndarray, " B"]:
