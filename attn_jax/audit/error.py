@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from attn_jax.formats import NumberFormat
 
@@ -81,7 +82,7 @@ def unit(
 
 
 def unit_error(
-    x: np.ndarray,
+    x: ArrayLike,
     golden: np.ndarray,
     fmt: NumberFormat,
     absolute: np.ndarray | None = None,
@@ -95,7 +96,7 @@ def unit_error(
 
 
 def measure(
-    x: np.ndarray,
+    x: ArrayLike,
     golden: np.ndarray,
     fmt: NumberFormat,
     absolute: np.ndarray | None = None,

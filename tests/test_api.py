@@ -1,0 +1,313 @@
+"""The public function: signature, shapes, transformations, refusals, gradients."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import attn_jax
+from attn_jax import reference
+from attn_jax.audit.error import unit_error
+from attn_jax.formats import BF16
+from attn_jax.mask import Mask
+from attn_jax.recipe import FLASH2
+
+CPU_IMPLEMENTATIONS = ("emulated", "reference", "xla")
+
+
+def draw(shape, seed, dtype=jnp.bfloat16):
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(values, jnp.float32).astype(dtype)
+
+
+def inputs(B=2, T=40, S=56, N=4, K=2, H=64, dtype=jnp.bfloat16):
+    query, dout = draw((B, T, N, H), 0, dtype), draw((B, T, N, H), 3, dtype)
+    return query, draw((B, S, K, H), 1, dtype), draw((B, S, K, H), 2, dtype), dout
+
+
+def test_takes_the_whole_signature_of_jax_nn_in_its_order():
+    ours = inspect.signature(attn_jax.dot_product_attention).parameters
+    theirs = inspect.signature(jax.nn.dot_product_attention).parameters
+    positional = [
+        name for name, p in theirs.items() if p.kind == p.POSITIONAL_OR_KEYWORD
+    ]
+    assert list(ours)[: len(positional)] == positional
+    assert set(theirs) <= set(ours)
+    for name, parameter in theirs.items():
+        assert ours[name].kind == parameter.kind, name
+        assert ours[name].default == parameter.default, name
+
+
+@pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_output_and_gradients_are_near_the_exact_ones(implementation, is_causal):
+    query, key, value, dout = inputs()
+    out, vjp = jax.vjp(
+        lambda *args: attn_jax.dot_product_attention(
+            *args, is_causal=is_causal, implementation=implementation
+        ),
+        query,
+        key,
+        value,
+    )
+    golden = reference.golden(query, key, value, dout, mask=Mask(is_causal=is_causal))
+    exact = (golden.out, golden.dquery, golden.dkey, golden.dvalue)
+    for name, x, y in zip("out dq dk dv".split(), (out, *vjp(dout)), exact):
+        # A few roundings of 16 bit each; wrong wiring is hundreds of units off. XLA
+        # rounds P and dP once more than the others.
+        limit = 4.0 if implementation == "xla" else 1.7
+        assert unit_error(x, y, BF16) <= limit, name
+
+
+def test_arguments_mean_what_they_mean_in_jax_nn():
+    query, key, value, _ = inputs(T=48, S=48, dtype=jnp.float32)
+    lengths = jnp.array([30, 48])
+    cases = [
+        dict(is_causal=True, scale=0.3),
+        dict(local_window_size=5),
+        dict(local_window_size=(7, 2)),
+        dict(key_value_seq_lengths=lengths),
+        dict(bias=draw((1, 4, 48, 48), 5, jnp.float32)),
+        dict(mask=draw((2, 1, 48, 48), 6) > -1),
+    ]
+    for case in cases:
+        expected = jax.nn.dot_product_attention(query, key, value, **case)
+        ours = attn_jax.dot_product_attention(
+            query, key, value, implementation="reference", **case
+        )
+        # Both compute in FP32 with 48 terms a sum: 48 * 2^-24 of values up to about 4.
+        np.testing.assert_allclose(
+            ours, expected, atol=4 * 48 * 2.0**-24, err_msg=str(case)
+        )
+
+
+def test_segments_separate_documents_in_every_implementation():
+    query, key, value, _ = inputs(T=48, S=48)
+    ids = jnp.repeat(jnp.array([[0, 1, 2]] * 2), 16, axis=1)
+    for implementation in CPU_IMPLEMENTATIONS:
+        packed = attn_jax.dot_product_attention(
+            query,
+            key,
+            value,
+            query_segment_ids=ids,
+            key_value_segment_ids=ids,
+            implementation=implementation,
+        )
+        alone = attn_jax.dot_product_attention(
+            query[:, 16:32], key[:, 16:32], value[:, 16:32], implementation="reference"
+        )
+        # Each is within a few roundings of the exact result; another document's keys
+        # move it by order one.
+        np.testing.assert_allclose(
+            packed[:, 16:32].astype(jnp.float32),
+            alone.astype(jnp.float32),
+            atol=4 * 4 * BF16.unit_roundoff,
+            err_msg=implementation,
+        )
+
+
+def test_unbatched_inputs_and_the_residual_have_jax_nn_shapes():
+    query, key, value, _ = inputs()
+    out, lse = attn_jax.dot_product_attention(
+        query, key, value, implementation="reference", return_residual=True
+    )
+    assert out.shape == query.shape and lse.shape == query.shape[:3]
+    one, one_lse = attn_jax.dot_product_attention(
+        query[1], key[1], value[1], implementation="reference", return_residual=True
+    )
+    np.testing.assert_array_equal(one, out[1])
+    np.testing.assert_array_equal(one_lse, lse[1])
+    logits = np.einsum(
+        "tnh,snh->tns",
+        np.asarray(query[1], np.float64),
+        np.repeat(np.asarray(key[1], np.float64), 2, axis=1),
+    )
+    expected = np.log(np.exp(logits / 8).sum(-1))
+    # Natural log, FP32: sums of 64 and 56 terms of size up to about 4.
+    np.testing.assert_allclose(one_lse, expected, atol=4 * 120 * 2.0**-24)
+
+
+@pytest.mark.parametrize("implementation", ["emulated", "reference"])
+def test_the_residual_is_differentiable(implementation):
+    query, key, value, _ = inputs(B=1, N=2, K=2)
+    dlse = draw((1, 40, 2), 7, jnp.float32)
+
+    def total(*args):
+        _, lse = attn_jax.dot_product_attention(
+            *args, implementation=implementation, return_residual=True
+        )
+        return jnp.sum(lse * dlse)
+
+    dquery, dkey, dvalue = jax.grad(total, (0, 1, 2))(query, key, value)
+    golden = reference.golden(
+        query, key, value, jnp.zeros_like(query), dlse.swapaxes(1, 2)
+    )
+    assert unit_error(dquery, golden.dquery, BF16) <= 1.7
+    assert unit_error(dkey, golden.dkey, BF16) <= 1.7
+    assert not np.any(np.asarray(dvalue, np.float32))
+
+
+@pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS)
+def test_transformations_change_no_bit(implementation):
+    query, key, value, dout = inputs()
+
+    def loss(query, key, value):
+        out = attn_jax.dot_product_attention(
+            query, key, value, implementation=implementation, is_causal=True
+        )
+        return jnp.vdot(out.astype(jnp.float32), dout[: len(out)].astype(jnp.float32))
+
+    grads = jax.jit(jax.grad(loss, (0, 1, 2)))(query, key, value)
+    remat = jax.jit(jax.grad(jax.checkpoint(loss), (0, 1, 2)))(query, key, value)
+    for plain, again in zip(grads, remat):
+        np.testing.assert_array_equal(plain, again)
+
+    def attend(query, key, value):
+        return attn_jax.dot_product_attention(
+            query, key, value, implementation=implementation
+        )
+
+    mapped = jax.jit(jax.vmap(attend))(query, key, value)
+    batched = jax.jit(attend)(query, key, value)
+    if implementation == "xla":  # XLA may choose another product for another rank.
+        ulp = 2 * BF16.unit_roundoff
+        np.testing.assert_allclose(
+            mapped.astype(jnp.float32), batched.astype(jnp.float32), rtol=ulp, atol=ulp
+        )
+    else:
+        np.testing.assert_array_equal(mapped, batched)
+
+
+@pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS)
+def test_runs_inside_shard_map(implementation):
+    mesh = jax.make_mesh(
+        (2,),
+        ("data",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[:2],
+    )
+    query, key, value, _ = inputs()
+
+    def attend(query, key, value):
+        return attn_jax.dot_product_attention(
+            query, key, value, implementation=implementation
+        )
+
+    rows = PartitionSpec("data")
+    sharded = jax.shard_map(
+        attend, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows, check_vma=False
+    )
+    np.testing.assert_array_equal(
+        jax.jit(sharded)(query, key, value), jax.jit(attend)(query, key, value)
+    )
+
+
+@pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS)
+def test_works_with_x64_on(implementation):
+    query, key, value, dout = inputs()
+    with jax.enable_x64(True):
+        out, vjp = jax.vjp(
+            lambda *args: attn_jax.dot_product_attention(
+                *args, implementation=implementation
+            ),
+            query,
+            key,
+            value,
+        )
+        grads = vjp(dout)
+    assert out.dtype == jnp.bfloat16
+    assert [g.dtype for g in grads] == [jnp.bfloat16] * 3
+
+
+def test_emulated_follows_the_recipe_it_is_given():
+    # Values in [0, 1) make delta from the rounded output, as in flash2, cost dQ dearly.
+    shape = (1, 256, 2, 64)
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(rng.random(shape), jnp.float32).astype(jnp.bfloat16)
+        for _ in range(3)
+    )
+    dout = draw(shape, 3)
+    golden = reference.golden(query, key, value, dout)
+
+    def error(recipe):
+        _, vjp = jax.vjp(
+            lambda q: attn_jax.dot_product_attention(
+                q, key, value, implementation="emulated", recipe=recipe
+            ),
+            query,
+        )
+        return unit_error(vjp(dout)[0], golden.dquery, BF16)
+
+    assert error(None) <= 1.7 < 10 < error(FLASH2)
+
+
+def test_float32_output_is_not_rounded():
+    query, key, value, dout = inputs()
+    golden = reference.golden(query, key, value, dout)
+    for implementation in ("emulated", "reference"):
+        out = attn_jax.dot_product_attention(
+            query, key, value, implementation=implementation, out_dtype=jnp.float32
+        )
+        assert out.dtype == jnp.float32
+        error = np.linalg.norm(np.asarray(out, np.float64) - golden.out)
+        # Only P is rounded in the emulated one: below half a BF16 rounding in norm.
+        assert error <= 0.75 * BF16.unit_roundoff * np.linalg.norm(golden.out)
+
+
+@pytest.fixture
+def as_users_call_it():
+    """Without the type checks that only tests have."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+def test_refusals_are_one_line_that_says_what_works():
+    query, key, value, _ = inputs()
+    attend = attn_jax.dot_product_attention
+    refusals = [
+        (dict(implementation="pallas"), NotImplementedError, "'emulated'"),
+        (dict(implementation="cudnn"), NotImplementedError, "'xla'"),
+        (dict(implementation="flash"), ValueError, "pallas, emulated, reference"),
+        (
+            dict(implementation="xla", return_residual=True),
+            NotImplementedError,
+            "'reference'",
+        ),
+        (dict(implementation="xla", soft_cap=5.0), NotImplementedError, "'emulated'"),
+        (
+            dict(implementation="xla", out_dtype=jnp.float32),
+            NotImplementedError,
+            "'emulated'",
+        ),
+        (dict(implementation="xla", recipe=FLASH2), ValueError, "'emulated'"),
+        (dict(scale=jnp.float32(2)), ValueError, "multiply query"),
+        (dict(query_segment_ids=jnp.zeros((2, 40), int)), ValueError, "together"),
+    ]
+    for arguments, error, hint in refusals:
+        with pytest.raises(error) as caught:
+            attend(query, key, value, **arguments)
+        message = str(caught.value)
+        assert hint in message and "\n" not in message, message
+    with pytest.raises(ValueError, match="multiple"):
+        attend(query[:, :, :3], key, value)
+
+
+def test_none_chooses_what_can_run():
+    query, key, value, _ = inputs()
+    np.testing.assert_array_equal(
+        attn_jax.dot_product_attention(query, key, value),
+        attn_jax.dot_product_attention(query, key, value, implementation="xla"),
+    )
+    np.testing.assert_array_equal(
+        attn_jax.dot_product_attention(query, key, value, soft_cap=3.0),
+        attn_jax.dot_product_attention(
+            query, key, value, soft_cap=3.0, implementation="reference"
+        ),
+    )
