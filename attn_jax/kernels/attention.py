@@ -4,6 +4,7 @@ Runs on one device's arrays or on sharded ones (`partition`): batch and heads ma
 sharded, sequences may not.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -11,9 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from attn_jax.formats import BF16, FP16
 from attn_jax.kernels import hopper_backward, hopper_forward, tuning
 from attn_jax.kernels.internals import check_jax_version
 from attn_jax.kernels.partition import Layout, partitioned
+from attn_jax.kernels.tuning import Tiling
+from attn_jax.recipe import ATTN_JAX, Recipe
 
 # TMA reads 16-bit tiles in groups of 8 rows.
 SEQUENCE_MULTIPLE = 8
@@ -81,6 +85,24 @@ def unsupported(
             "cast the result"
         )
     return None
+
+
+def declared_recipe(dtype, head_dim: int) -> Recipe:
+    """The kernels' recipe for 16-bit inputs of `dtype`, their block sizes included.
+
+    Running `emulator.attention` under it predicts their results up to the order of
+    additions inside a product; a test holds the two together.
+    """
+    inputs = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}[
+        jnp.dtype(dtype)
+    ]
+    return dataclasses.replace(
+        ATTN_JAX.with_inputs(inputs),
+        block_q=tuning.FORWARD[head_dim].rows,
+        block_kv=tuning.FORWARD[head_dim].columns,
+        backward_block_q=tuning.BACKWARD_DKV[head_dim].columns,
+        backward_block_kv=tuning.BACKWARD_DQ[head_dim].columns,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -154,7 +176,7 @@ def _local_backward(query, key, value, dout, lse, dlse, out, *low, scale, is_cau
     wide_out = sum(x.astype(jnp.float32) for x in (out, *low))
     delta = jnp.sum(dout.astype(jnp.float32) * wide_out, axis=-1).swapaxes(1, 2) - dlse
     dq_tiling = tuning.BACKWARD_DQ[head_dim]
-    centre = _mean_key(key, is_causal, dq_tiling.tile, query_count)
+    centre = _mean_key(key, is_causal, dq_tiling, query_count)
     query, key, value, dout = map(_pad_sequence, (query, key, value, dout))
     dq = hopper_backward.backward_dq(
         query,
@@ -188,22 +210,23 @@ def _local_backward(query, key, value, dout, lse, dlse, out, *low, scale, is_cau
 
 
 def _mean_key(
-    key: Float[Array, "B S K H"], is_causal: bool, tile: int, query_count: int
+    key: Float[Array, "B S K H"], is_causal: bool, tiling: Tiling, query_count: int
 ) -> Float32[Array, "B K C H"]:
     """Mean of the keys that a row sees, in FP32: the centre that dQ's cure subtracts.
 
-    One for all rows (C = 1), or, with a causal mask, one for each tile of queries: the
-    mean over the keys up to the tile's last row.
+    One for all rows (C = 1) or, with a causal mask, one for every `tiling.rows`:
+    the mean over the keys up to the last of them.
     """
     wide = key.astype(jnp.float32)
     if not is_causal:
         return wide.mean(axis=1)[:, :, None]
     batch, key_count, heads, head_dim = key.shape
-    tiles = -(-query_count // tile)
-    wide = wide[:, : tiles * tile]
-    wide = jnp.pad(wide, ((0, 0), (0, tiles * tile - wide.shape[1]), (0, 0), (0, 0)))
-    sums = wide.reshape(batch, tiles, tile, heads, head_dim).sum(axis=2).cumsum(axis=1)
-    seen = jnp.minimum((jnp.arange(tiles) + 1) * tile, key_count).astype(jnp.float32)
+    rows = tiling.rows
+    count = -(-query_count // tiling.tile) * tiling.warpgroups
+    wide = wide[:, : count * rows]
+    wide = jnp.pad(wide, ((0, 0), (0, count * rows - wide.shape[1]), (0, 0), (0, 0)))
+    sums = wide.reshape(batch, count, rows, heads, head_dim).sum(axis=2).cumsum(axis=1)
+    seen = jnp.minimum((jnp.arange(count) + 1) * rows, key_count).astype(jnp.float32)
     return (sums / seen[:, None, None]).swapaxes(1, 2)
 
 

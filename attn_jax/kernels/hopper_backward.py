@@ -60,7 +60,7 @@ def backward_dq(
     is_causal: bool,
     tiling: Tiling,
 ) -> Float[Array, "B T N H"]:
-    """dQ. `centre` has one row for all queries (C = 1) or one a tile of queries.
+    """dQ. `centre` has one row for all queries (C = 1) or one for each `tiling.rows`.
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
     rows are real.
@@ -73,7 +73,7 @@ def backward_dq(
     tile_count = pl.cdiv(query_count, tiling.tile)
     log2_scale = scale * LOG2_E
     lse, delta, dlse = (pad_rows(x, padded) for x in (lse, delta, dlse))
-    tile_centres = centre.shape[2] > 1
+    row_centres = centre.shape[2] > 1
 
     def body(
         q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, dlse_gmem, centre_gmem,
@@ -107,7 +107,9 @@ def backward_dq(
                     row_smem.at[warpgroup, i],
                     ready,
                 )
-            centre_index = tile if tile_centres else jnp.int32(0)
+            centre_index = jnp.int32(0)
+            if row_centres:
+                centre_index = tile * warpgroups + warpgroup
             plgpu.copy_gmem_to_smem(
                 centre_gmem.at[b, kv_head, centre_index],
                 centre_smem.at[warpgroup],
