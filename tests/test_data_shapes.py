@@ -145,7 +145,7 @@ def test_bad_settings_raise_one_line(arguments, message):
         [sys.executable, "-c", code], capture_output=True, text=True
     )
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("ValueError: ") and message in last
+    assert last.startswith("train.data.source.DataError: ") and message in last
 
 
 def test_sources_need_no_jax():

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int64, UInt8
 
-from train.data.source import Example
+from train.data.source import DataError, Example
 
 Family = Literal["pos", "rel", "cnt"]
 Split = Literal["train", "val", "novel"]
@@ -209,6 +209,10 @@ class Shapes:
 
     Splits: `val` follows the distribution of `train` with random numbers of its own;
     `novel` uses only the 5 of 30 colour-shape pairs that the other two never show.
+
+    Raises:
+        DataError: fewer than 16 pixels a side, a negative seed, or no such family or
+            split.
     """
 
     def __init__(
@@ -219,15 +223,13 @@ class Shapes:
         seed: int,
     ):
         if resolution < 16:
-            raise ValueError(
-                f"shapes need a resolution of 16 or more, not {resolution}"
-            )
+            raise DataError(f"shapes need a resolution of 16 or more, not {resolution}")
         if family not in (*_FAMILIES, "all"):
-            raise ValueError(f"no shapes family {family!r}; pos, rel, cnt or all")
+            raise DataError(f"no shapes family {family!r}; pos, rel, cnt or all")
         if split not in _SPLITS:
-            raise ValueError(f"shapes have no split {split!r}; train, val or novel")
+            raise DataError(f"shapes have no split {split!r}; train, val or novel")
         if seed < 0:
-            raise ValueError(f"the seed of shapes must not be negative, not {seed}")
+            raise DataError(f"the seed of shapes must not be negative, not {seed}")
         self.resolution = resolution
         self.family = family
         self.split = split
