@@ -1,6 +1,7 @@
 """The rules of the repository that a program can check."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,25 @@ def test_documented_commands_exist():
     # A target whose name is a file would never run.
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
     assert phony and targets == set(phony[1].split())
+
+
+def test_readme_example_runs():
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
+    )
+    names: dict = {}
+    exec(example, names)
+    assert names["dq"].shape == names["q"].shape and names["dk"].any()
+
+
+def test_readme_training_commands_are_understood():
+    from train.__main__ import parse_config
+
+    commands = re.findall(
+        r"^python -m train( -.*?)?(?:  #.*)?$", (ROOT / "README.md").read_text(), re.M
+    )
+    parsed = [parse_config(shlex.split(c)) for c in commands if "--help" not in c]
+    assert {config.attn for config in parsed} >= {"pallas", "baseline"}
 
 
 def test_versions_agree():

@@ -1,0 +1,55 @@
+"""Command line: `python -m analysis list`, or an experiment's name and its options.
+
+Tables go to stderr and to files, one line of JSON to stdout. Exit codes: 0 done; 1 the
+experiment failed or a promise did not hold; 2 unusable command.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+
+from analysis import ExperimentError
+from analysis.experiments import EXPERIMENTS
+from train.config import UsageError
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    parser = _Parser(prog="python -m analysis", description=__doc__)
+    commands = parser.add_subparsers(metavar="EXPERIMENT", required=True, dest="name")
+    commands.add_parser("list", help="the experiments, one a line")
+    for name, experiment in EXPERIMENTS.items():
+        command = commands.add_parser(
+            name, help=experiment.summary, description=experiment.summary
+        )
+        experiment.add_arguments(command)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
+    if options.name == "list":
+        for name, experiment in EXPERIMENTS.items():
+            print(f"{name}: {experiment.summary}")
+        return 0
+    try:
+        command = shlex.join(["python", "-m", "analysis", *arguments])
+        result = EXPERIMENTS[options.name].run(options, command)
+    except UsageError as error:
+        print(f"{parser.prog} {options.name}: {error}", file=sys.stderr)
+        return 2
+    except ExperimentError as error:
+        print(f"{parser.prog} {options.name}: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""The table of experiments: what `python -m analysis NAME` runs."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from analysis.experiments import accuracy
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """An entry of the table.
+
+    Attributes:
+      summary: one line for `list` and for the help text.
+      add_arguments: adds the experiment's options to its parser.
+      run: does it, given the parsed options and the command as text; returns what
+        the last line of stdout says, as JSON.
+    """
+
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, str], dict[str, Any]]
+
+
+EXPERIMENTS = {
+    "accuracy": Experiment(accuracy.SUMMARY, accuracy.add_arguments, accuracy.run),
+}

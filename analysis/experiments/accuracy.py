@@ -1,0 +1,328 @@
+"""The error of attention implementations, forward and backward, against FP64.
+
+For each problem (shape, mask, input format) and input family the exact result is
+computed once, on the inputs as rounded, and shared by all implementations. `out`, `dq`,
+`dk` and `dv` are in units of the unavoidable rounding: relative RMS error divided by
+that of the exact result rounded once to the input format, pooled over heads and seeds;
+1 is the best that a kernel can do. `lse` is the largest absolute error of log-sum-exp.
+"""
+
+import argparse
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool
+
+from analysis import ExperimentError
+from analysis.record import Row, environment, show, write
+from attn_jax import IMPLEMENTATIONS, RECIPES, Mask, dot_product_attention
+from attn_jax.api import Implementation
+from attn_jax.audit import error
+from attn_jax.audit.inputs import FAMILIES, Inputs, Shape, make_inputs
+from attn_jax.formats import BF16, FP16
+from attn_jax.reference import golden
+from train.config import UsageError
+
+SUMMARY = "error of out, dQ, dK and dV against FP64, by implementation and inputs"
+FORMATS = {"bfloat16": BF16, "float16": FP16}
+# Those that promise the same bits on every run.
+REPRODUCIBLE = ("pallas", "emulated", "reference", "xla")
+# Column -> field of the exact result.
+_FIELDS = {"out": "out", "dq": "dquery", "dk": "dkey", "dv": "dvalue"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Lengths T and S, head counts N and K, head dim H, mask and input format."""
+
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    is_causal: bool
+    dtype: str
+
+
+def _problems(
+    shapes: Sequence[tuple[int, int, int, int]],
+    head_dims: Sequence[int],
+    dtype: str = "bfloat16",
+) -> tuple[Problem, ...]:
+    return tuple(
+        Problem(*shape, head_dim, is_causal, dtype)
+        for shape in shapes
+        for head_dim in head_dims
+        for is_causal in (False, True)
+    )
+
+
+# (T, S, N, K): square, long, ragged (no multiple of any block), unequal lengths with
+# grouped heads, one key/value head for all.
+_SQUARE = (2048, 2048, 16, 16)
+_LONG = (4096, 4096, 16, 16)
+_RAGGED = (1000, 1337, 16, 16)
+_GROUPED = (512, 1024, 16, 4)
+_SHARED = (777, 777, 16, 1)
+_TOY = (48, 40, 4, 2)
+PRESETS = {
+    "toy": _problems((_TOY,), (64,)) + _problems((_TOY,), (64,), "float16"),
+    "quick": _problems((_SQUARE, _RAGGED), (128,)),
+    "full": _problems((_SQUARE, _LONG, _RAGGED, _GROUPED), (64, 128))
+    + _problems((_SHARED,), (128,))
+    + _problems((_SQUARE,), (64, 128), "float16")
+    + _problems((_RAGGED,), (64,), "float16"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The experiment's options."""
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="quick", help="which shapes")
+    add(
+        "--implementations",
+        nargs="+",
+        choices=IMPLEMENTATIONS,
+        default=["pallas", "cudnn", "xla"],
+        help="of dot_product_attention",
+    )
+    add(
+        "--recipes",
+        nargs="+",
+        choices=RECIPES,
+        default=["attn_jax"],
+        help="what 'emulated' emulates",
+    )
+    add("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    add("--seeds", type=int, default=4, help="number of draws pooled (default 4)")
+    add(
+        "--float16-cotangent",
+        type=float,
+        default=1.0,
+        help="factor on dO, a power of two, where the inputs are float16",
+    )
+    add("--out", type=Path, default=Path("results", "accuracy"), help="folder")
+
+
+def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Measures, writes table and environment, prints the largest errors.
+
+    Raises:
+      UsageError: an option has no usable value.
+      ExperimentError: an implementation ran nowhere, or one that promises the same
+        bits on every run did not give them. The table is written all the same.
+    """
+    if options.seeds < 1:
+        raise UsageError(f"--seeds must be at least 1, got {options.seeds}")
+    arms = _arms(options.implementations, options.recipes)
+    began = time.monotonic()
+    rows = measure(
+        PRESETS[options.preset],
+        arms,
+        options.families,
+        seeds=options.seeds,
+        float16_cotangent=options.float16_cotangent,
+    )
+    described = environment(command)
+    described["seconds"] = round(time.monotonic() - began, 1)
+    device = str(described["device"]).lower().replace(" ", "-")
+    files = write(rows, described, options.out / f"{device}-{options.preset}")
+    show(largest(rows), "Largest error over all shapes, in units of the final rounding")
+    for arm in arms:
+        of_arm = [row for row in rows if row["implementation"] == arm]
+        if all(row["refused"] for row in of_arm):
+            raise ExperimentError(f"{arm} ran nowhere: {of_arm[0]['refused']}")
+        if arms[arm] in REPRODUCIBLE and not all(
+            row["same_bits"] for row in of_arm if not row["refused"]
+        ):
+            raise ExperimentError(f"{arm}: two runs differ in their bits")
+    return {"rows": len(rows), "files": [str(path) for path in files]}
+
+
+def _arms(
+    implementations: Sequence[Implementation], recipes: Sequence[str]
+) -> dict[str, Implementation]:
+    """Row name -> implementation; the emulator stands once for each recipe."""
+    arms: dict[str, Implementation] = {}
+    for name in implementations:
+        if name == "emulated":
+            arms |= {f"emulated/{recipe}": name for recipe in recipes}
+        else:
+            arms[name] = name
+    return arms
+
+
+# (query, key, value, dO) -> results; or the reason why there is no such program.
+Program = Callable[..., dict[str, Array]] | str
+
+
+def measure(
+    problems: Sequence[Problem],
+    arms: dict[str, Implementation],
+    families: Sequence[str],
+    *,
+    seeds: int,
+    float16_cotangent: float = 1.0,
+) -> list[Row]:
+    """One row for each problem, family and arm; `refused` holds what an arm cannot do.
+
+    Inputs, unpacking and error figures are NumPy's and take most of the time, so
+    several cells are worked on at once, while the next problem's programs compile.
+    The arms' programs run one at a time: their scratch memory is large.
+    """
+    device = threading.Lock()
+    pending = []
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for problem in problems:
+            cotangent = float16_cotangent if problem.dtype == "float16" else 1.0
+            programs = {
+                name: _compile(problem, seeds, implementation, name)
+                for name, implementation in arms.items()
+            }
+            for family in families:
+                cell = problem, family, seeds, cotangent, programs, device
+                pending.append(pool.submit(_measure_cell, *cell))
+        return [row for future in pending for row in future.result()]
+
+
+def _compile(
+    problem: Problem, seeds: int, implementation: Implementation, name: str
+) -> Program:
+    """Compiled (q, k, v, dO) -> results; where it is refused, the reason."""
+    recipe = None
+    if implementation == "emulated":
+        recipe = RECIPES[name.removeprefix("emulated/")]
+        if recipe.inputs == BF16:
+            recipe = recipe.with_inputs(FORMATS[problem.dtype])
+    has_lse = implementation not in ("xla", "cudnn")
+
+    def attend(q, k, v, return_residual=False):
+        return dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=problem.is_causal,
+            implementation=implementation,
+            return_residual=return_residual,
+            recipe=recipe,
+        )
+
+    def results(q, k, v, dout):
+        # The gradients are taken as a model takes them, without LSE as an output.
+        out, pullback = jax.vjp(attend, q, k, v)
+        dq, dk, dv = pullback(dout)
+        found = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+        if has_lse:
+            found["lse"] = attend(q, k, v, return_residual=True)[1].swapaxes(1, 2)
+        return found
+
+    shape = _shape(problem, seeds)
+    query, key = (
+        jax.ShapeDtypeStruct(axes, problem.dtype) for axes in (shape.query, shape.key)
+    )
+    try:
+        return jax.jit(results).lower(query, key, key, query).compile()
+    except (ImportError, NotImplementedError, RuntimeError, ValueError) as reason:
+        return str(reason).strip().splitlines()[0][:200]
+
+
+def _shape(problem: Problem, seeds: int) -> Shape:
+    return Shape(seeds, problem.T, problem.S, problem.N, problem.K, problem.H)
+
+
+def _draw(problem: Problem, family: str, seeds: int, cotangent: float) -> Inputs:
+    """Independent draws stacked along the batch axis; dO times `cotangent`."""
+    draws = (
+        make_inputs(family, seed, _shape(problem, 1), jnp.dtype(problem.dtype).type)
+        for seed in range(seeds)
+    )
+    query, key, value, dout = (
+        np.concatenate(arrays) for arrays in zip(*draws, strict=True)
+    )
+    dout = (dout.astype(np.float32) * cotangent).astype(dout.dtype)
+    return Inputs(query, key, value, dout)
+
+
+def _measure_cell(
+    problem: Problem,
+    family: str,
+    seeds: int,
+    cotangent: float,
+    programs: dict[str, Program],
+    device: threading.Lock,
+) -> list[Row]:
+    inputs = _draw(problem, family, seeds, cotangent)
+    mask, fmt = Mask(is_causal=problem.is_causal), FORMATS[problem.dtype]
+    exact = golden(*inputs, mask=mask)
+    sums = golden(*inputs, mask=mask, absolute=True)
+    targets, sizes, degenerate = {}, {}, []
+    for name, field in _FIELDS.items():
+        targets[name] = getattr(exact, field)
+        sizes[name], by_sums = error.unit(targets[name], fmt, getattr(sums, field))
+        if by_sums:
+            degenerate.append(name)
+    rows = []
+    for name, program in programs.items():
+        row: Row = {"implementation": name, **dataclasses.asdict(problem)}
+        row |= {"family": family, "seeds": seeds, "cotangent": cotangent}
+        row |= dict.fromkeys((*_FIELDS, "lse", "same_bits", "degenerate", "refused"))
+        rows.append(row)
+        if isinstance(program, str):
+            row["refused"] = program
+            continue
+        with device:
+            found, again = program(*inputs), program(*inputs)
+            row["same_bits"] = bool(_same_bits(found, again))
+            found = jax.device_get(found)
+        for tensor in _FIELDS:
+            row[tensor] = _units(found[tensor], targets[tensor], sizes[tensor])
+        if "lse" in found:
+            row["lse"] = float(np.abs(found["lse"] - exact.lse).max())
+        row["degenerate"] = " ".join(degenerate)
+    return rows
+
+
+@jax.jit
+def _same_bits(first: dict[str, Array], second: dict[str, Array]) -> Bool[Array, ""]:
+    def bits(x):
+        return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+
+    return jnp.all(
+        jnp.stack([jnp.all(bits(x) == bits(second[k])) for k, x in first.items()])
+    )
+
+
+def _units(found: np.ndarray, target: np.ndarray, size: float) -> float:
+    """RMS error over the unit of error; 0 where an exact result is hit exactly."""
+    rms = float(np.sqrt(np.mean(np.square(found.astype(np.float64) - target))))
+    if size > 0:
+        return rms / size
+    return 0.0 if rms == 0 else float("inf")
+
+
+def largest(rows: Sequence[Row]) -> list[Row]:
+    """The largest figures of each implementation, format and family."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if not row["refused"]:
+            key = row["implementation"], row["dtype"], row["family"]
+            groups.setdefault(key, []).append(row)
+    return [
+        dict(zip(("implementation", "dtype", "family"), key, strict=True))
+        | {
+            tensor: max((r[tensor] for r in group if r[tensor] is not None), default="")
+            for tensor in (*_FIELDS, "lse")
+        }
+        | {"same bits": all(row["same_bits"] for row in group)}
+        for key, group in groups.items()
+    ]

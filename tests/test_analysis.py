@@ -1,0 +1,130 @@
+"""The experiments: figures, files and exit codes, at toy size."""
+
+import csv
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from analysis.__main__ import main
+from analysis.experiments import EXPERIMENTS
+from analysis.experiments.accuracy import PRESETS, Problem, _same_bits, measure
+
+TOY = Problem(T=64, S=48, N=4, K=2, H=64, is_causal=False, dtype="bfloat16")
+# Experiment -> options that run it in seconds on a CPU.
+TOY_OPTIONS = {
+    "accuracy": [
+        *("--preset", "toy", "--seeds", "1", "--families", "normal"),
+        *("--implementations", "emulated", "reference"),
+    ]
+}
+
+
+def one_line(text: str) -> bool:
+    return len(text.strip().splitlines()) == 1
+
+
+def test_list_names_every_experiment(capsys):
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == list(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_runs_and_records_itself(name, tmp_path, capsys):
+    options = [name, *TOY_OPTIONS[name], "--out", str(tmp_path)]
+    assert main(options) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    table, described = (path for path in result["files"])
+    with open(table) as file:
+        assert len(list(csv.DictReader(file))) == result["rows"] > 0
+    with open(described) as file:
+        environment = json.load(file)
+    assert environment["command"].startswith(f"python -m analysis {name} --preset")
+    assert environment["versions"]["jax"] and environment["device"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([], "EXPERIMENT"),
+        (["no-such-experiment"], "no-such-experiment"),
+        (["accuracy", "--families", "no-such-family"], "no-such-family"),
+        (["accuracy", "--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_unusable_command_is_exit_2_and_one_line(options, reason, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(options)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert one_line(error) and reason in error
+
+
+def test_unusable_value_is_exit_2_and_one_line(capsys):
+    assert main(["accuracy", "--seeds", "0"]) == 2
+    error = capsys.readouterr().err
+    assert one_line(error) and "--seeds" in error
+
+
+def test_implementation_that_runs_nowhere_is_an_error(tmp_path, capsys):
+    options = [
+        *("accuracy", "--preset", "toy", "--seeds", "1", "--families", "normal"),
+        *("--implementations", "cudnn", "reference", "--out", str(tmp_path)),
+    ]
+    assert main(options) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "cudnn ran nowhere" in error and "NVIDIA GPU" in error
+    # The others' figures are kept, and the reason stands beside them.
+    with open(tmp_path / "cpu-toy.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["implementation"] for row in rows if row["out"]} == {"reference"}
+    assert all(row["refused"] for row in rows if row["implementation"] == "cudnn")
+
+
+def test_exact_attention_measures_one_unit(x64):
+    # Under x64 the reference computes in FP64 and rounds once, which is the unit.
+    # float64 -> bfloat16 goes through float32 and may round twice, but only within
+    # 2**-24 of a tie, where either neighbour is equally far.
+    rows = measure([TOY], {"reference": "reference"}, ["normal", "uniform"], seeds=2)
+    for row in rows:
+        for tensor in ("out", "dq", "dk", "dv"):
+            assert row[tensor] == pytest.approx(1, abs=1e-4), (row["family"], tensor)
+        assert row["lse"] < 1e-12
+        assert row["same_bits"] and row["degenerate"] == ""
+
+
+def test_the_table_tells_the_backward_passes_apart():
+    arms = {"emulated/flash2": "emulated", "emulated/attn_jax": "emulated"}
+    flash2, ours, *vanishing = measure(
+        [TOY], arms, ["uniform", "zero_k_one_v"], seeds=4
+    )
+    # delta from the rounded O costs flash2 an order of magnitude on these inputs.
+    assert flash2["dq"] > 5 * ours["dq"]
+    assert ours["dq"] < 1.7
+    # Where the exact result vanishes the unit is that of the absolute sums.
+    for row in vanishing:
+        assert row["dq"] == 0 and "dq" in row["degenerate"]
+
+
+def test_bits_are_compared_as_bits():
+    def same(a, b):
+        return bool(_same_bits({"x": jnp.float32(a)}, {"x": jnp.float32(b)}))
+
+    assert same(float("nan"), float("nan")) and same(1.0, 1.0)
+    assert not same(0.0, -0.0)
+    assert not same(1.0, 1.0 + 2.0**-23)
+
+
+def test_full_preset_covers_what_the_kernels_take():
+    full = PRESETS["full"]
+    assert len(set(full)) == len(full)
+    for dtype in ("bfloat16", "float16"):
+        of_dtype = [problem for problem in full if problem.dtype == dtype]
+        assert {(p.H, p.is_causal) for p in of_dtype} == {
+            (head_dim, causal) for head_dim in (64, 128) for causal in (False, True)
+        }
+    assert max(problem.S for problem in full) == 4096
+    assert any(p.T % 64 and p.S % 64 and p.T != p.S for p in full)
+    assert {p.N // p.K for p in full} == {1, 4, 16}
+    assert all(problem.N >= 16 for problem in full)
