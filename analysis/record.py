@@ -35,15 +35,20 @@ def _driver() -> str | None:
 
 
 def write(rows: Sequence[Row], described: dict[str, Any], stem: Path) -> list[Path]:
-    """Writes STEM.csv and STEM.json (the environment); returns their paths."""
+    """Writes STEM.csv, numbers to five digits, and STEM.json; returns their paths."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     table, beside = stem.with_suffix(".csv"), stem.with_suffix(".json")
     with table.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        for row in rows:
+            writer.writerow({key: _short(value) for key, value in row.items()})
     beside.write_text(json.dumps(described, indent=2) + "\n")
     return [table, beside]
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def show(rows: Sequence[Row], title: str) -> None:
