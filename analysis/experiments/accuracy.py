@@ -10,6 +10,7 @@ that of the exact result rounded once to the input format, pooled over heads and
 import argparse
 import dataclasses
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -183,7 +184,8 @@ def measure(
     device = threading.Lock()
     pending = []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for problem in problems:
+        for number, problem in enumerate(problems, 1):
+            print(f"{number}/{len(problems)} {problem}", file=sys.stderr)
             cotangent = float16_cotangent if problem.dtype == "float16" else 1.0
             programs = {
                 name: _compile(problem, seeds, implementation, name)
