@@ -1,0 +1,469 @@
+"""The emulator: right where nothing is rounded, and rounding exactly as its recipe."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+
+from attn_jax import emulator, reference
+from attn_jax.audit.error import correctly_rounded, unit_error
+from attn_jax.audit.inputs import FAMILIES, Shape, make_inputs
+from attn_jax.formats import BF16, FP16, FP32, FP64, Rounding
+from attn_jax.mask import Mask
+from attn_jax.recipe import (
+    ATTN_JAX,
+    EAGER_BF16,
+    EXACT_FP32,
+    EXACT_FP64,
+    FLASH1_PAPER,
+    FLASH2,
+    JAX_NN,
+    RECIPES,
+    Recipe,
+    Step,
+)
+
+RESULTS = ("out", "dquery", "dkey", "dvalue")
+B, T, S, N, K, H = 2, 9, 13, 4, 2, 8
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def small_arguments(dtype=jnp.float32):
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H)
+    return tuple(jnp.asarray(normal(i, *s), dtype) for i, s in enumerate(shapes))
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "scale", "soft_cap"))
+def run(q, k, v, dout, dlse, extra, *, recipe, scale=None, soft_cap=None):
+    """(out, lse) and the gradients with respect to q, k, v and what `extra` holds."""
+
+    def forward(q, k, v, extra):
+        return emulator.attention(
+            q, k, v, recipe=recipe, scale=scale, soft_cap=soft_cap, **extra
+        )
+
+    mask = extra.pop("mask", Mask())
+    forward_ = lambda q, k, v, e: forward(q, k, v, e | {"mask": mask})  # noqa: E731
+    outputs, pull = jax.vjp(forward_, q, k, v, extra)
+    return outputs, pull((dout, dlse))
+
+
+def measured(recipe: Recipe, family, shape: Shape, mask=Mask(), seed=0, fmt=BF16):
+    """Errors in units for `RESULTS`, with golden in FP64 on the same inputs."""
+    dtype = jnp.bfloat16 if fmt == BF16 else np.float16
+    i = make_inputs(family, seed, shape, dtype)
+    golden = reference.golden(*i, mask=mask)
+    size = None
+    if family == "zero_k_one_v":
+        size = reference.golden(*i, mask=mask, absolute=True)
+    lse = jnp.zeros(golden.lse.shape, jnp.float32)
+    (out, _), grads = run(*i, lse, {"mask": mask}, recipe=recipe)
+    return [
+        unit_error(
+            np.asarray(x), getattr(golden, name), fmt, size and getattr(size, name)
+        )
+        for name, x in zip(RESULTS, (out, *grads[:3]))
+    ]
+
+
+# ---------------------------------------------------------------- nothing rounded
+
+SPLIT = dict(block_q=4, block_kv=4, backward_block_q=4, backward_block_kv=5)
+EXACT = {
+    "one block": EXACT_FP32,
+    "blocks that do not fit": dataclasses.replace(EXACT_FP32, **SPLIT),
+    "powers of two": dataclasses.replace(
+        EXACT_FP32,
+        **SPLIT,
+        kv_order="reverse",
+        exponential="exp2",
+        scale_at="exponent",
+        rescale_threshold=8.0,
+        probability_scale=4.0,
+        gradient_scale_at="logits",
+        dlogits_scale=2.0,
+    ),
+    "each step, mean": dataclasses.replace(
+        EXACT_FP32,
+        **SPLIT,
+        normalise="each_step",
+        dq_centre="mean",
+        delta_source="p_dp",
+    ),
+    "row": dataclasses.replace(
+        EXACT_FP32, **SPLIT, dq_centre="row", delta_source="o_f32", exponential="exp2"
+    ),
+    "softmax": dataclasses.replace(
+        EXACT_FP32,
+        block_kv=None,
+        backward_block_kv=None,
+        normalise="before_product",
+        probability_from="softmax",
+        delta_source="p_dp",
+    ),
+}
+
+
+def masks():
+    rng = np.random.default_rng(3)
+    dense = rng.random((B, N, T, S)) < 0.6
+    dense[:, :, 4] = False
+    ids = np.sort(rng.integers(0, 3, (B, S)), axis=1).astype(np.int32)
+    return {
+        "none": Mask(),
+        "causal": Mask(is_causal=True),
+        "window": Mask(window=(2, 3)),
+        "dense": Mask(dense=jnp.asarray(dense)),
+        "lengths": Mask(
+            query_lengths=jnp.array([5, 9], jnp.int32),
+            key_value_lengths=jnp.array([0, 7], jnp.int32),
+        ),
+        "segments": Mask(
+            query_segment_ids=jnp.asarray(ids[:, :T]),
+            key_value_segment_ids=jnp.asarray(ids),
+        ),
+    }
+
+
+# Each setting meets each mask once, and each mask each kind of further input.
+CASES = [
+    (setting, mask, ("plain", "sinks and bias", "everything")[(i + j) % 3])
+    for i, setting in enumerate(EXACT)
+    for j, mask in enumerate(masks())
+    if (i + j) % 3 == 0 or mask == "dense"
+]
+
+
+@pytest.mark.parametrize(("setting", "mask", "further"), CASES)
+def test_without_roundings_it_is_the_reference(setting, mask, further):
+    extra: dict = {}
+    soft_cap = None
+    if further != "plain":
+        shape = (B, 1, T, S) if further == "everything" else (1, N, T, 1)
+        extra = dict(bias=jnp.asarray(normal(5, *shape)), sinks=normal(6, N))
+    if further == "everything":
+        soft_cap = 2.5
+    cotangents = normal(7, B, T, N, H), normal(8, B, N, T)
+    args = small_arguments()
+    given = masks()[mask]
+    got = run(
+        *args, *cotangents, extra | {"mask": given}, recipe=EXACT[setting],
+        soft_cap=soft_cap,
+    )  # fmt: skip
+
+    def exact(q, k, v, extra):
+        return reference.attention(q, k, v, mask=given, soft_cap=soft_cap, **extra)
+
+    want, pull = jax.vjp(exact, *args, extra)
+    want = want, pull(cotangents)
+    # FP32 both: at most B T N terms of size about one to ten are summed, each off by a
+    # few 2^-24 (the exponentials, the two products before them).
+    bound = 4 * B * T * N * 2.0**-24
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=bound, atol=bound)
+
+
+def test_fp64_carrier(x64):
+    q, k, v = small_arguments(jnp.float64)
+    dout, dlse = normal(7, B, T, N, H).astype(np.float64), np.zeros((B, N, T))
+    recipe = dataclasses.replace(EXACT_FP64, block_kv=4, backward_block_kv=4)
+    got = run(q, k, v, dout, dlse, {}, recipe=recipe)
+    want = reference.golden(q, k, v, dout)
+    (out, lse), grads = got
+    assert out.dtype == lse.dtype == jnp.float64
+    for a, b in zip((out, lse, *grads[:3]), want):
+        np.testing.assert_allclose(a, b, rtol=0, atol=4 * B * T * N * 2.0**-53)
+
+
+# ---------------------------------------------------------------- rounding as told
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_our_recipe_meets_its_bar(family, head_dim):
+    # Few entries carry most of an outlier head's error: one head is one draw of noise.
+    heads = 16 if family == "outlier" else 2
+    units = measured(ATTN_JAX, family, Shape(1, 1024, 1024, heads, heads, head_dim))
+    assert max(units) <= 1.7, dict(zip(RESULTS, units))
+
+
+@pytest.mark.parametrize("family", ["normal", "uniform", "offset", "lse-130", "sink"])
+@pytest.mark.parametrize("mask", ["causal", "window", "packed"])
+def test_our_recipe_meets_its_bar_under_masks(family, mask):
+    # Early rows of a causal mask weigh much and are few: pool over more heads.
+    length = 256
+    ids = jnp.arange(length, dtype=jnp.int32)[None] // 90
+    given = {
+        "causal": Mask(is_causal=True),
+        "window": Mask(window=(40, 10)),
+        "packed": Mask(query_segment_ids=ids, key_value_segment_ids=ids),
+    }[mask]
+    units = measured(ATTN_JAX, family, Shape(1, length, length, 16, 4, 64), given)
+    assert max(units) <= 1.7, dict(zip(RESULTS, units))
+
+
+def test_documents_with_means_of_their_own():
+    """One mean over all keys would leave a document's own mean in dQ."""
+    shape = Shape(1, 512, 512, 4, 4, 64)
+    i = make_inputs("normal", 0, shape)
+    ids = np.arange(512)[None] // 128
+    means = 8 * np.random.default_rng(1).standard_normal((4, 1, 64))
+    key = (i.key + means[ids]).astype(i.key.dtype)
+    value = (i.value + 1).astype(i.value.dtype)
+    segments = Mask(query_segment_ids=ids, key_value_segment_ids=ids)
+    golden = reference.golden(i.query, key, value, i.dout, mask=segments)
+    units = {}
+    for recipe in (ATTN_JAX, FLASH2):
+        dlse = jnp.zeros(golden.lse.shape, jnp.float32)
+        args = i.query, key, value, i.dout, dlse, {"mask": segments}
+        _, grads = run(*args, recipe=recipe)
+        units[recipe.name] = unit_error(grads[0], golden.dquery, BF16)
+    assert units["attn_jax"] <= 1.7
+    assert units["flash2"] > 10
+
+
+def test_fp16_meets_the_same_bar():
+    recipe = ATTN_JAX.with_inputs(FP16)
+    units = measured(recipe, "normal", Shape(1, 512, 512, 4, 4, 64), fmt=FP16)
+    assert max(units) <= 1.7, dict(zip(RESULTS, units))
+
+
+def test_flash2_has_the_dq_error_that_its_delta_predicts():
+    """delta from the rounded O is off by d_i = dO_i . (round(O_i) - O_i), so dQ by
+    -scale d_i (P K)_i: known from the golden result alone."""
+    shape = Shape(1, 512, 512, 4, 4, 64)
+    i = make_inputs("uniform", 0, shape)
+    golden = reference.golden(*i)
+    mean_key = reference.golden(i.query, i.key, i.key, i.dout).out
+    off = (i.dout * (correctly_rounded(golden.out, BF16) - golden.out)).sum(-1)
+    predicted = golden.dquery - 64**-0.5 * off[..., None] * mean_key
+    predicted = unit_error(predicted, golden.dquery, BF16)
+    units = dict(zip(RESULTS, measured(FLASH2, "uniform", shape)))
+    # What else is rounded (P, dS, dQ) adds a few units in squares, and moves some O to
+    # the other neighbour (|error of O| is 2^-9 / 12^.5 of the spacing: rare).
+    assert predicted > 50
+    assert abs(units["dquery"] / predicted - 1) < 0.05
+    ours = dict(zip(RESULTS, measured(ATTN_JAX, "uniform", shape)))
+    assert ours["dquery"] <= 1.7
+
+
+def test_rounding_of_the_logits_is_seen_under_jit():
+    """Canary: eager and jax_nn differ in the forward pass by one rounding, of S.
+
+    A relative error eps of S is an absolute one eps |S|, so each P is off by eps |S|
+    of itself, and under P^2-weights of N(0, 1) logits (which tilt them to N(2, 1))
+    the mean square is eps^2 E S^2 = 5 eps^2. The scale 1/8 rounds nothing. In units of
+    eps, squares add.
+    """
+    shape = Shape(1, 1024, 1024, 4, 4, 64)
+    eager = measured(EAGER_BF16, "normal", shape)[0]
+    plain = measured(JAX_NN, "normal", shape)[0]
+    # The tilted mean is that of the 1024 keys' tail: good to about 15 %.
+    assert abs(eager**2 - plain**2 - 5) < 0.2 * 5
+
+
+def test_jax_nn_is_jax_nn_forward():
+    i = make_inputs("normal", 0, Shape(2, 256, 256, 4, 4, 64))
+    got, _ = emulator.attention(*map(jnp.asarray, i[:3]), recipe=JAX_NN)
+    want = jax.nn.dot_product_attention(*i[:3], implementation="xla")
+    # FP32 sums in another order differ by some 2^-22; a BF16 decision within that of a
+    # tie, one in 2^12, may fall the other way, in P or in the output.
+    assert (got != want).mean() < 8 * 2.0**-12
+
+
+def narrow_state_oracle(v, block):
+    """FLASH1_PAPER for K = 0 in NumPy: S = 0, P = 1, so only O and l are rounded."""
+
+    def bf16(x):
+        return correctly_rounded(np.asarray(x), BF16).astype(np.float32)
+
+    total = np.float32(0)
+    out = np.zeros(v.shape[1:], np.float32)
+    for start in range(0, len(v), block):
+        part = v[start : start + block]
+        new = bf16(total + bf16(np.float32(len(part))))
+        out = bf16(bf16(bf16(total * out) + bf16(part.sum(0))) / new)
+        total = new
+    return out
+
+
+@pytest.mark.parametrize("block", [4, 64, 100])
+def test_narrow_state_is_bit_equal_to_a_numpy_oracle(block):
+    # Integer V with sums below 2^24: every sum is exact, whatever its order.
+    v = np.random.default_rng(0).integers(-8, 40, (300, 16)).astype(np.float32)
+    k = jnp.zeros((1, 300, 1, 16))
+    q, values = jnp.asarray(normal(1, 1, 5, 1, 16)), jnp.asarray(v)[None, :, None]
+    recipe = dataclasses.replace(FLASH1_PAPER, block_kv=block)
+    out, _ = jax.jit(functools.partial(emulator.attention, recipe=recipe))(q, k, values)
+    want = narrow_state_oracle(v, block)
+    np.testing.assert_array_equal(out, np.broadcast_to(want, out.shape))
+    wide = dataclasses.replace(FLASH1_PAPER, accumulator=Step(FP32), row_sum=Step(FP32))
+    wide_out, _ = emulator.attention(q, k, values, recipe=wide)
+    assert (wide_out != out).any()
+
+
+def test_each_step_named_in_a_recipe_changes_the_result():
+    """No knob is silently ignored: a coarse format in any step shows somewhere."""
+    q, k, v = small_arguments(jnp.bfloat16)
+    dout, dlse = normal(7, B, T, N, H), normal(8, B, N, T)
+    args = q, k, v, jnp.asarray(dout, q.dtype), jnp.asarray(dlse), {}
+    base = dataclasses.replace(FLASH2, **SPLIT, dq_centre="none", exponential="exp")
+    with jax.disable_jit():  # many recipes, each used once: compiling would dominate
+        want = jax.tree.leaves(run(*args, recipe=base))
+    e5m2 = Step(dataclasses.replace(BF16, name="coarse", mantissa_bits=2))
+    changes: list[dict] = [
+        {f.name: e5m2}
+        for f in dataclasses.fields(Recipe)
+        if isinstance(getattr(base, f.name), Step)
+        and not f.name.startswith("ring_")
+        and f.name not in ("dot_accumulator", "lse")
+    ]
+    changes += [
+        {"lse": e5m2},
+        {"row_sum_of": "rounded"},
+        {"normalise": "each_step", "accumulator": Step(BF16)},
+        {"kv_order": "reverse", "accumulator": Step(BF16)},
+        {"rescale_threshold": 8.0, "probability": e5m2},
+        {"probability_scale": 3.0},
+        {"gradient_scale_at": "logits", "dlogits": e5m2},
+        {"delta_source": "o_f32"},
+        {"delta_source": "o_hi_lo"},
+        {"delta_source": "p_dp"},
+        {"dq_centre": "mean"},
+        {"dq_centre": "row"},
+        {"probability": Step(BF16, Rounding.TOWARD_ZERO)},
+        {"block_kv": 13, "accumulator": Step(BF16)},
+        {"backward_block_q": 9, "dk_accumulator": e5m2},
+    ]
+    for change in changes:
+        with jax.disable_jit():
+            recipe = dataclasses.replace(base, **change)
+            got = jax.tree.leaves(run(*args, recipe=recipe))
+        assert any((a != b).any() for a, b in zip(got, want, strict=True)), change
+
+
+# ---------------------------------------------------------------- transformations
+
+
+def test_transformations_change_no_bit():
+    args = small_arguments(jnp.bfloat16)
+    recipe = dataclasses.replace(ATTN_JAX, **SPLIT)
+
+    def loss(q, k, v):
+        out, lse = emulator.attention(q, k, v, recipe=recipe, mask=Mask(is_causal=True))
+        return out.astype(jnp.float32).sum() + lse.sum()
+
+    grad = jax.grad(loss, (0, 1, 2))
+    want = jax.jit(grad)(*args)
+    one_by_one = jax.vmap(lambda *x: jax.tree.map(lambda g: g[0], grad(*x)))
+    sharded = jax.shard_map(
+        grad,
+        mesh=jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)),
+        in_specs=P("data"),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    for name, got in {
+        "checkpoint": jax.jit(jax.grad(jax.checkpoint(loss), (0, 1, 2)))(*args),
+        "vmap": jax.jit(one_by_one)(*(x[:, None] for x in args)),
+        "shard_map": jax.jit(sharded)(*args),
+    }.items():
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.parametrize("recipe", [ATTN_JAX, JAX_NN], ids=lambda r: r.name)
+def test_x64_mode_changes_no_bit(recipe):
+    args = *small_arguments(jnp.bfloat16), normal(7, B, T, N, H), normal(8, B, N, T)
+    dout = jnp.asarray(args[3], jnp.bfloat16)
+    want = run(*args[:3], dout, args[4], {}, recipe=recipe)
+    with jax.enable_x64(True):
+        got = run(*args[:3], dout, args[4], {}, recipe=recipe)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def all_sizes(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from (v.aval.size for v in eqn.outvars)
+        for sub in jaxprs_in_params(eqn.params):
+            yield from all_sizes(sub)
+
+
+def gradient_jaxpr(length):
+    x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.bfloat16)
+
+    def loss(q, k, v):
+        out, _ = emulator.attention(q, k, v, recipe=ATTN_JAX)
+        return out.astype(jnp.float32).sum()
+
+    return jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x)
+
+
+def test_a_short_sequence_is_one_tile_without_a_loop():
+    text = str(gradient_jaxpr(28))
+    assert "28,28]" in text and "scan" not in text and "pad" not in text
+
+
+def test_memory_grows_linearly():
+    # Largest array: one [2 heads, length, 128] tile of logits, never length^2.
+    assert max(all_sizes(gradient_jaxpr(2048).jaxpr)) == 2 * 2048 * 128
+
+
+def test_output_types():
+    q, k, v = small_arguments(jnp.bfloat16)
+    out, lse = emulator.attention(q, k, v, recipe=ATTN_JAX)
+    wide, _ = emulator.attention(q, k, v, recipe=ATTN_JAX, out_dtype=jnp.float32)
+    assert (out.dtype, lse.dtype, wide.dtype) == (
+        jnp.bfloat16,
+        jnp.float32,
+        jnp.float32,
+    )
+    np.testing.assert_array_equal(wide.astype(jnp.bfloat16), out)
+    assert (wide != out.astype(jnp.float32)).any()
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"exponential": "exp2_polynomial", "exp2_degree": 3},
+            NotImplementedError,
+            "exp2",
+        ),
+        ({"repeated_max_factor": 2.0}, NotImplementedError, "repeated_max_factor"),
+        ({"ring_size": 4}, NotImplementedError, "ring_size=4"),
+        ({"dot_accumulator": Step(BF16)}, NotImplementedError, "dot_accumulator"),
+        (
+            {"row_sum": Step(BF16, Rounding.STOCHASTIC)},
+            NotImplementedError,
+            "no stochastic rounding",
+        ),
+        ({"row_sum": Step(FP64)}, ValueError, "row_sum in fp64"),
+    ],
+)
+def test_what_is_not_run_is_refused_by_name(change, error, message):
+    recipe = dataclasses.replace(FLASH2, **change)
+    with pytest.raises(error, match=message) as caught:
+        emulator.attention(*small_arguments(), recipe=recipe)
+    assert "\n" not in str(caught.value)
+
+
+def test_inputs_that_do_not_fit_the_recipe_are_refused():
+    with pytest.raises(ValueError, match="takes bf16 inputs, got fp16"):
+        emulator.attention(*small_arguments(jnp.float16), recipe=ATTN_JAX)
+    with pytest.raises(ValueError, match="turn jax_enable_x64 on"):
+        emulator.attention(*small_arguments(), recipe=EXACT_FP64)
+    assert set(RECIPES) >= {"attn_jax", "exact_fp64"}

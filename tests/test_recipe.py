@@ -1,0 +1,87 @@
+"""Recipes as data: hashable, consistent, and re-targeted to another input format."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attn_jax.formats import BF16, FP16, FP32, FP64
+from attn_jax.recipe import ATTN_JAX, FLASH1_PAPER, FLASH2, RECIPES, Recipe, Step
+
+
+def steps(recipe: Recipe) -> dict[str, Step]:
+    values = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
+    return {name: value for name, value in values.items() if isinstance(value, Step)}
+
+
+def test_names_and_sources():
+    assert {"flash2", "flash1_paper", "eager_bf16", "jax_nn", "attn_jax"} <= set(
+        RECIPES
+    )
+    for name, recipe in RECIPES.items():
+        assert recipe.name == name and recipe.source
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_a_recipe_is_a_static_argument(recipe):
+    traces = []
+
+    @functools.partial(jax.jit, static_argnames="recipe")
+    def traced(x, recipe):
+        traces.append(recipe)
+        return x
+
+    traced(jnp.ones(1), recipe=recipe)
+    # Equal recipes hit the cache; a changed knob does not.
+    traced(jnp.ones(1), recipe=dataclasses.replace(recipe))
+    assert len(traces) == 1
+    traced(jnp.ones(1), recipe=dataclasses.replace(recipe, rescale_threshold=8.0))
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_another_input_format_reaches_every_step_and_comes_back(recipe):
+    fp16 = recipe.with_inputs(FP16)
+    assert fp16.inputs == FP16
+    assert BF16 not in {step.format for step in steps(fp16).values()}
+    # A recipe kept wholly in its input format cannot tell that from the carrier.
+    if recipe.inputs == BF16:
+        assert fp16.with_inputs(BF16) == recipe
+        for name, step in steps(recipe).items():
+            moved = steps(fp16)[name].format
+            assert moved == (FP16 if step.format == BF16 else step.format)
+
+
+def test_the_kernels_differ_from_flash2_where_it_is_inaccurate():
+    assert (FLASH2.delta_source, FLASH2.dq_centre) == ("o", "none")
+    assert (ATTN_JAX.delta_source, ATTN_JAX.dq_centre) == ("o_hi_lo", "mean")
+    assert {n for n, s in steps(ATTN_JAX).items() if s.format == BF16} == {
+        "probability",
+        "output",
+        "backward_probability",
+        "dlogits",
+        "gradient",
+    }
+
+
+def test_the_paper_keeps_its_state_in_16_bits():
+    for name in ("row_max", "row_sum", "accumulator", "logits", "correction"):
+        assert steps(FLASH1_PAPER)[name] == Step(BF16)
+
+
+def test_exact_fp64_holds_nothing_narrower():
+    exact = RECIPES["exact_fp64"]
+    assert {exact.inputs, exact.carrier} == {FP64}
+    assert {step.format for step in steps(exact).values()} == {FP64}
+    assert FP32 not in {step.format for step in steps(exact).values()}
+
+
+def test_contradictions_are_refused():
+    with pytest.raises(ValueError, match="block_kv=None"):
+        dataclasses.replace(FLASH2, normalise="before_product")
+    with pytest.raises(ValueError, match="backward_block_kv=None"):
+        dataclasses.replace(FLASH2, probability_from="softmax")
+    with pytest.raises(ValueError, match="exp2_degree"):
+        dataclasses.replace(FLASH2, exponential="exp2_polynomial")
