@@ -1,0 +1,179 @@
+"""The command line: help without JAX, exit codes, one line for a mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from train.__main__ import main, parse_config, set_profile
+from train.config import PRESETS, UsageError, from_dict, to_json, validate
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SMALL_RUN = (
+    "--attn=xla --steps=2 --batch-size=8 --model.width=64 --model.heads=1 "
+    "--model.depth=1 --eval.examples=8 --eval.captions=8 --eval.novel=0 "
+    "--eval.batch-size=8 --eval.grid=4 --eval.sampler-steps=2"
+).split()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--print-config"], ["--oops"]])
+def test_answers_without_importing_jax(arguments):
+    program = (
+        "import sys\nfrom train.__main__ import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+        "heavy = {'jax', 'flax', 'attn_jax', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture
+def nothing_compiles(monkeypatch):
+    """Fails the test if a refused command gets as far as building a trainer."""
+
+    def compiled(*_, **__):
+        raise AssertionError("a program was compiled before the command was refused")
+
+    monkeypatch.setattr("train.loop._Trainer", compiled)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["--oops=3"], ["--oops"]),
+        (["--attn=fast"], ["fast", "pallas"]),
+        (["--preset=huge"], ["huge", "small"]),
+        (["--lr=much"], ["lr", "much"]),
+        (["--steps=0"], ["--steps", "at least 1"]),
+        (["--model.heads=4"], ["(64, 128)", "32", "--attn=xla"]),
+        (["--attention-inputs=fp32"], ["--attention-inputs=bf16"]),
+        (["--model.heads=3"], ["--model.heads 3"]),
+        (["--data.resolution=30"], ["--model.patch 8"]),
+        (["--mesh.seq=2"], ["context parallelism"]),
+        (["--mesh.tensor=4"], ["--mesh.tensor 4", "heads"]),
+        (["--mesh.fsdp=3", "--batch-size=33"], ["8 devices"]),
+        (["--mesh.data=5", "--batch-size=35"], ["8 devices"]),
+        (["--batch-size=12"], ["--batch-size 12", "multiple"]),
+        (["--attn=cudnn"], ["NVIDIA GPU", "--attn=xla"]),
+        (["--attn=emulated", "--recipe=mine"], ["mine", "flash2"]),
+        (["--recipe=flash2"], ["--attn=emulated"]),
+        (["--data.name=folder"], ["--data.path"]),
+        (
+            ["--data.name=folder", "--data.path=/nowhere", "--model.tokenizer=byte"],
+            ["/nowhere"],
+        ),
+        (["--data.name=folder", "--data.path=/nowhere"], ["--model.tokenizer=byte"]),
+        (["--config=/nowhere/config.json"], ["/nowhere/config.json"]),
+        (["--run-dir=/proc/run"], ["/proc/run"]),
+    ],
+)
+def test_a_mistake_is_exit_2_and_one_line(
+    arguments, names, capfd, tmp_path, nothing_compiles
+):
+    if not any(argument.startswith("--run-dir") for argument in arguments):
+        arguments = [*arguments, f"--run-dir={tmp_path}"]
+    assert main(arguments) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    for name in names:
+        assert name in err
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_flags_override_the_preset_and_print_as_json(capfd):
+    arguments = ["--preset=small", "--lr", "3e-4", "--model.patch=2", "--print-config"]
+    assert main(arguments) == 0
+    printed = json.loads(capfd.readouterr().out)
+    assert printed["preset"] == "small" and printed["lr"] == 3e-4
+    assert printed["model"]["patch"] == 2 and printed["model"]["width"] == 384
+    assert printed["print_config"] is False
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_valid_and_survive_json(name, tmp_path):
+    config = PRESETS[name]
+    validate(config)
+    assert config.preset == name
+    assert from_dict(json.loads(to_json(config))) == config
+    path = tmp_path / "config.json"
+    path.write_text(to_json(config))
+    assert parse_config([f"--config={path}"]) == config
+    with pytest.raises(UsageError, match="no field 'colour'"):
+        from_dict({"colour": 1})
+
+
+def test_exact_profile_sets_flags_only_where_there_is_a_gpu(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=2")
+    monkeypatch.setattr("train.__main__._has_gpu", lambda: False)
+    set_profile("exact")
+    import os
+
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_autotune_level=2"
+    monkeypatch.setattr("train.__main__._has_gpu", lambda: True)
+    for variable in ("NCCL_ALGO", "NCCL_NVLS_ENABLE"):
+        monkeypatch.setenv(variable, "")
+    set_profile("fast")
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_autotune_level=2"
+    set_profile("exact")
+    flags = os.environ["XLA_FLAGS"].split()
+    assert flags[0] == "--xla_gpu_autotune_level=2"
+    assert flags.count("--xla_gpu_deterministic_ops=true") == 1
+    assert not any(flag == "--xla_gpu_autotune_level=0" for flag in flags)
+
+
+def test_exact_profile_flags_are_known_to_this_xla():
+    """XLA aborts the process on a flag that it does not know."""
+    from train.__main__ import _EXACT_XLA_FLAGS
+
+    result = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.numpy.zeros(1) + 1"],
+        env={
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": " ".join(_EXACT_XLA_FLAGS),
+            "PATH": "/usr/bin:/bin",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_train_then_sample(tmp_path, capfd):
+    folder = tmp_path / "run"
+    assert main([*SMALL_RUN, f"--run-dir={folder}"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["run_dir"] == str(folder)
+    assert len(out.splitlines()) == 1
+    assert f"sample grid  {folder}/samples.png" in err
+
+    picture = tmp_path / "one.png"
+    drawn = ["sample", f"--run-dir={folder}", f"--out={picture}", "--caption"]
+    assert main([*drawn, "a red circle in the center"]) == 0
+    assert capfd.readouterr().out.strip() == str(picture)
+    assert Image.open(picture).size == (32, 32)
+    first = picture.read_bytes()
+    assert main([*drawn, "a red circle in the center"]) == 0
+    assert picture.read_bytes() == first
+    assert main([*drawn, "a red circle in the center", "a blue cross"]) == 0
+    assert Image.open(picture).size[0] > 64
+    capfd.readouterr()
+
+    assert main([*drawn, "a purple elephant"]) == 2
+    assert "purple" in capfd.readouterr().err
+    assert main(["sample", f"--run-dir={tmp_path}", "--caption", "a"]) == 2
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_divergence_is_exit_3(tmp_path, capfd):
+    diverging = ["--lr=1e38", "--optimizer.warmup=0", "--steps=4", "--log-every=1"]
+    arguments = [*SMALL_RUN, *diverging, f"--run-dir={tmp_path}"]
+    assert main(arguments) == 3
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert "non-finite" in last and "no checkpoint was written" in last

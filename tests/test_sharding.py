@@ -1,0 +1,181 @@
+"""Meshes of eight virtual devices and of two processes train as one device does."""
+
+import dataclasses
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.assemble import assemble
+from train.config import PRESETS, MeshConfig, UsageError
+from train.precision import make_policy
+from train.sharding import make_mesh, put_batch, rows_of_process
+from train.step import compile_step, make_train_step
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TINY = PRESETS["tiny"]
+CONFIG = dataclasses.replace(
+    TINY,
+    attn="reference",
+    attention_inputs="compute",
+    batch_size=8,
+    model=dataclasses.replace(TINY.model, width=64, heads=2, depth=1),
+    optimizer=dataclasses.replace(TINY.optimizer, warmup=0),
+)
+MESHES = [(8, 1, 1), (1, 4, 2), (2, 2, 2)]
+
+
+def batches_of(count: int):
+    generator = np.random.default_rng(0)
+    for _ in range(count):
+        yield {
+            "image": generator.integers(0, 256, (8, 32, 32, 3), np.uint8),
+            "tokens": generator.integers(0, 30, (8, 12)).astype(np.int32),
+        }
+
+
+@functools.cache
+def losses_on(mesh: MeshConfig, device_count: int, steps: int = 3):
+    """Loss of each step, the final state, and the compiled program."""
+    config = dataclasses.replace(CONFIG, mesh=mesh)
+    parts = assemble(config, jax.devices()[:device_count])
+    step = make_train_step(parts.parts, parts.optimizer, parts.attention_fn)
+    losses, compiled = [], None
+    with jax.default_matmul_precision(make_policy(config).matmul):
+        state = parts.fresh_state()
+        for rows in batches_of(steps):
+            batch = put_batch(parts.mesh, rows)
+            if compiled is None:
+                compiled = compile_step(step, state, parts.shardings, batch, parts.mesh)
+            state, metrics = compiled(state, batch)
+            losses.append(float(metrics["loss"]))
+    return losses, state, compiled
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_mesh_gives_the_loss_of_one_device(sizes):
+    mesh = MeshConfig(data=sizes[0], fsdp=sizes[1], tensor=sizes[2])
+    losses, state, _ = losses_on(mesh, 8)
+    # fp32 sums in another order: relative 1e-6 is 17 units of its last place.
+    alone, _, _ = losses_on(MeshConfig(), 1)
+    np.testing.assert_allclose(losses, alone, rtol=1e-6)
+    kernel = state.params["blocks"][0]["query"]["kernel"]
+    shard = kernel.addressable_shards[0].data.shape
+    assert shard == (64 // sizes[1], 64 // sizes[2])
+    moments = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.optimizer)
+        if "query" in jax.tree_util.keystr(path) and leaf.ndim == 2
+    ]
+    assert len(moments) == 4
+    assert {leaf.sharding for leaf in moments} == {kernel.sharding}
+
+
+def test_data_parallel_program_gathers_nothing():
+    """Attention inside shard_map stays on its device; only gradients are summed."""
+    program = losses_on(MeshConfig(data=8), 8)[2].as_text()
+    assert "all-reduce" in program
+    assert "all-gather" not in program
+
+
+def test_heads_on_the_tensor_axis_reach_attention_unsplit():
+    """Each device's attention sees whole sequences of its own heads and rows."""
+    from train.attention import shard_attention
+
+    mesh = make_mesh(dataclasses.replace(CONFIG, mesh=MeshConfig(tensor=2, fsdp=2)))
+    seen = []
+
+    def attention(query, key, value):
+        seen.append(query.shape)
+        return value
+
+    array = jnp.ones((8, 28, 2, 32))
+    shard_attention(attention, mesh)(array, array, array)
+    assert seen == [(2, 28, 1, 32)]
+
+
+def test_mesh_that_does_not_fit_says_what_would():
+    for mesh in (MeshConfig(data=3), MeshConfig(fsdp=16), MeshConfig(fsdp=3)):
+        with pytest.raises(UsageError, match="does not fit 8 devices"):
+            make_mesh(dataclasses.replace(CONFIG, mesh=mesh))
+    uneven = dataclasses.replace(CONFIG, batch_size=12, mesh=MeshConfig())
+    with pytest.raises(UsageError, match="--batch-size 12 cannot be spread"):
+        make_mesh(uneven)
+    assert dict(make_mesh(CONFIG).shape)["data"] == 8
+
+
+def test_one_process_feeds_the_whole_batch():
+    assert rows_of_process(make_mesh(CONFIG), 16) == (0, 1)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_processes_train_to_the_loss_of_one(tmp_path):
+    """Started by jax.distributed on this machine; process 0 alone writes and speaks."""
+    command = [
+        *(sys.executable, "-m", "train"),
+        *"--attn=xla --steps=3 --batch-size=8 --log-every=1 --precision=fp32".split(),
+        *"--attention-inputs=fp32 --model.width=64 --model.heads=1".split(),
+        *"--model.depth=1 --optimizer.warmup=0 --eval.examples=8".split(),
+        *"--eval.captions=8 --eval.novel=0 --eval.batch-size=8".split(),
+        *"--eval.grid=4 --eval.sampler-steps=2 --checkpoint.every=2".split(),
+    ]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+
+    def launch(folder: Path, *more: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [*command, f"--run-dir={folder}", *more],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    together, single = tmp_path / "two", tmp_path / "one"
+    port = free_port()
+    joined = ["--distributed.enabled", f"--distributed.coordinator=127.0.0.1:{port}"]
+    joined += ["--distributed.processes=2"]
+    processes = [
+        launch(together, *joined, f"--distributed.process-id={number}")
+        for number in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=280) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    # Gloo, which carries the sums between CPU processes, prints lines of its own.
+    printed = [
+        [line for line in out.splitlines() if not line.startswith("[Gloo]")]
+        for out, _ in outputs
+    ]
+    assert printed[1] == [] and len(printed[0]) == 1
+    assert "step 3/3" in outputs[0][1] and "step 3/3" not in outputs[1][1]
+    alone = launch(single)
+    out, err = alone.communicate(timeout=200)
+    assert alone.returncode == 0, err
+    two, one = json.loads(printed[0][0]), json.loads(out)
+
+    def losses(folder: Path) -> list[float]:
+        rows = map(json.loads, (folder / "metrics.jsonl").open())
+        return [row["loss"] for row in rows if "loss" in row]
+
+    assert len(losses(together)) == 3
+    # As for one process with a mesh: fp32 sums in another order.
+    np.testing.assert_allclose(losses(together), losses(single), rtol=1e-6)
+    np.testing.assert_allclose(two["held_out_loss"], one["held_out_loss"], rtol=1e-5)
+    assert (together / "samples.png").exists()
