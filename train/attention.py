@@ -7,7 +7,7 @@ same `shard_map` and the same barriers, so that two runs differ in attention alo
 import collections
 import dataclasses
 import re
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from attn_jax import RECIPES, dot_product_attention
+from attn_jax.api import Implementation
+from attn_jax.formats import FP16
 from train.config import Attention, Config, UsageError, head_dim, image_tokens
 from train.model import AttentionFn
 from train.precision import Policy
@@ -36,7 +39,7 @@ class ResolvedAttention:
     """
 
     requested: Attention
-    implementation: str
+    implementation: Implementation
     recipe: str | None
     note: str | None
 
@@ -71,8 +74,6 @@ def resolve_attention(config: Config, device: Any) -> ResolvedAttention:
         )
         return ResolvedAttention(name, "emulated", _KERNEL_RECIPE, note)
     if name == "emulated":
-        from attn_jax.recipe import RECIPES
-
         recipe = config.recipe or _KERNEL_RECIPE
         if recipe not in RECIPES:
             raise UsageError(
@@ -80,7 +81,8 @@ def resolve_attention(config: Config, device: Any) -> ResolvedAttention:
                 f"{', '.join(sorted(RECIPES))}"
             )
         return ResolvedAttention(name, "emulated", recipe, None)
-    return ResolvedAttention(name, "xla" if name == "baseline" else name, None, None)
+    implementation = "xla" if name == "baseline" else name
+    return ResolvedAttention(name, implementation, None, None)
 
 
 def make_attention(resolved: ResolvedAttention, policy: Policy) -> AttentionFn:
@@ -88,22 +90,21 @@ def make_attention(resolved: ResolvedAttention, policy: Policy) -> AttentionFn:
 
     Rounds the three to the policy's attention format; the output has that format.
     """
-    from attn_jax import dot_product_attention
-
     recipe = None
     if resolved.recipe is not None:
-        from attn_jax.recipe import RECIPES
-
         recipe = RECIPES[resolved.recipe]
+        if policy.attention == jnp.float16:
+            recipe = recipe.with_inputs(FP16)
 
     def attention(query: Array, key: Array, value: Array) -> Array:
-        return dot_product_attention(
+        out = dot_product_attention(
             query.astype(policy.attention),
             key.astype(policy.attention),
             value.astype(policy.attention),
             implementation=resolved.implementation,
             recipe=recipe,
         )
+        return cast(Array, out)
 
     return attention
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from train.state import TrainState
 
@@ -29,7 +29,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(

@@ -281,7 +281,7 @@ class _Trainer:
             if (step + 1) % self.config.log_every == 0 or step + 1 == self.config.steps:
                 self._log(step + 1, row)
 
-    def _divergence(self, step: int, row: dict[str, float]) -> str:
+    def _divergence(self, step: int, row: dict[str, Any]) -> str:
         self.checkpoints.wait()
         latest = self.checkpoints.latest
         folder = self.record.folder.checkpoints
@@ -293,7 +293,7 @@ class _Trainer:
         what = "loss" if not math.isfinite(row["loss"]) else "gradient"
         return f"non-finite {what} at step {step}; {last}"
 
-    def _log(self, step: int, row: dict[str, float]) -> None:
+    def _log(self, step: int, row: dict[str, Any]) -> None:
         """One row and one line: the mean loss since the last, and the speed."""
         window, now = self.window, time.monotonic()
         count = len(window.losses) + window.skipped

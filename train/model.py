@@ -37,7 +37,7 @@ def sinusoids(
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
-def grid_positions(side: int, width: int) -> Float[Array, "side*side width"]:
+def grid_positions(side: int, width: int) -> Float[Array, "{side}*{side} width"]:
     """Fixed positions of a square of patches: half the width for rows, half columns."""
     rows, columns = np.divmod(np.arange(side * side), side)
     return jnp.concatenate(
@@ -46,28 +46,26 @@ def grid_positions(side: int, width: int) -> Float[Array, "side*side width"]:
 
 
 def patchify(
-    images: Float[Array, "B R R C"], patch: int
-) -> Float[Array, "B n patch*patch*C"]:
+    images: Float[Array, "B R R 3"], patch: int
+) -> Float[Array, "B n {patch}*{patch}*3"]:
     """Cuts images into patches, row by row."""
-    batch, side, _, channels = images.shape
+    batch, side = images.shape[:2]
     count = side // patch
-    x = images.reshape(batch, count, patch, count, patch, channels)
+    x = images.reshape(batch, count, patch, count, patch, 3)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(
-        batch, count * count, patch * patch * channels
+        batch, count * count, patch * patch * 3
     )
 
 
 def unpatchify(
-    patches: Float[Array, "B n patch*patch*C"], patch: int
-) -> Float[Array, "B R R C"]:
+    patches: Float[Array, "B n {patch}*{patch}*3"], patch: int
+) -> Float[Array, "B R R 3"]:
     """Puts patches together again; the inverse of `patchify`."""
-    batch, total, size = patches.shape
+    batch, total, _ = patches.shape
     count = round(total**0.5)
-    channels = size // (patch * patch)
-    x = patches.reshape(batch, count, count, patch, patch, channels)
-    return x.transpose(0, 1, 3, 2, 4, 5).reshape(
-        batch, count * patch, count * patch, channels
-    )
+    x = patches.reshape(batch, count, count, patch, patch, 3)
+    side = count * patch
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, side, side, 3)
 
 
 def layer_norm(x: Float[Array, "B L d"]) -> Float[Array, "B L d"]:
