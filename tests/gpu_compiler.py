@@ -1,0 +1,134 @@
+"""Compiles for H200 GPUs on a machine that has none.
+
+Needs the `compile` extra. `compiled` wants a process of its own: it sets environment
+variables that the compiler reads, and code that the compiler cannot select for the
+architecture aborts the process.
+"""
+
+import dataclasses
+import itertools
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# Figures of openxla/xla, xla/backends/gpu/target_config/specs/h200.txtpb.
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.12.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+device_description_str: "NVIDIA H200 141GB HBM3e"
+"""
+
+# Instructions of interest in machine code, and the letter each is written with.
+_INSTRUCTIONS = {
+    "M": r"HGMMA\.",  # asynchronous matrix product
+    "e": r"MUFU\.EX2",  # exp2
+    "1": r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1",  # wait until one product is in flight
+    "0": r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0",  # wait for all products
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of one Mosaic GPU kernel.
+
+    Attributes:
+      serialised: C7512 or C7513 was reported, wgmma does not overlap with anything.
+      order: the instructions of `_INSTRUCTIONS` as they stand in the machine code,
+        repetitions written once.
+    """
+
+    name: str
+    spilled_bytes: int
+    serialised: bool
+    order: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program: its optimised HLO and its Mosaic GPU kernels."""
+
+    hlo: str
+    kernels: list[Kernel]
+
+    def count(self, operation: str) -> int:
+        """How often an HLO operation, for example a collective, is in the program."""
+        return len(re.findall(rf"\b{operation}(?:-start)?\(", self.hlo))
+
+
+def h200_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...], axis_types) -> Mesh:
+    count = int(np.prod(shape))
+    devices = topologies.get_topology_desc(
+        platform="cuda", target_config=_H200, topology=f"1x1x{count}"
+    ).devices
+    return Mesh(np.array(devices).reshape(shape), axis_names, axis_types=axis_types)
+
+
+def compiled(function: Callable, *arguments: jax.ShapeDtypeStruct) -> Program:
+    """Compiles `function` for the devices that the arguments' shardings name.
+
+    Arguments without a sharding stand for arrays on one H200.
+    """
+    if any(x.sharding is None for x in arguments):
+        mesh = h200_mesh((1,), ("device",), None)
+        whole = NamedSharding(mesh, PartitionSpec())
+        arguments = tuple(x.update(sharding=whole) for x in arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        os.environ["MOSAIC_GPU_DUMP_SASS"] = "1"
+        hlo = jax.jit(function).lower(*arguments).compile().as_text() or ""
+        kernels = [_read_kernel(path) for path in sorted(Path(folder).glob("*.ptxas"))]
+    return Program(hlo, kernels)
+
+
+def _read_kernel(ptxas: Path) -> Kernel:
+    report = ptxas.read_text()
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    (code,) = ptxas.parent.glob(f"{ptxas.stem}.sass*")
+    lines = code.read_text().splitlines()
+    letters = (
+        letter
+        for line in lines
+        for letter, pattern in _INSTRUCTIONS.items()
+        if re.search(pattern, line)
+    )
+    return Kernel(
+        name=ptxas.stem.rpartition("_")[0],
+        spilled_bytes=max(map(int, spills)),
+        serialised=bool(re.search(r"C751[23]", report)),
+        order="".join(letter for letter, _ in itertools.groupby(letters)),
+    )

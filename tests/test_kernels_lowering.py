@@ -1,0 +1,105 @@
+"""The kernels lower for a GPU with nothing but the plain jax wheel.
+
+Lowering infers layouts and checks shapes, types and the size of shared memory.
+"""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attn_jax.kernels import internals
+from attn_jax.kernels.attention import attention
+
+GQA = dict(T=1000, S=1100, N=4, K=2)
+
+
+def _arrays(T: int, S: int, N: int, K: int, H: int, dtype, B: int = 2):
+    query = jax.ShapeDtypeStruct((B, T, N, H), dtype)
+    key = jax.ShapeDtypeStruct((B, S, K, H), dtype)
+    return query, key, key
+
+
+def _lowered(query, key, value, **options) -> jax.stages.Lowered:
+    """Forward and backward, with cotangents of the output and of LSE."""
+
+    def program(query, key, value):
+        results, backward = jax.vjp(
+            lambda *qkv: attention(*qkv, scale=0.1, **options), query, key, value
+        )
+        return results, backward(jax.tree.map(jnp.ones_like, results))
+
+    traced = jax.jit(program).trace(query, key, value)
+    return traced.lower(lowering_platforms=("cuda",))
+
+
+def _check(lowered: jax.stages.Lowered, query, key, out_dtype) -> None:
+    B, T, N, _ = query.shape
+    (out, lse), gradients = lowered.out_info
+    assert (out.shape, out.dtype) == (query.shape, out_dtype)
+    assert (lse.shape, lse.dtype) == ((B, N, T), jnp.float32)
+    for gradient, operand in zip(gradients, (query, key, key), strict=True):
+        assert (gradient.shape, gradient.dtype) == (operand.shape, operand.dtype)
+    calls = re.findall(r"custom_call @mosaic_gpu\w*", lowered.as_text())
+    assert len(calls) == 3, "one forward kernel, one for dQ, one for dK and dV"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "is_causal", "x64"),
+    list(
+        itertools.product(
+            ("bfloat16", "float16"), (64, 128), (False, True), (False, True)
+        )
+    ),
+)
+def test_lowers(dtype, head_dim, is_causal, x64):
+    query, key, value = _arrays(**GQA, H=head_dim, dtype=dtype)
+    with jax.enable_x64(x64):
+        lowered = _lowered(query, key, value, is_causal=is_causal)
+    _check(lowered, query, key, query.dtype)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(T=512, S=512, N=2, K=2),
+        dict(T=1, S=1, N=1, K=1),
+        dict(T=3, S=2000, N=8, K=1),
+        dict(T=2000, S=5, N=4, K=4),
+    ],
+    ids=lambda sizes: "-".join(f"{name}{size}" for name, size in sizes.items()),
+)
+def test_lowers_any_length(sizes):
+    query, key, value = _arrays(**sizes, H=64, dtype=jnp.bfloat16)
+    lowered = _lowered(query, key, value, is_causal=True)
+    _check(lowered, query, key, query.dtype)
+
+
+def test_lowers_to_float32_output():
+    query, key, value = _arrays(**GQA, H=128, dtype=jnp.bfloat16)
+    lowered = _lowered(query, key, value, out_dtype=jnp.dtype("float32"))
+    _check(lowered, query, key, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "options", "message"),
+    [
+        (80, "bfloat16", {}, r"head dims \(64, 128\).*not 80"),
+        (64, "float32", {}, "bfloat16 or all float16, not float32"),
+        (64, "bfloat16", {"out_dtype": jnp.dtype("float16")}, "not float16"),
+    ],
+)
+def test_unsupported_raises_one_line(head_dim, dtype, options, message):
+    arrays = _arrays(**GQA, H=head_dim, dtype=dtype)
+    with pytest.raises(NotImplementedError, match=message) as error:
+        _lowered(*arrays, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_jax_raises_one_line(monkeypatch):
+    monkeypatch.setattr(jax, "__version__", "0.10.0")
+    with pytest.raises(ImportError, match=r"not 0\.10\.0: install one") as error:
+        internals.check_jax_version()
+    assert "\n" not in str(error.value)
