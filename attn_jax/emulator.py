@@ -65,7 +65,7 @@ def attention(
     NotImplementedError for a setting of the recipe that the emulator does not run.
     """
     check_arguments(query, key, value, bias=bias, mask=mask, sinks=sinks)
-    check_recipe(recipe, query)
+    check_recipe(recipe, query, key, value)
     dtype = None if out_dtype is None else np.dtype(out_dtype)
     static = Static(recipe, default_scale(scale, query.shape[-1]), soft_cap, dtype)
     return _attention(static, query, key, value, bias, sinks, mask)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attn_jax.formats import BF16, FP16, FP32, FP64, Rounding, round_to
+from attn_jax.formats import BF16, FP16, FP32, FP64, Rounding, carrier_dtype, round_to
 from attn_jax.mask import Mask, slice_tile
 from attn_jax.recipe import Recipe, Step
 
@@ -26,7 +26,7 @@ class Static(NamedTuple):
 
     @property
     def carrier(self):
-        return jnp.float64 if self.recipe.carrier == FP64 else jnp.float32
+        return carrier_dtype(self.recipe.carrier)
 
     @property
     def log_unit(self) -> float:
@@ -39,7 +39,7 @@ class Static(NamedTuple):
         return self.recipe.dq_centre != "none" and self.soft_cap is None
 
 
-def check_recipe(recipe: Recipe, query) -> None:
+def check_recipe(recipe: Recipe, *inputs) -> None:
     """Raises NotImplementedError or ValueError for what the emulator does not run."""
     steps = {
         field.name: value
@@ -74,12 +74,16 @@ def check_recipe(recipe: Recipe, query) -> None:
             f"recipe {recipe.name!r} carries FP64: turn jax_enable_x64 on, or use "
             "'exact_fp32'"
         )
-    given = _NARROW_INPUTS.get(np.dtype(query.dtype))
-    if given is not None and given.mantissa_bits > recipe.inputs.mantissa_bits:
-        raise ValueError(
-            f"recipe {recipe.name!r} takes {recipe.inputs.name} inputs, got "
-            f"{given.name}; use recipe.with_inputs({given.name.upper()})"
-        )
+    for x in inputs:
+        given = _NARROW_INPUTS.get(np.dtype(x.dtype))
+        if given is not None and not (
+            given.mantissa_bits <= recipe.inputs.mantissa_bits
+            and given.exponent_bits <= recipe.inputs.exponent_bits
+        ):
+            raise ValueError(
+                f"recipe {recipe.name!r} takes {recipe.inputs.name} inputs, got "
+                f"{given.name}; use recipe.with_inputs({given.name.upper()})"
+            )
 
 
 def rounded(x, step: Step):

@@ -97,9 +97,12 @@ class Mask:
         if right is not None:
             rules.append((j <= i + right)[None, None])
         if self.query_lengths is not None:
-            rules.append(i[None, None] < self.query_lengths[:, None, None, None])
+            rules.append(
+                i[None, None] < _int32(self.query_lengths)[:, None, None, None]
+            )
         if self.key_value_lengths is not None:
-            rules.append(j[None, None] < self.key_value_lengths[:, None, None, None])
+            lengths = _int32(self.key_value_lengths)
+            rules.append(j[None, None] < lengths[:, None, None, None])
         if self.query_segment_ids is not None:
             q_ids = _slice(self.query_segment_ids, 1, q_start, block_q)
             kv_ids = _slice(self.key_value_segment_ids, 1, kv_start, block_kv)
@@ -129,9 +132,9 @@ class Mask:
         start = jnp.zeros_like(i) if left is None else jnp.clip(i - left, 0, S)
         stop = jnp.full_like(i, S) if right is None else jnp.clip(i + right + 1, 0, S)
         if self.key_value_lengths is not None:
-            stop = jnp.minimum(stop, self.key_value_lengths[:, None])
+            stop = jnp.minimum(stop, _int32(self.key_value_lengths)[:, None])
         if self.query_lengths is not None:
-            stop = jnp.where(i < self.query_lengths[:, None], stop, 0)
+            stop = jnp.where(i < _int32(self.query_lengths)[:, None], stop, 0)
         stop = jnp.maximum(start, stop)
         return jnp.broadcast_to(start, stop.shape), stop
 
@@ -140,6 +143,11 @@ def slice_tile(array, q_start, kv_start, block_q: int, block_kv: int):
     """A tile of an array broadcastable to [B, N, T, S]; axes of size 1 stay."""
     array = _slice(array, 2, q_start, block_q)
     return _slice(array, 3, kv_start, block_kv)
+
+
+def _int32(lengths):
+    """Positions are int32, also where x64 makes int64 the default."""
+    return jnp.asarray(lengths, jnp.int32)
 
 
 def _slice(array, axis: int, start, size: int):

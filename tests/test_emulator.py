@@ -464,6 +464,9 @@ def test_what_is_not_run_is_refused_by_name(change, error, message):
 def test_inputs_that_do_not_fit_the_recipe_are_refused():
     with pytest.raises(ValueError, match="takes bf16 inputs, got fp16"):
         emulator.attention(*small_arguments(jnp.float16), recipe=ATTN_JAX)
+    with pytest.raises(ValueError, match="takes fp16 inputs, got bf16"):
+        fp16 = ATTN_JAX.with_inputs(FP16)
+        emulator.attention(*small_arguments(jnp.bfloat16), recipe=fp16)
     with pytest.raises(ValueError, match="turn jax_enable_x64 on"):
         emulator.attention(*small_arguments(), recipe=EXACT_FP64)
     assert set(RECIPES) >= {"attn_jax", "exact_fp64"}
