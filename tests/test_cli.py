@@ -9,7 +9,9 @@ import pytest
 from PIL import Image
 
 from train.__main__ import main, parse_config, set_profile
-from train.config import PRESETS, UsageError, from_dict, to_json, validate
+from train.config import UsageError, from_dict, to_json
+from train.presets import PRESETS
+from train.validate import validate
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL_RUN = (
@@ -172,8 +174,12 @@ def test_train_then_sample(tmp_path, capfd):
 
 
 def test_divergence_is_exit_3(tmp_path, capfd):
-    diverging = ["--lr=1e38", "--optimizer.warmup=0", "--steps=4", "--log-every=1"]
-    arguments = [*SMALL_RUN, *diverging, f"--run-dir={tmp_path}"]
-    assert main(arguments) == 3
+    # A learning rate at which the first update overflows fp32 in the next step.
+    diverging = ["--lr=1e38", "--optimizer.warmup=0", "--steps=4"]
+    arguments = [*SMALL_RUN, *diverging, "--checkpoint.every=1"]
+    assert main([*arguments, f"--run-dir={tmp_path}"]) == 3
     last = capfd.readouterr().err.splitlines()[-1]
-    assert "non-finite" in last and "no checkpoint was written" in last
+    assert "at step 1; the last good checkpoint is" in last
+    assert f"{tmp_path}/checkpoints/1 (step 1)" in last
+    saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert saved == ["1"] and not (tmp_path / "DONE").exists()

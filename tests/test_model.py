@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from train.config import PRESETS, Config, image_tokens
+from train.config import Config, image_tokens
 from train.model import patchify, unpatchify
 from train.precision import make_policy
+from train.presets import PRESETS
 from train.state import ModelParts, make_parts
 
 MODEL = dataclasses.replace(PRESETS["tiny"].model, width=64, heads=1, depth=2)

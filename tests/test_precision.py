@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.config import PRESETS
 from train.optimizer import make_optimizer
 from train.precision import (
     LossScale,
@@ -15,6 +14,7 @@ from train.precision import (
     start_loss_scale,
     update_loss_scale,
 )
+from train.presets import PRESETS
 from train.state import TrainState, init_state, make_parts
 from train.step import make_train_step
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from train.assemble import assemble
-from train.config import PRESETS, MeshConfig, UsageError
+from train.config import MeshConfig, UsageError
 from train.precision import make_policy
+from train.presets import PRESETS
 from train.sharding import make_mesh, put_batch, rows_of_process
 from train.step import compile_step, make_train_step
 

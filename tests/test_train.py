@@ -12,11 +12,21 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image
 
-from train.checkpoint import Checkpoints
-from train.config import PRESETS, Config, UsageError
-from train.loop import Diverged, run
+from train.assemble import assemble
+from train.attention import (
+    ResolvedAttention,
+    check_lowered,
+    lowered_kernels,
+    make_attention,
+    resolve_attention,
+)
+from train.config import Config, UsageError
+from train.loop import run
+from train.precision import make_policy
+from train.presets import PRESETS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TINY = PRESETS["tiny"]
@@ -25,7 +35,7 @@ CONFIG = dataclasses.replace(
     attn="xla",
     steps=8,
     batch_size=8,
-    log_every=2,
+    log_every=1,
     model=dataclasses.replace(TINY.model, width=64, heads=1, depth=1),
     optimizer=dataclasses.replace(TINY.optimizer, warmup=2),
     eval=dataclasses.replace(
@@ -42,7 +52,7 @@ CONFIG = dataclasses.replace(
 )
 # The same run as a command.
 COMMAND = (
-    "--attn=xla --steps=8 --batch-size=8 --log-every=2 --model.width=64 "
+    "--attn=xla --steps=8 --batch-size=8 --log-every=1 --model.width=64 "
     "--model.heads=1 --model.depth=1 --optimizer.warmup=2 --eval.every=4 "
     "--eval.examples=8 --eval.captions=8 --eval.novel=8 --eval.batch-size=8 "
     "--eval.grid=4 --eval.sampler-steps=2 --checkpoint.every=3 --checkpoint.keep=9"
@@ -71,6 +81,26 @@ def assert_same_bits(one: dict, other: dict) -> None:
 def figures(folder: Path) -> list[dict]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     return [{key: row[key] for key in row if key != "images_per_s"} for row in rows]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs(tmp_path_factory):
+    """Compiled programs are kept on disk: most runs here compile the same ones."""
+    folder = str(tmp_path_factory.mktemp("programs"))
+    settings = {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+        del os.environ[name.upper()]
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +141,7 @@ def test_run_folder_holds_what_a_reader_needs(finished):
     assert environment["versions"]["jax"] == jax.__version__
     assert environment["mesh"] == {"data": 8, "fsdp": 1, "tensor": 1, "seq": 1}
     rows = figures(finished)
-    assert [row["step"] for row in rows if "loss" in row] == [2, 4, 6, 8]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
     assert [row["step"] for row in rows if "held_out_loss" in row] == [4, 8]
     for name in ("loss.png", "samples.png", "samples/4.png", "samples/8.png"):
         image = Image.open(finished / name).convert("RGB")
@@ -132,10 +162,13 @@ def test_same_run_twice_gives_the_same_bits(finished, tmp_path):
     assert grids[0] == grids[1]
 
 
-def test_seed_changes_the_weights(finished, tmp_path):
-    run(at(dataclasses.replace(CONFIG, seed=1, steps=3), tmp_path))
-    one, other = saved(tmp_path, 3), saved(finished, 3)
-    assert any(one[name].tobytes() != other[name].tobytes() for name in one)
+def test_seed_changes_the_weights():
+    states = [
+        assemble(dataclasses.replace(CONFIG, seed=seed)).fresh_state()
+        for seed in (0, 1)
+    ]
+    one, other = (np.asarray(state.params["embedding"]) for state in states)
+    assert not np.isclose(one, other).any(axis=1).all()
 
 
 def test_finished_run_says_so_and_changes_nothing(finished, capfd):
@@ -157,25 +190,14 @@ def test_another_run_in_the_folder_is_refused_with_the_difference(finished):
         run(at(dataclasses.replace(CONFIG, steps=4), finished))
 
 
-def test_more_steps_and_other_intervals_go_on(finished, tmp_path, capfd):
-    folder = tmp_path / "longer"
-    run(at(dataclasses.replace(CONFIG, steps=4), folder))
-    longer = dataclasses.replace(CONFIG, steps=6, log_every=1)
-    result = run(at(longer, folder))
+def test_more_steps_and_other_intervals_go_on(tmp_path, capfd):
+    run(at(dataclasses.replace(CONFIG, steps=4), tmp_path))
+    longer = dataclasses.replace(CONFIG, steps=6, log_every=2)
+    result = run(at(longer, tmp_path))
     assert "resuming from step 4" in capfd.readouterr().err
     assert result["steps"] == 6
-    assert [row["step"] for row in figures(folder) if "loss" in row] == [2, 4, 5, 6]
-
-
-def test_checkpoint_is_the_state_of_its_step_though_training_goes_on(
-    finished, tmp_path
-):
-    """Saving runs in the background while later steps reuse the state's memory."""
-    run(at(dataclasses.replace(CONFIG, log_every=1), tmp_path))
-    assert_same_bits(saved(tmp_path, 6), saved(finished, 6))
-    counts = saved(tmp_path, 6)
-    steps = [value for name, value in counts.items() if "step" in name and value == 6]
-    assert steps
+    steps = [row["step"] for row in figures(tmp_path) if "loss" in row]
+    assert steps == [1, 2, 3, 4, 6]
 
 
 def wait_for(path: Path, process: subprocess.Popen) -> None:
@@ -224,45 +246,65 @@ def test_sigterm_saves_exits_75_and_resumes_to_the_same_bits(unbroken, tmp_path)
     assert_same_bits(saved(folder, 8), saved(unbroken, 8))
 
 
-def test_divergence_names_the_last_good_checkpoint(tmp_path):
-    # A learning rate at which the first update overflows fp32 in the next step.
-    broken = dataclasses.replace(
-        CONFIG,
-        lr=1e38,
-        optimizer=dataclasses.replace(CONFIG.optimizer, warmup=0),
-        checkpoint=dataclasses.replace(CONFIG.checkpoint, every=1),
-    )
-    with pytest.raises(Diverged, match=r"non-finite \w+ at step 1; .*1 \(step 1\)"):
-        run(at(broken, tmp_path))
-    assert not (tmp_path / "DONE").exists()
-    with Checkpoints(tmp_path / "checkpoints", 1) as checkpoints:
-        assert checkpoints.latest == 1
-
-
 def test_digits_are_scored_by_a_classifier(tmp_path):
     digits = dataclasses.replace(
         CONFIG,
-        steps=2,
         data=dataclasses.replace(CONFIG.data, name="digits"),
     )
     result = run(at(digits, tmp_path))
     assert 0 <= result["val"]["all"] <= 1 and "novel" not in result
 
 
-@pytest.mark.parametrize("attn", ["pallas", "emulated", "reference"])
-def test_every_attention_starts_from_the_same_loss(finished, tmp_path, attn, capfd):
-    """At step 0 the gates are closed: attention cannot change the first loss yet."""
-    config = dataclasses.replace(CONFIG, attn=attn, steps=2, log_every=1)
-    run(at(config, tmp_path))
-    err = capfd.readouterr().err
-    assert ("runs in the emulator" in err) == (attn == "pallas")
+def test_pallas_without_its_gpu_is_emulated_and_says_so(finished, tmp_path, capfd):
+    run(at(dataclasses.replace(CONFIG, attn="pallas", steps=2), tmp_path))
+    notes = [line for line in capfd.readouterr().err.splitlines() if "--attn" in line]
+    assert len(notes) == 1 and "runs in the emulator" in notes[0]
     environment = json.loads((tmp_path / "environment.json").read_text())
     resolved = environment["attention"]
-    assert resolved["requested"] == attn
-    assert resolved["implementation"] == (
-        "reference" if attn == "reference" else "emulated"
+    assert resolved["requested"] == "pallas"
+    assert resolved["implementation"] == "emulated"
+    assert resolved["recipe"] == "attn_jax"
+    # At step 0 the gates are closed: attention cannot change the first loss yet.
+    assert figures(tmp_path)[0] == figures(finished)[0]
+
+
+def attention_of(attn: str, **changes):
+    config = dataclasses.replace(CONFIG, attn=attn, **changes)
+    return make_attention(
+        resolve_attention(config, jax.devices()[0]), make_policy(config)
     )
-    first = figures(tmp_path)[0]["loss"]
-    plain = at(dataclasses.replace(CONFIG, steps=2, log_every=1), tmp_path / "plain")
-    run(plain)
-    assert first == figures(tmp_path / "plain")[0]["loss"]
+
+
+@pytest.mark.parametrize("attn", ["baseline", "pallas", "emulated", "reference"])
+@pytest.mark.parametrize("inputs", ["bf16", "fp16"])
+def test_every_attention_agrees_to_its_format(attn, inputs):
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, key, value = (jax.random.normal(one, (2, 28, 1, 64)) for one in keys)
+    out = attention_of(attn, attention_inputs=inputs)(query, key, value)
+    exact = attention_of("reference", attention_inputs="fp32")(query, key, value)
+    assert out.dtype.name == {"bf16": "bfloat16", "fp16": "float16"}[inputs]
+    unit = {"bf16": 2.0**-9, "fp16": 2.0**-12}[inputs]
+    # Half-ulp roundings of q, k, v, P and the output, each relative `unit` of values
+    # up to 4 here (|q|, |k| enter through logits of size 8 / sqrt(8)).
+    np.testing.assert_allclose(np.float32(out), exact, atol=5 * 4 * unit)
+
+
+def test_lowered_program_is_held_against_the_request():
+    pallas = ResolvedAttention("pallas", "pallas", None, None)
+    cudnn = ResolvedAttention("cudnn", "cudnn", None, None)
+    baseline = ResolvedAttention("baseline", "xla", None, None)
+    program = (
+        'x = bf16[2] custom-call(y), custom_call_target="mosaic_gpu_v2"\n'
+        'z = bf16[2] custom-call(x), custom_call_target="mosaic_gpu_v2"\n'
+        'w = f32[2] custom-call(x), custom_call_target="__cublas$gemm"\n'
+    )
+    calls = lowered_kernels(program)
+    assert calls == {"mosaic_gpu_v2": 2, "__cublas$gemm": 1}
+    assert "mosaic_gpu_v2 (2 calls)" in check_lowered(pallas, calls)
+    for wrong in (cudnn, baseline):
+        with pytest.raises(RuntimeError, match="compiled step has"):
+            check_lowered(wrong, calls)
+    with pytest.raises(RuntimeError, match="no pallas kernel"):
+        check_lowered(pallas, {"__cublas$gemm": 1})
+    assert "cudnn$fmha" in check_lowered(cudnn, {"__cudnn$fmhaSoftmax": 1})
+    assert "XLA operations" in check_lowered(baseline, {"__cublas$gemm": 1})

@@ -16,16 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train.config import (
-    PRESETS,
-    Config,
-    SampleConfig,
-    UsageError,
-    load,
-    preset_names,
-    to_json,
-    validate,
-)
+from train.config import Config, SampleConfig, UsageError, load, to_json
+from train.presets import PRESETS
+from train.validate import validate
 
 # Effect of each: deterministic scatter, convolution and cuDNN attention, first
 # autotuning candidate; no Triton GEMM whose fusion depends on its neighbours.
@@ -87,7 +80,7 @@ def parse_config(arguments: Sequence[str]) -> Config:
     else:
         _, name = _take(list(arguments), "--preset")
         # An unknown name is left to the parser, which lists those there are.
-        default = PRESETS.get(name or preset_names()[0], Config())
+        default = PRESETS.get(name or Config().preset, Config())
     return _parse(Config, arguments, prog="python -m train", default=default)
 
 

@@ -1,4 +1,4 @@
-"""What a training run is: dataclasses, presets, the checks that need no device.
+"""What a training run is, as frozen dataclasses, and their form in a file.
 
 Plain Python: neither JAX nor Flax is imported here, so that the help text and the
 checks of the command line answer at once.
@@ -6,17 +6,13 @@ checks of the command line answer at once.
 
 import dataclasses
 import json
-import math
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 Attention = Literal["pallas", "baseline", "emulated", "reference", "xla", "cudnn"]
 PresetName = Literal["tiny", "small", "small-long", "base", "base-long", "large"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
 AttentionInputs = Literal["compute", "bf16", "fp16", "fp32"]
-
-KERNEL_HEAD_DIMS = (64, 128)
-SIXTEEN_BIT_ATTENTION = ("pallas", "cudnn")
 
 
 class UsageError(Exception):
@@ -211,70 +207,6 @@ class SampleConfig:
     """Scale of classifier-free guidance; default as in training."""
 
 
-# fp32 compute with bf16 attention inputs: a CPU has no fast 16-bit arithmetic, and
-# the 16-bit inputs are what the kernels, and their emulated recipe, take.
-_TINY = Config(
-    preset="tiny",
-    precision="fp32",
-    attention_inputs="bf16",
-    steps=4000,
-    batch_size=32,
-    lr=2e-3,
-    data=DataConfig(family="pos", resolution=32),
-    model=ModelConfig(
-        width=128, depth=4, heads=2, patch=8, tokenizer="word", text_length=12
-    ),
-    optimizer=OptimizerConfig(warmup=100),
-    eval=EvalConfig(novel=250),
-)
-# bf16 compute over fp32 weights, so bf16 attention inputs, for every preset below.
-_SMALL = Config(
-    preset="small",
-    precision="bf16",
-    data=DataConfig(workers=12),
-    eval=EvalConfig(every=2500, batch_size=500),
-    checkpoint=CheckpointConfig(every=2500),
-)
-_SMALL_LONG = dataclasses.replace(
-    _SMALL,
-    preset="small-long",
-    batch_size=128,
-    model=dataclasses.replace(_SMALL.model, patch=2),
-    eval=dataclasses.replace(_SMALL.eval, batch_size=250),
-)
-_BASE = dataclasses.replace(
-    _SMALL,
-    preset="base",
-    steps=50_000,
-    batch_size=128,
-    lr=3e-4,
-    data=dataclasses.replace(_SMALL.data, resolution=128),
-    model=ModelConfig(width=768, depth=12, heads=12),
-    optimizer=OptimizerConfig(warmup=1000, ema=0.9999),
-    eval=dataclasses.replace(_SMALL.eval, batch_size=100),
-)
-_BASE_LONG = dataclasses.replace(
-    _BASE,
-    preset="base-long",
-    batch_size=32,
-    data=dataclasses.replace(_BASE.data, resolution=256),
-    eval=dataclasses.replace(_BASE.eval, batch_size=25),
-)
-_LARGE = dataclasses.replace(
-    _BASE,
-    preset="large",
-    steps=100_000,
-    lr=1e-4,
-    data=dataclasses.replace(_BASE.data, resolution=256),
-    model=ModelConfig(
-        width=1152, depth=28, heads=18, patch=8, text_length=128, remat=True
-    ),
-)
-PRESETS: dict[str, Config] = {
-    preset.preset: preset
-    for preset in (_TINY, _SMALL, _SMALL_LONG, _BASE, _BASE_LONG, _LARGE)
-}
-
 # Fields that may differ when a run is taken up again. All others decide the result.
 EXTENDABLE = frozenset(
     {
@@ -374,117 +306,3 @@ def difference(old: Config, new: Config) -> list[str]:
         for name in after
         if name not in EXTENDABLE and before[name] != after[name]
     ]
-
-
-def validate(config: Config) -> None:
-    """Checks everything that can be checked without a device or a data set.
-
-    Raises:
-      UsageError: naming the field at fault and values that would work.
-    """
-    _validate_numbers(config)
-    model, mesh = config.model, config.mesh
-    if model.width % model.heads:
-        raise UsageError(
-            f"--model.width {model.width} is no multiple of --model.heads {model.heads}"
-        )
-    if model.width % 4:
-        raise UsageError(f"--model.width {model.width} must be a multiple of 4")
-    if config.data.resolution % model.patch:
-        raise UsageError(
-            f"--data.resolution {config.data.resolution} is no multiple of "
-            f"--model.patch {model.patch}"
-        )
-    needs_path = config.data.name in ("folder", "webdataset", "parquet")
-    if needs_path and config.data.path is None:
-        raise UsageError(f"--data.name={config.data.name} needs --data.path")
-    if model.tokenizer == "word" and needs_path:
-        raise UsageError(
-            "--model.tokenizer=word knows the captions of shapes and digits only: "
-            f"with --data.name={config.data.name} use --model.tokenizer=byte"
-        )
-    if config.recipe is not None and config.attn != "emulated":
-        raise UsageError("--recipe needs --attn=emulated")
-    if config.optimizer.static_loss_scale is not None and config.precision != "fp16":
-        raise UsageError("--optimizer.static-loss-scale needs --precision=fp16")
-    if mesh.seq > 1:
-        raise UsageError(
-            f"--mesh.seq {mesh.seq} needs context parallelism, which this version "
-            "does not have: use --mesh.seq 1"
-        )
-    if model.heads % mesh.tensor:
-        raise UsageError(
-            f"--model.heads {model.heads} cannot be spread over --mesh.tensor "
-            f"{mesh.tensor}: it must divide the heads"
-        )
-    if config.batch_size % (max(mesh.data, 1) * mesh.fsdp):
-        raise UsageError(
-            f"--batch-size {config.batch_size} cannot be spread over data x fsdp = "
-            f"{max(mesh.data, 1)} x {mesh.fsdp} devices: it must be a multiple"
-        )
-    _validate_attention(config)
-
-
-def _validate_numbers(config: Config) -> None:
-    at_least_one = {
-        "steps",
-        "batch_size",
-        "log_every",
-        "data.resolution",
-        "model.width",
-        "model.depth",
-        "model.heads",
-        "model.mlp_ratio",
-        "model.patch",
-        "model.text_length",
-        "mesh.fsdp",
-        "mesh.tensor",
-        "mesh.seq",
-        "eval.examples",
-        "eval.captions",
-        "eval.batch_size",
-        "eval.grid",
-        "eval.sampler_steps",
-        "checkpoint.every",
-        "checkpoint.keep",
-    }
-    not_negative = {
-        "mesh.data",
-        "data.workers",
-        "eval.every",
-        "eval.novel",
-        "optimizer.warmup",
-    }
-    flat = flatten(config)
-    for name in sorted(at_least_one | not_negative):
-        least = int(name in at_least_one)
-        if flat[name] < least:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} is {flat[name]}; it must be at least {least}")
-    for name in ("caption_dropout", "optimizer.decay_fraction", "optimizer.ema"):
-        if not 0.0 <= flat[name] <= 1.0:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} is {flat[name]}; it must lie in [0, 1]")
-    if not (config.lr > 0 and math.isfinite(config.lr)):
-        raise UsageError(f"--lr is {config.lr}; it must be positive and finite")
-
-
-def _validate_attention(config: Config) -> None:
-    if config.attn not in SIXTEEN_BIT_ATTENTION:
-        return
-    if config.attn == "pallas" and head_dim(config) not in KERNEL_HEAD_DIMS:
-        raise UsageError(
-            f"--attn=pallas takes head dims {KERNEL_HEAD_DIMS}, not "
-            f"{head_dim(config)} (width {config.model.width} / heads "
-            f"{config.model.heads}): change --model.heads or use --attn=xla"
-        )
-    if attention_format(config) == "fp32":
-        raise UsageError(
-            f"--attn={config.attn} takes 16-bit inputs: add "
-            "--attention-inputs=bf16, or use --attn=xla"
-        )
-
-
-def preset_names() -> tuple[str, ...]:
-    """Names of the presets."""
-    return get_args(PresetName)

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import json
 import math
 import signal
 import time
@@ -66,7 +65,7 @@ def run(config: Config) -> dict[str, Any]:
                 f"{folder.root} has {done['steps']} steps, more than --steps "
                 f"{config.steps}: give --run-dir for a new run"
             )
-        _announce(record, done, "already done", speaks)
+        record.announce(done, "already done")
         return done
     record.write(lambda: folder.begin(config))
     with (
@@ -82,29 +81,8 @@ def run(config: Config) -> dict[str, Any]:
             record.stop_progress()
         result = trainer.finish(state)
     record.write(lambda: folder.finish(result))
-    _announce(record, result, "done", speaks)
+    record.announce(result, "done")
     return result
-
-
-def _announce(record: Record, result: dict[str, Any], how: str, speaks: bool) -> None:
-    folder = record.folder
-    record.say(f"{how}: {result['steps']} steps, {_summary(result)}")
-    record.say(f"run folder   {folder.root}")
-    record.say(f"loss curve   {folder.loss_curve}")
-    record.say(f"sample grid  {folder.sample_grid}")
-    if speaks:
-        print(json.dumps(result), flush=True)
-
-
-def _summary(result: dict[str, Any]) -> str:
-    parts = [f"held-out loss {result['held_out_loss']:.4f}"]
-    for split in ("val", "novel"):
-        scores = result.get(split)
-        if scores:
-            parts.append(
-                f"{scores['all']:.1%} of {scores['captions']} {split} captions met"
-            )
-    return ", ".join(parts)
 
 
 @contextlib.contextmanager

@@ -144,6 +144,15 @@ class Record:
         with self.folder.log.open("a") as log:
             log.write(line + "\n")
 
+    def announce(self, result: dict[str, Any], how: str) -> None:
+        """The end of a run: where its files lie, and its figures on stdout as JSON."""
+        self.say(f"{how}: {result['steps']} steps, {_summary(result)}")
+        self.say(f"run folder   {self.folder.root}")
+        self.say(f"loss curve   {self.folder.loss_curve}")
+        self.say(f"sample grid  {self.folder.sample_grid}")
+        if self._speaks:
+            print(json.dumps(result), flush=True)
+
     def add(self, row: dict[str, Any]) -> None:
         """One row of metrics."""
         if self._speaks:
@@ -181,6 +190,16 @@ class Record:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+def _summary(result: dict[str, Any]) -> str:
+    parts = [f"held-out loss {result['held_out_loss']:.4f}"]
+    for split in ("val", "novel"):
+        scores = result.get(split)
+        if scores:
+            share = f"{scores['all']:.1%} of {scores['captions']}"
+            parts.append(f"{share} {split} captions met")
+    return ", ".join(parts)
 
 
 def environment(config: Config, attention: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""Checks of a configuration that need neither a device nor the data."""
+
+import math
+
+from train.config import Config, UsageError, attention_format, flatten, head_dim
+
+_KERNEL_HEAD_DIMS = (64, 128)
+_SIXTEEN_BIT_ATTENTION = ("pallas", "cudnn")
+_AT_LEAST_ONE = (
+    "steps",
+    "batch_size",
+    "log_every",
+    "data.resolution",
+    "model.width",
+    "model.depth",
+    "model.heads",
+    "model.mlp_ratio",
+    "model.patch",
+    "model.text_length",
+    "mesh.fsdp",
+    "mesh.tensor",
+    "mesh.seq",
+    "eval.examples",
+    "eval.captions",
+    "eval.batch_size",
+    "eval.grid",
+    "eval.sampler_steps",
+    "checkpoint.every",
+    "checkpoint.keep",
+)
+_NOT_NEGATIVE = (
+    "mesh.data",
+    "data.workers",
+    "eval.every",
+    "eval.novel",
+    "optimizer.warmup",
+)
+
+
+def validate(config: Config) -> None:
+    """Checks everything that can be checked without a device or a data set.
+
+    Raises:
+      UsageError: naming the field at fault and values that would work.
+    """
+    _validate_numbers(config)
+    model, mesh = config.model, config.mesh
+    if model.width % model.heads:
+        raise UsageError(
+            f"--model.width {model.width} is no multiple of --model.heads {model.heads}"
+        )
+    if model.width % 4:
+        raise UsageError(f"--model.width {model.width} must be a multiple of 4")
+    if config.data.resolution % model.patch:
+        raise UsageError(
+            f"--data.resolution {config.data.resolution} is no multiple of "
+            f"--model.patch {model.patch}"
+        )
+    needs_path = config.data.name in ("folder", "webdataset", "parquet")
+    if needs_path and config.data.path is None:
+        raise UsageError(f"--data.name={config.data.name} needs --data.path")
+    if model.tokenizer == "word" and needs_path:
+        raise UsageError(
+            "--model.tokenizer=word knows the captions of shapes and digits only: "
+            f"with --data.name={config.data.name} use --model.tokenizer=byte"
+        )
+    if config.recipe is not None and config.attn != "emulated":
+        raise UsageError("--recipe needs --attn=emulated")
+    if config.optimizer.static_loss_scale is not None and config.precision != "fp16":
+        raise UsageError("--optimizer.static-loss-scale needs --precision=fp16")
+    if mesh.seq > 1:
+        raise UsageError(
+            f"--mesh.seq {mesh.seq} needs context parallelism, which this version "
+            "does not have: use --mesh.seq 1"
+        )
+    if model.heads % mesh.tensor:
+        raise UsageError(
+            f"--model.heads {model.heads} cannot be spread over --mesh.tensor "
+            f"{mesh.tensor}: it must divide the heads"
+        )
+    if config.batch_size % (max(mesh.data, 1) * mesh.fsdp):
+        raise UsageError(
+            f"--batch-size {config.batch_size} cannot be spread over data x fsdp = "
+            f"{max(mesh.data, 1)} x {mesh.fsdp} devices: it must be a multiple"
+        )
+    _validate_attention(config)
+
+
+def _validate_numbers(config: Config) -> None:
+    flat = flatten(config)
+    for name in (*_AT_LEAST_ONE, *_NOT_NEGATIVE):
+        least = int(name in _AT_LEAST_ONE)
+        if flat[name] < least:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} is {flat[name]}; it must be at least {least}")
+    for name in ("caption_dropout", "optimizer.decay_fraction", "optimizer.ema"):
+        if not 0.0 <= flat[name] <= 1.0:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} is {flat[name]}; it must lie in [0, 1]")
+    if not (config.lr > 0 and math.isfinite(config.lr)):
+        raise UsageError(f"--lr is {config.lr}; it must be positive and finite")
+
+
+def _validate_attention(config: Config) -> None:
+    if config.attn not in _SIXTEEN_BIT_ATTENTION:
+        return
+    if config.attn == "pallas" and head_dim(config) not in _KERNEL_HEAD_DIMS:
+        raise UsageError(
+            f"--attn=pallas takes head dims {_KERNEL_HEAD_DIMS}, not "
+            f"{head_dim(config)} (width {config.model.width} / heads "
+            f"{config.model.heads}): change --model.heads or use --attn=xla"
+        )
+    if attention_format(config) == "fp32":
+        raise UsageError(
+            f"--attn={config.attn} takes 16-bit inputs: add "
+            "--attention-inputs=bf16, or use --attn=xla"
+        )
