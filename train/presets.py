@@ -35,7 +35,7 @@ _TINY = Config(
 _SMALL = Config(
     preset="small",
     precision="bf16",
-    data=DataConfig(workers=12),
+    data=DataConfig(workers=4),
     eval=EvalConfig(every=2500, batch_size=500),
     checkpoint=CheckpointConfig(every=2500),
 )

@@ -57,7 +57,7 @@ def make_train_step(
         loss, scaled = jax.value_and_grad(loss_of)(state.params, batch, key, scale)
         # Unscaled in fp32, before clipping sees the gradient.
         gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / scale, scaled)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & all_finite(gradients)
         gradients = jax.tree.map(
             lambda gradient, leaf: gradient.astype(leaf.dtype), gradients, state.params
