@@ -11,7 +11,7 @@ from jaxtyping import UInt8
 _TILE = 144
 _MARGIN = 10
 _CAPTION_HEIGHT = 48
-_COLUMN_CHARACTERS = 24
+_COLUMN_CHARACTERS = 21
 _PASS, _FAIL = (0, 140, 60), (200, 30, 30)
 
 
@@ -25,7 +25,7 @@ def write_loss_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes = figure.add_subplot()
     for name, label, style in (
         ("loss", "training", "-"),
-        ("held_out_loss", "held out, averaged weights", "o-"),
+        ("held_out_loss", "held out: averaged weights, evenly spaced times", "o-"),
     ):
         points = [(row["step"], row[name]) for row in rows if name in row]
         if points:
