@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32
 from attn_jax.formats import BF16, FP16
 from attn_jax.kernels import hopper_backward, hopper_forward, tuning
 from attn_jax.kernels.internals import check_jax_version
-from attn_jax.kernels.partition import Layout, partitioned
+from attn_jax.kernels.partition import Layout, partitioned, varying_alike
 from attn_jax.kernels.tuning import Tiling
 from attn_jax.recipe import ATTN_JAX, Recipe
 
@@ -56,6 +56,10 @@ def attention(
     if scale < 0:
         # The kernels take the row maximum before they scale. The sign is exact in Q.
         query, scale = -query, -scale
+    if scale == 0:
+        # Masked logits are -inf, and 0 * -inf would be NaN.
+        query, scale = jnp.zeros_like(query), 1.0
+    query, key, value = varying_alike(query, key, value)
     return _attention(query, key, value, scale, bool(is_causal), out_dtype)
 
 
@@ -79,9 +83,10 @@ def unsupported(
         )
     if 0 in (*query.shape, *key.shape):
         return f"the kernels take no empty arrays: {query.shape}, {key.shape}"
-    if out_dtype is not None and out_dtype not in (query.dtype, jnp.float32):
+    out_dtype = jnp.dtype(query.dtype if out_dtype is None else out_dtype)
+    if out_dtype not in (query.dtype, jnp.float32):
         return (
-            f"the kernels return {query.dtype} or float32, not {jnp.dtype(out_dtype)}; "
+            f"the kernels return {query.dtype} or float32, not {out_dtype}; "
             "cast the result"
         )
     return None

@@ -65,17 +65,19 @@ def backward_dq(
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
     rows are real.
     """
-    batch, padded, query_heads, head_dim = query.shape
+    batch, _, query_heads, head_dim = query.shape
     key_heads = key.shape[2]
     dtype = query.dtype
     rows, columns, stages = tiling.rows, tiling.columns, tiling.stages
     warpgroups = tiling.warpgroups
     tile_count = pl.cdiv(query_count, tiling.tile)
     log2_scale = scale * LOG2_E
-    lse, delta, dlse = (pad_rows(x, padded) for x in (lse, delta, dlse))
+    lse, delta, dlse = (
+        pad_rows(x, tile_count * tiling.tile) for x in (lse, delta, dlse)
+    )
     row_centres = centre.shape[2] > 1
 
-    def body(
+    def attention_backward_dq(
         q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, dlse_gmem, centre_gmem,
         dq_gmem, smem, barriers,
     ):  # fmt: skip
@@ -126,25 +128,30 @@ def backward_dq(
                 def step(j, ds_sum):
                     now = slot(j)
 
-                    def hide(p):
+                    def hide(s):
                         seen = visible(
-                            p.shape,
+                            s.shape,
                             query_start=first_row,
                             key_start=j * columns,
                             key_count=key_count,
                             is_causal=is_causal,
                         )
-                        return jnp.where(seen, p, 0.0)
-
-                    plgpu.barrier_wait(k_ready.at[now])
+                        return jnp.where(seen, s, -jnp.inf)
 
                     def products(s_acc, dp_acc):
                         plgpu.wgmma(s_acc, q_tile, k_smem.at[now].transpose((1, 0)))
                         plgpu.barrier_wait(v_ready.at[now])
                         plgpu.wgmma(dp_acc, dout_tile, v_smem.at[now].transpose((1, 0)))
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                        s = lax.cond(j < full_blocks, lambda s: s, hide, s)
                         p = jnp.exp2(s * log2_scale - along_rows(row_lse, s.shape))
-                        p = lax.cond(j < full_blocks, lambda p: p, hide, p)
+
+                        # As in the forward pass, this wait keeps ptxas from moving the
+                        # wait for dP above the exponentials.
+                        @pl.when(j + 1 < blocks)
+                        def _():
+                            plgpu.barrier_wait(k_ready.at[slot(j + 1)])
+
                         return p, dp_acc[...]
 
                     block = accumulator(rows, columns)
@@ -157,6 +164,7 @@ def backward_dq(
                     plgpu.barrier_arrive(k_free.at[now])
                     return ds_sum
 
+                plgpu.barrier_wait(k_ready.at[0])
                 ds_sum = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), ROWS)
                 ds_sum = lax.fori_loop(jnp.int32(0), blocks, step, ds_sum)
                 return dq_acc[...], ds_sum
@@ -191,7 +199,7 @@ def backward_dq(
     block = smem_tile((stages, columns, head_dim), dtype)
     free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
     dq = plgpu.kernel(
-        body,
+        attention_backward_dq,
         out_type=jax.ShapeDtypeStruct(query.shape, dtype),
         scratch_types=[
             (
@@ -234,7 +242,7 @@ def backward_dkv(
     tiling: Tiling,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """(dK, dV). Tiles are transposed: keys down the rows, queries along the columns."""
-    batch, padded, query_heads, head_dim = query.shape
+    batch, _, query_heads, head_dim = query.shape
     key_heads = key.shape[2]
     group = query_heads // key_heads
     dtype = query.dtype
@@ -246,9 +254,9 @@ def backward_dkv(
     # Past the last query everything is zero, read from memory or filled in by TMA:
     # P = exp(0 - 0) = 1 meets dO = 0 there, and dS = 1 * (0 - 0) = 0. Past the last key
     # there are only rows of their own, which are cut off. Neither needs a mask.
-    lse, delta = pad_rows(lse, padded), pad_rows(delta, padded)
+    lse, delta = (pad_rows(x, query_blocks * columns) for x in (lse, delta))
 
-    def body(
+    def attention_backward_dkv(
         q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, dk_gmem, dv_gmem,
         smem, barriers,
     ):  # fmt: skip
@@ -288,28 +296,28 @@ def backward_dkv(
                     now = slot(step)
                     i = first + lax.rem(step, blocks)
 
-                    def hide(p):
+                    def hide(s):
                         seen = visible(
-                            p.shape,
+                            s.shape,
                             query_start=i * columns,
                             key_start=first_row,
                             key_count=None,
                             is_causal=True,
                             queries_first=False,
                         )
-                        return jnp.where(seen, p, 0.0)
+                        return jnp.where(seen, s, -jnp.inf)
 
                     plgpu.barrier_wait(q_ready.at[now])
-                    row_lse = plgpu.load(lse_smem.at[now], layout=COLUMNS) * LOG2_E
 
                     def products(s_acc, dp_acc):
                         plgpu.wgmma(s_acc, k_tile, q_smem.at[now].transpose((1, 0)))
                         plgpu.barrier_wait(dout_ready.at[now])
                         plgpu.wgmma(dp_acc, v_tile, dout_smem.at[now].transpose((1, 0)))
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                        p = jnp.exp2(s * log2_scale - along_columns(row_lse, s.shape))
                         if is_causal:
-                            p = lax.cond(i < whole, hide, lambda p: p, p)
+                            s = lax.cond(i < whole, hide, lambda s: s, s)
+                        row_lse = plgpu.load(lse_smem.at[now], layout=COLUMNS) * LOG2_E
+                        p = jnp.exp2(s * log2_scale - along_columns(row_lse, s.shape))
                         return p, dp_acc[...]
 
                     block = accumulator(rows, columns)
@@ -319,6 +327,8 @@ def backward_dkv(
                     ds = (p * (dp - along_columns(row_delta, dp.shape))).astype(dtype)
                     plgpu.wgmma(dk_acc, ds, q_smem.at[now])
                     plgpu.wgmma_wait(0)
+                    # Orders the reads of LSE and delta before TMA's next write to them.
+                    plgpu.commit_smem()
                     plgpu.barrier_arrive(dout_free.at[now])
                     plgpu.barrier_arrive(q_free.at[now])
 
@@ -371,7 +381,7 @@ def backward_dkv(
     free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
     out = jax.ShapeDtypeStruct(key.shape, dtype)
     dk, dv = plgpu.kernel(
-        body,
+        attention_backward_dkv,
         out_type=[out, out],
         scratch_types=[
             (tile_smem, tile_smem, block, block, row_block, row_block),

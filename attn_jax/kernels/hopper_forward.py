@@ -68,7 +68,9 @@ def forward(
     log2_scale = scale * LOG2_E
     keep_low = residual and out_dtype != jnp.float32
 
-    def body(q_gmem, k_gmem, v_gmem, out_gmem, low_gmem, lse_gmem, smem, barriers):
+    def attention_forward(
+        q_gmem, k_gmem, v_gmem, out_gmem, low_gmem, lse_gmem, smem, barriers
+    ):
         q_smem, k_smem, v_smem, low_smem, lse_smem = smem
         q_ready, k_ready, v_ready, k_free, v_free = barriers
         b, n = lax.axis_index("batch"), lax.axis_index("head")
@@ -217,11 +219,12 @@ def forward(
     out_rows = whole_tiles if out_dtype == jnp.float32 else padded
     low = jax.ShapeDtypeStruct(query.shape, dtype) if keep_low else None
     out, low, lse = plgpu.kernel(
-        body,
+        attention_forward,
         out_type=[
             jax.ShapeDtypeStruct((batch, out_rows, query_heads, head_dim), out_dtype),
             low,
-            jax.ShapeDtypeStruct((batch, query_heads, padded), jnp.float32),
+            # A copy of one row axis is not cut off at the array's end: whole tiles.
+            jax.ShapeDtypeStruct((batch, query_heads, whole_tiles), jnp.float32),
         ],
         scratch_types=[
             (

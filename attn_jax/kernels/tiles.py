@@ -122,5 +122,9 @@ def stream(count: jax.Array, stages: int, buffers) -> None:
 
 
 def pad_rows(x: jax.Array, count: int) -> jax.Array:
-    """Pads the last axis (one value per query) with zeros to `count`."""
+    """Pads the last axis (one value per query) with zeros to `count`.
+
+    Copies of tiles (two axes) are tensor copies, which stop at an array's end. Copies
+    of a single axis are plain ones: they would run on into the next head.
+    """
     return jnp.pad(x, ((0, 0), (0, 0), (0, count - x.shape[-1])))
