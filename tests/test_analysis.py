@@ -86,8 +86,8 @@ def test_exact_attention_measures_one_unit(x64):
     # Under x64 the reference computes in FP64 and rounds once, which is the unit.
     # float64 -> bfloat16 goes through float32 and may round twice, but only within
     # 2**-24 of a tie, where either neighbour is equally far.
-    rows = measure([TOY], {"reference": "reference"}, ["normal", "uniform"], seeds=2)
-    for row in rows:
+    arms = {"reference": "reference"}
+    for row in measure([TOY], arms, ["normal", "uniform"], seeds=2):
         for tensor in ("out", "dq", "dk", "dv"):
             assert row[tensor] == pytest.approx(1, abs=1e-4), (row["family"], tensor)
         assert row["lse"] < 1e-12

@@ -11,10 +11,10 @@ import argparse
 import dataclasses
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,15 @@ from attn_jax.api import Implementation
 from attn_jax.audit import error
 from attn_jax.audit.inputs import FAMILIES, Inputs, Shape, make_inputs
 from attn_jax.formats import BF16, FP16
-from attn_jax.reference import golden
+from attn_jax.reference import Golden, golden
 from train.config import UsageError
 
 SUMMARY = "error of out, dQ, dK and dV against FP64, by implementation and inputs"
 FORMATS = {"bfloat16": BF16, "float16": FP16}
 # Those that promise the same bits on every run.
 REPRODUCIBLE = ("pallas", "emulated", "reference", "xla")
+# The family whose exact results vanish or are machine numbers, by construction.
+_VANISHING = "zero_k_one_v"
 # Column -> field of the exact result.
 _FIELDS = {"out": "out", "dq": "dquery", "dk": "dkey", "dv": "dvalue"}
 
@@ -127,17 +129,21 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         raise UsageError(f"--seeds must be at least 1, got {options.seeds}")
     arms = _arms(options.implementations, options.recipes)
     began = time.monotonic()
-    rows = measure(
+    described = environment(command)
+    device = str(described["device"]).lower().replace(" ", "-")
+    rows: list[Row] = []
+    files: list[Path] = []
+    for row in measure(
         PRESETS[options.preset],
         arms,
         options.families,
         seeds=options.seeds,
         float16_cotangent=options.float16_cotangent,
-    )
-    described = environment(command)
-    described["seconds"] = round(time.monotonic() - began, 1)
-    device = str(described["device"]).lower().replace(" ", "-")
-    files = write(rows, described, options.out / f"{device}-{options.preset}")
+    ):
+        rows.append(row)
+        if len(rows) % len(arms) == 0:  # A run that is stopped keeps what it has.
+            described["seconds"] = round(time.monotonic() - began, 1)
+            files = write(rows, described, options.out / f"{device}-{options.preset}")
     show(largest(rows), "Largest error over all shapes, in units of the final rounding")
     for arm in arms:
         of_arm = [row for row in rows if row["implementation"] == arm]
@@ -165,6 +171,8 @@ def _arms(
 
 # (query, key, value, dO) -> results; or the reason why there is no such program.
 Program = Callable[..., dict[str, Array]] | str
+# Cells whose inputs are drawn, or whose figures are computed, while others run.
+_CELLS_AHEAD = 4
 
 
 def measure(
@@ -174,27 +182,50 @@ def measure(
     *,
     seeds: int,
     float16_cotangent: float = 1.0,
-) -> list[Row]:
+) -> Iterator[Row]:
     """One row for each problem, family and arm; `refused` holds what an arm cannot do.
 
-    Inputs, unpacking and error figures are NumPy's and take most of the time, so
-    several cells are worked on at once, while the next problem's programs compile.
-    The arms' programs run one at a time: their scratch memory is large.
+    The device is used by this thread alone. Inputs and error figures, which are
+    NumPy's and take as long, are made beside it for a few cells at a time.
     """
-    device = threading.Lock()
-    pending = []
+    drawn: deque[Future[Inputs]] = deque()
+    measured: deque[Future[list[Row]]] = deque()
+    cells = [(problem, family) for problem in problems for family in families]
+    programs: dict[str, Program] = {}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for number, problem in enumerate(problems, 1):
-            print(f"{number}/{len(problems)} {problem}", file=sys.stderr)
-            cotangent = float16_cotangent if problem.dtype == "float16" else 1.0
-            programs = {
-                name: _compile(problem, seeds, implementation, name)
-                for name, implementation in arms.items()
-            }
-            for family in families:
-                cell = problem, family, seeds, cotangent, programs, device
-                pending.append(pool.submit(_measure_cell, *cell))
-        return [row for future in pending for row in future.result()]
+
+        def draw(cell: tuple[Problem, str]) -> None:
+            scale = float16_cotangent if cell[0].dtype == "float16" else 1.0
+            drawn.append(pool.submit(_draw, *cell, seeds, scale))
+
+        for cell in cells[:_CELLS_AHEAD]:
+            draw(cell)
+        for number, (problem, family) in enumerate(cells):
+            if number % len(families) == 0:
+                done = f"{number // len(families) + 1}/{len(problems)}"
+                print(f"{done} {problem}", file=sys.stderr)
+                programs = {
+                    name: _compile(problem, seeds, implementation, name)
+                    for name, implementation in arms.items()
+                }
+            inputs = drawn.popleft().result()
+            if number + _CELLS_AHEAD < len(cells):
+                draw(cells[number + _CELLS_AHEAD])
+            common: Row = {"family": family, "seeds": seeds}
+            common["cotangent"] = (
+                float16_cotangent if problem.dtype == "float16" else 1.0
+            )
+            found = {name: _run(program, inputs) for name, program in programs.items()}
+            mask = Mask(is_causal=problem.is_causal)
+            exact = golden(*inputs, mask=mask)
+            sums = None
+            if family == _VANISHING:
+                sums = golden(*inputs, mask=mask, absolute=True)
+            measured.append(pool.submit(_rows, problem, common, found, exact, sums))
+            if len(measured) > _CELLS_AHEAD:
+                yield from measured.popleft().result()
+        for future in measured:
+            yield from future.result()
 
 
 def _compile(
@@ -255,41 +286,44 @@ def _draw(problem: Problem, family: str, seeds: int, cotangent: float) -> Inputs
     return Inputs(query, key, value, dout)
 
 
-def _measure_cell(
+def _run(program: Program, inputs: Inputs) -> dict[str, Any] | str:
+    """The results of a program, run twice, and whether their bits were the same."""
+    if isinstance(program, str):
+        return program
+    found, again = program(*inputs), program(*inputs)
+    same = bool(_same_bits(found, again))
+    return {"same_bits": same, **jax.device_get(found)}
+
+
+def _rows(
     problem: Problem,
-    family: str,
-    seeds: int,
-    cotangent: float,
-    programs: dict[str, Program],
-    device: threading.Lock,
+    common: Row,
+    found: dict[str, dict[str, Any] | str],
+    exact: Golden,
+    sums: Golden | None,
 ) -> list[Row]:
-    inputs = _draw(problem, family, seeds, cotangent)
-    mask, fmt = Mask(is_causal=problem.is_causal), FORMATS[problem.dtype]
-    exact = golden(*inputs, mask=mask)
-    sums = golden(*inputs, mask=mask, absolute=True)
+    """The rows of one cell: one for each arm."""
+    fmt = FORMATS[problem.dtype]
     targets, sizes, degenerate = {}, {}, []
     for name, field in _FIELDS.items():
         targets[name] = getattr(exact, field)
-        sizes[name], by_sums = error.unit(targets[name], fmt, getattr(sums, field))
+        absolute = None if sums is None else getattr(sums, field)
+        sizes[name], by_sums = error.unit(targets[name], fmt, absolute)
         if by_sums:
             degenerate.append(name)
     rows = []
-    for name, program in programs.items():
-        row: Row = {"implementation": name, **dataclasses.asdict(problem)}
-        row |= {"family": family, "seeds": seeds, "cotangent": cotangent}
+    for name, result in found.items():
+        row: Row = {"implementation": name, **dataclasses.asdict(problem), **common}
         row |= dict.fromkeys((*_FIELDS, "lse", "same_bits", "degenerate", "refused"))
         rows.append(row)
-        if isinstance(program, str):
-            row["refused"] = program
+        if isinstance(result, str):
+            row["refused"] = result
             continue
-        with device:
-            found, again = program(*inputs), program(*inputs)
-            row["same_bits"] = bool(_same_bits(found, again))
-            found = jax.device_get(found)
         for tensor in _FIELDS:
-            row[tensor] = _units(found[tensor], targets[tensor], sizes[tensor])
-        if "lse" in found:
-            row["lse"] = float(np.abs(found["lse"] - exact.lse).max())
+            row[tensor] = _units(result[tensor], targets[tensor], sizes[tensor])
+        if "lse" in result:
+            row["lse"] = float(np.abs(result["lse"] - exact.lse).max())
+        row["same_bits"] = result["same_bits"]
         row["degenerate"] = " ".join(degenerate)
     return rows
 
