@@ -212,9 +212,10 @@ def _pallas_refusal(
             "'pallas' masks by is_causal alone so far; for mask, window, lengths or "
             "segment ids use implementation='emulated', 'xla' or 'cudnn'"
         )
-    # Imported on use: a JAX too new for the kernels is no reason to refuse the rest.
-    from attn_jax.kernels import attention as kernels
-
+    try:  # Imported on use: a JAX that the kernels do not know is no harm to the rest.
+        from attn_jax.kernels import attention as kernels
+    except ImportError as error:
+        return str(error)
     return kernels.unsupported(query, key, value, out_dtype=out_dtype)
 
 

@@ -73,6 +73,8 @@ def unsupported(
         return "'cudnn' needs an NVIDIA GPU; use implementation='xla' or 'emulated'"
     if backend == "cudnn" and dtype not in (jnp.bfloat16, jnp.float16):
         return f"'cudnn' takes bfloat16 or float16, not {dtype}; cast, or use 'xla'"
+    if backend == "xla" and dtype == jnp.float16 and jax.default_backend() == "cpu":
+        return "'xla' has no float16 products on a CPU; use bfloat16, or 'emulated'"
     if soft_cap is not None or sinks is not None:
         return f"'{backend}' has no soft cap and no sinks; {others}"
     if return_residual:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attn_jax import emulator, reference
-from attn_jax.audit.error import correctly_rounded, unit_error
+from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.formats import BF16
 from attn_jax.kernels.attention import attention, declared_recipe

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attn_jax.kernels import internals
+from attn_jax.kernels import check_jax_version
 from attn_jax.kernels.attention import attention
 
 GQA = dict(T=1000, S=1100, N=4, K=2)
@@ -101,5 +101,5 @@ def test_unsupported_raises_one_line(head_dim, dtype, options, message):
 def test_unknown_jax_raises_one_line(monkeypatch):
     monkeypatch.setattr(jax, "__version__", "0.10.0")
     with pytest.raises(ImportError, match=r"not 0\.10\.0: install one") as error:
-        internals.check_jax_version()
+        check_jax_version()
     assert "\n" not in str(error.value)

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Float32
 
 from attn_jax.formats import BF16, FP16
 from attn_jax.kernels import hopper_backward, hopper_forward, tuning
-from attn_jax.kernels.internals import check_jax_version
 from attn_jax.kernels.partition import Layout, partitioned, varying_alike
 from attn_jax.kernels.tuning import Tiling
 from attn_jax.recipe import ATTN_JAX, Recipe
@@ -45,9 +44,7 @@ def attention(
 
     Raises:
       NotImplementedError: `unsupported` names a reason.
-      ImportError: this version of JAX is not one the kernels are known to work with.
     """
-    check_jax_version()
     reason = unsupported(query, key, value, out_dtype=out_dtype)
     if reason is not None:
         raise NotImplementedError(reason)

@@ -1,7 +1,7 @@
 """Everything that leans on the inside of JAX, which changes without notice.
 
-Two things: which versions of JAX the kernels are known to work with, and what JAX's
-interpreter of Mosaic GPU kernels lacks for ours.
+What JAX's interpreter of Mosaic GPU kernels lacks for ours. Which versions of JAX this
+is known to fit is checked when the package is imported (`attn_jax/kernels/__init__`).
 """
 
 import contextlib
@@ -23,22 +23,6 @@ from jax._src.state.types import AbstractRef
 from jax.experimental import io_callback
 from jax.experimental.custom_partitioning import custom_partitioning
 
-KNOWN_JAX_VERSIONS = ("0.11.2", "0.12.0.1")
-
-
-def check_jax_version() -> None:
-    """Raises ImportError on a JAX that the kernels were never compiled with.
-
-    Mosaic GPU is experimental: names, defaults and generated code differ between
-    releases, so that an unknown one may compile to something wrong or slow.
-    """
-    if jax.__version__ not in KNOWN_JAX_VERSIONS:
-        raise ImportError(
-            f"attn_jax's kernels work with jax {' and '.join(KNOWN_JAX_VERSIONS)}, not "
-            f"{jax.__version__}: install one of these, or use "
-            "implementation='emulated' or 'xla'"
-        )
-
 
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = False) -> Iterator[None]:
@@ -52,7 +36,6 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
     Raises:
       RuntimeError: with `detect_races`, when accesses to a buffer are not ordered.
     """
-    check_jax_version()
     race_states = []
 
     def recorded_race_state(**options):
