@@ -24,6 +24,9 @@ from train.attention import (
     resolve_attention,
 )
 from train.config import Config, UsageError
+from train.data import score
+from train.data.shapes import Shapes
+from train.evaluate import rates, satisfied
 from train.loop import run
 from train.precision import make_policy
 from train.presets import PRESETS
@@ -140,6 +143,7 @@ def test_run_folder_holds_what_a_reader_needs(finished):
     assert environment["attention"]["inputs"] == "bfloat16"
     assert environment["versions"]["jax"] == jax.__version__
     assert environment["mesh"] == {"data": 8, "fsdp": 1, "tensor": 1, "seq": 1}
+    assert environment["profile"] == "fast"
     rows = figures(finished)
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
     assert [row["step"] for row in rows if "held_out_loss" in row] == [4, 8]
@@ -244,6 +248,26 @@ def test_sigterm_saves_exits_75_and_resumes_to_the_same_bits(unbroken, tmp_path)
     _, err = again.communicate(timeout=240)
     assert again.returncode == 0, err
     assert_same_bits(saved(folder, 8), saved(unbroken, 8))
+
+
+def test_verdicts_of_many_images_are_those_of_each_in_one_call(monkeypatch):
+    source = Shapes(32, "all", "val", 0)
+    examples = source.__getitems__(list(range(40)))
+    images = np.stack([example["image"] for example in examples])
+    # Half of the captions are another image's.
+    texts = [examples[i if i % 2 else (i + 2) % 40]["caption"] for i in range(40)]
+    one_by_one = [score.score(*pair).all for pair in zip(images, texts, strict=True)]
+    assert 15 <= sum(one_by_one) <= 25
+    calls = []
+
+    def counted(images, captions, score_all=score.score_all):
+        calls.append(len(images))
+        return score_all(images, captions)
+
+    monkeypatch.setattr(score, "score_all", counted)
+    assert satisfied(CONFIG, images, texts) == one_by_one
+    assert rates(CONFIG, images, texts)["all"] == np.mean(one_by_one)
+    assert calls == [40, 40]
 
 
 def test_digits_are_scored_by_a_classifier(tmp_path):

@@ -158,10 +158,9 @@ def satisfied(
     Rendered shapes are read back by rules, digits by a classifier.
     """
     if config.data.name == "shapes":
-        from train.data.score import score
+        from train.data.score import score_all
 
-        pairs = zip(images, captions, strict=True)
-        return [score(image, caption).all for image, caption in pairs]
+        return [score.all for score in score_all(images, captions)]
     if config.data.name == "digits":
         from train.data.digits import digit_agreement
 
