@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train.config import Config
-from train.record import environment as training_environment
+from train.record import environment as general_environment
 
 Row = dict[str, Any]
 
 
 def environment(command: str) -> dict[str, Any]:
     """Command, date, versions, device and git commit."""
-    described = training_environment(Config(), {})
-    for key in ("profile", "attention"):  # of training runs
-        del described[key]
+    described = general_environment()
     if described["platform"] == "gpu":
         described["driver"] = _driver()
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -42,6 +42,8 @@ def test_every_experiment_runs_and_records_itself(name, tmp_path, capsys):
         environment = json.load(file)
     assert environment["command"].startswith(f"python -m analysis {name} --preset")
     assert environment["versions"]["jax"] and environment["device"]
+    # What only a training run has would be made up here.
+    assert not {"profile", "attention", "mesh"} & environment.keys()
 
 
 @pytest.mark.parametrize(

@@ -149,9 +149,12 @@ class _Trainer:
         attention = dataclasses.asdict(self.assembly.attention)
         attention["custom_calls"] = calls
         attention["inputs"] = np.dtype(self.assembly.policy.attention).name
-        everything = environment(self.config, attention)
-        everything["matmul_precision"] = self.assembly.policy.matmul
-        everything["mesh"] = dict(self.assembly.mesh.shape)
+        everything = environment() | {
+            "profile": self.config.profile,
+            "attention": attention,
+            "matmul_precision": self.assembly.policy.matmul,
+            "mesh": dict(self.assembly.mesh.shape),
+        }
         self.record.write(lambda: self.record.folder.describe(everything))
 
     def _batches(self, start: int) -> BatchIterator:

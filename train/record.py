@@ -202,8 +202,8 @@ def _summary(result: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def environment(config: Config, attention: dict[str, Any]) -> dict[str, Any]:
-    """Everything beside the configuration that a result depends on."""
+def environment() -> dict[str, Any]:
+    """Git commit, versions, device and flags: what any result here depends on."""
     import jax
 
     device = jax.devices()[0]
@@ -225,9 +225,7 @@ def environment(config: Config, attention: dict[str, Any]) -> dict[str, Any]:
         "process_count": jax.process_count(),
         "cpu_count": os.cpu_count(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "profile": config.profile,
         "x64": bool(jax.config.read("jax_enable_x64")),
-        "attention": attention,
     }
 
 
