@@ -1,5 +1,12 @@
 """The order of batches: a function of (seed, step) alone."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -171,3 +178,67 @@ def test_impossible_requests_raise_one_line():
     # An error inside a reading thread reaches the caller.
     with pytest.raises(ValueError, match="'number'"):
         take(1, Numbers(5))
+
+
+# Holds a batch to the end, as JAX may, and leaves by any exception as a trainer does.
+_READING = """
+import contextlib, signal, sys
+from train.data.loader import batches
+from train.data.shapes import Shapes
+from train.data.tokenizer import WordTokenizer
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    tokenizer = WordTokenizer(12)
+    source = Shapes(16, "all", "train", 0)
+    reader = batches(source, tokenizer, batch_size=8, seed=1, worker_count=2)
+    with contextlib.closing(reader):
+        sys.held = [next(reader) for _ in range(6)]
+        print("reading", flush=True)
+        while True:
+            next(reader)
+"""
+
+
+@pytest.fixture
+def reading(tmp_path):
+    """A process that reads batches with two workers, leading its own group."""
+    program = tmp_path / "reading.py"
+    program.write_text(_READING)
+    process = subprocess.Popen(
+        [sys.executable, str(program)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reading\n", process.communicate()
+    yield process
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, -signal.SIGINT)]
+)
+def test_a_signal_to_the_group_leaves_nothing_in_shared_memory(reading, number, code):
+    os.killpg(reading.pid, number)
+    _, err = reading.communicate(timeout=60)
+    assert reading.returncode == code, err
+    assert "leaked" not in err and "Process" not in err
+
+
+def test_readers_end_with_a_killed_trainer(reading):
+    os.kill(reading.pid, signal.SIGKILL)
+    reading.wait(timeout=60)
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            os.killpg(reading.pid, 0)
+        except ProcessLookupError:
+            break  # Nobody of the group is left.
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -7,7 +7,11 @@ so a run resumes at any step and every process count trains on the same batches.
 sample is dropped: a batch may end one epoch and begin the next.
 """
 
+import multiprocessing
 import os
+import signal
+import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
@@ -138,17 +142,43 @@ class BatchIterator(Iterator[Batch]):
         self.step = step
         self.skipped: dict[str, str] = {}
         self.truncated = 0
+        # Also when nobody calls close: readers outlive SIGTERM, see _start_worker.
+        self._close = weakref.finalize(self, reads.close)
 
     def __next__(self) -> Batch:
         read = next(self._reads)
         self.step += 1
         self.skipped |= read.skipped
         self.truncated += read.truncated
-        return read.batch
+        # Copied out of the readers' shared memory, which must not outlive them: JAX may
+        # keep what it is given until the interpreter ends.
+        return {
+            "image": np.array(read.batch["image"]),
+            "tokens": np.array(read.batch["tokens"]),
+        }
 
     def close(self) -> None:
         """Stops the reading threads or processes."""
-        self._reads.close()
+        self._close()
+
+
+def _start_worker(index: int, count: int) -> None:
+    """Leaves it to the trainer when a reading process ends.
+
+    Ctrl-C and most job schedulers signal the whole process group. A reader that died
+    of it would leave its batches in shared memory; it ends when the trainer closes
+    it, or with the trainer.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def batches(
@@ -204,5 +234,7 @@ def batches(
         # parsed; this program has no absl command line.
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()
-        data = data.mp_prefetch(grain.MultiprocessingOptions(num_workers=worker_count))
+        data = data.mp_prefetch(
+            grain.MultiprocessingOptions(num_workers=worker_count), _start_worker
+        )
     return BatchIterator(iter(data), start_step)
