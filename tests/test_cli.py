@@ -55,6 +55,7 @@ def nothing_compiles(monkeypatch):
         (["--steps=0"], ["--steps", "at least 1"]),
         (["--model.heads=4"], ["(64, 128)", "32", "--attn=xla"]),
         (["--attention-inputs=fp32"], ["--attention-inputs=bf16"]),
+        (["--preset=small", "--precision=fp32"], ["--attention-inputs=bf16"]),
         (["--model.heads=3"], ["--model.heads 3"]),
         (["--data.resolution=30"], ["--model.patch 8"]),
         (["--mesh.seq=2"], ["context parallelism"]),
@@ -73,6 +74,7 @@ def nothing_compiles(monkeypatch):
         (["--data.name=folder", "--data.path=/nowhere"], ["--model.tokenizer=byte"]),
         (["--config=/nowhere/config.json"], ["/nowhere/config.json"]),
         (["--run-dir=/proc/run"], ["/proc/run"]),
+        (["--init-from=/nowhere"], ["/nowhere", "run folder"]),
     ],
 )
 def test_a_mistake_is_exit_2_and_one_line(

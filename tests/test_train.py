@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from train.config import Config, UsageError
 from train.data import score
 from train.data.shapes import Shapes
 from train.evaluate import rates, satisfied
+from train.figures import write_loss_curve
 from train.loop import run
 from train.precision import make_policy
 from train.presets import PRESETS
@@ -157,8 +159,17 @@ def test_run_folder_holds_what_a_reader_needs(finished):
     assert "loss" in (finished / "log.txt").read_text()
 
 
-def test_same_run_twice_gives_the_same_bits(finished, tmp_path):
+def test_same_run_twice_gives_the_same_bits(finished, tmp_path, monkeypatch):
+    drawn = []
+
+    def drawing(rows, path):
+        drawn.append((path.name, rows[-1]["step"]))
+        write_loss_curve(rows, path)
+
+    monkeypatch.setattr("train.loop.write_loss_curve", drawing)
     run(at(CONFIG, tmp_path))
+    # A long run shows its curve before it ends.
+    assert drawn == [("loss.png", 4), ("loss.png", 8)]
     assert figures(tmp_path) == figures(finished)
     assert_same_bits(saved(tmp_path, 8), saved(finished, 8))
     assert_same_bits(saved(tmp_path, 3), saved(finished, 3))
@@ -204,6 +215,56 @@ def test_more_steps_and_other_intervals_go_on(tmp_path, capfd):
     assert steps == [1, 2, 3, 4, 6]
 
 
+def test_new_run_starts_from_the_weights_of_another(finished, tmp_path, capfd):
+    source, folder = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(finished / "checkpoints", source / "checkpoints")
+    # So small a rate that the first step leaves the weights where they are.
+    start = dataclasses.replace(
+        CONFIG, init_from=str(source), steps=1, seed=5, lr=1e-30
+    )
+    run(at(start, folder))
+    err = capfd.readouterr().err
+    assert err.count(f"weights and their average from {source}/checkpoints/8\n") == 1
+    before, after = saved(finished, 8), saved(folder, 1)
+    names = [name for name in before if name.startswith("['params']")]
+    assert len(names) > 10
+    for name in names:
+        np.testing.assert_allclose(after[name], before[name], rtol=0, atol=1e-25)
+        # A run's first step has decay 1 / 10; fp32 rounds three times on the way.
+        average = name.replace("params", "average")
+        kept = 0.1 * before[average] + 0.9 * before[name]
+        np.testing.assert_allclose(after[average], kept, rtol=1e-5, atol=1e-7)
+    assert after["['step']"] == 1
+    config = json.loads((folder / "config.json").read_text())
+    assert config["init_from"] == str(source)
+    with pytest.raises(UsageError, match="init_from: .* -> None"):
+        run(at(dataclasses.replace(start, init_from=None), folder))
+
+    # Its own checkpoint comes first, wherever the weights once came from.
+    shutil.rmtree(source)
+    run(at(dataclasses.replace(start, steps=2), folder))
+    assert "resuming from step 1" in capfd.readouterr().err
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(finished, tmp_path):
+    def refused(match, init_from, **model):
+        config = dataclasses.replace(
+            CONFIG,
+            init_from=str(init_from),
+            model=dataclasses.replace(CONFIG.model, **model),
+        )
+        with pytest.raises(UsageError, match=match):
+            run(at(config, tmp_path / "run"))
+        assert not (tmp_path / "run" / "config.json").exists()
+
+    refused("nowhere: no checkpoint there", tmp_path / "nowhere")
+    refused(r"blocks.1.down.bias is missing there and \(64,\) here", finished, depth=2)
+    newest = finished / "checkpoints" / "8"
+    refused(
+        r"/8: embedding is \(\d+, 64\) there and \(257, 64\)", newest, tokenizer="byte"
+    )
+
+
 def wait_for(path: Path, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 200
     while not path.exists():
@@ -244,6 +305,7 @@ def test_sigterm_saves_exits_75_and_resumes_to_the_same_bits(unbroken, tmp_path)
         pytest.skip("the run ended before the signal came")
     assert process.returncode == 75, err
     assert "stopped by SIGTERM" in err.splitlines()[-1]
+    assert (folder / "loss.png").stat().st_size > 1000
     again = start(folder)
     _, err = again.communicate(timeout=240)
     assert again.returncode == 0, err

@@ -4,7 +4,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import jax
+
+from train.config import UsageError
 from train.state import TrainState
+
+_WEIGHTS = ("params", "average")
 
 
 class Checkpoints:
@@ -67,3 +72,62 @@ class Checkpoints:
             self.latest, {"state": abstract}
         )
         return loaded["state"]
+
+
+def find_weights(path: Path, abstract: TrainState) -> Path:
+    """The checkpoint that `--init-from` means, once its weights are known to fit.
+
+    Args:
+      path: a checkpoint, or a run folder, of which the newest is taken.
+      abstract: the state to start.
+
+    Raises:
+      UsageError: there is no checkpoint, or its weights have other names or shapes;
+        the first that differs is named.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    found = [path] if (path / "state").is_dir() else (path / "checkpoints").glob("*")
+    # One that is still being written has a longer name.
+    steps = {int(one.name): one for one in found if one.name.isdigit()}
+    if not steps:
+        raise UsageError(
+            f"--init-from {path}: no checkpoint there; name a run folder or one of "
+            "the folders in its checkpoints/"
+        )
+    newest = steps[max(steps)]
+    stored: Any = ocp.checkpointables_metadata(str(newest.absolute())).metadata["state"]
+    for part in _WEIGHTS:
+        there, here = _shapes(stored[part]), _shapes(getattr(abstract, part))
+        for name in sorted(there.keys() | here.keys()):
+            if there.get(name) != here.get(name):
+                raise UsageError(
+                    f"--init-from {newest}: {name} is {there.get(name, 'missing')} "
+                    f"there and {here.get(name, 'missing')} here; give the "
+                    "--model and --data options of that run"
+                )
+    return newest
+
+
+def _shapes(weights: Any) -> dict[str, tuple[int, ...]]:
+    # A checkpoint turns the numbers of the blocks into text.
+    return {
+        ".".join(str(getattr(key, "key", key)) for key in path): tuple(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(weights)
+    }
+
+
+def load_weights(checkpoint: Path, abstract: TrainState) -> tuple[Any, Any]:
+    """Weights and their average from `find_weights`, placed as in `abstract`."""
+    from orbax.checkpoint import v1 as ocp
+
+    folder = str(checkpoint.absolute())
+    stored: Any = ocp.checkpointables_metadata(folder).metadata["state"]
+    wanted = {
+        part: getattr(abstract, part)
+        if part in _WEIGHTS
+        else jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
+        for part, tree in stored.items()
+    }
+    state: Any = ocp.load_checkpointables(folder, {"state": wanted})["state"]
+    return state["params"], state["average"]

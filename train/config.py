@@ -174,6 +174,8 @@ class Config:
     """Largest learning rate."""
     caption_dropout: float = 0.1
     """Share of captions emptied, for classifier-free guidance."""
+    init_from: str | None = None
+    """Run or checkpoint folder whose weights a new run starts from, at step 0."""
     run_dir: str | None = None
     """Folder of the run; default runs/PRESET-ATTN-seedSEED."""
     log_every: int = 100

@@ -7,6 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from train.assemble import Assembly, assemble, open_split
 from train.attention import check_lowered, lowered_kernels
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, find_weights, load_weights
 from train.config import Config, UsageError, image_tokens
 from train.data.loader import BatchIterator, batches
 from train.data.source import Source
@@ -67,13 +68,16 @@ def run(config: Config) -> dict[str, Any]:
             )
         record.announce(done, "already done")
         return done
-    record.write(lambda: folder.begin(config))
     with (
         jax.default_matmul_precision(assembly.policy.matmul),
         Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints,
         _sigterm_noted() as stopping,
     ):
-        trainer = _Trainer(assembly, record, checkpoints, train, val)
+        weights = None
+        if config.init_from is not None and checkpoints.latest is None:
+            weights = find_weights(Path(config.init_from), assembly.abstract_state())
+        record.write(lambda: folder.begin(config))
+        trainer = _Trainer(assembly, record, checkpoints, weights, train, val)
         state = trainer.start()
         try:
             state = trainer.train(state, stopping)
@@ -113,6 +117,7 @@ class _Trainer:
         assembly: Assembly,
         record: Record,
         checkpoints: Checkpoints,
+        weights: Path | None,
         train: Source,
         val: Source,
     ):
@@ -120,6 +125,7 @@ class _Trainer:
         self.assembly = assembly
         self.record = record
         self.checkpoints = checkpoints
+        self.weights = weights
         self.train_source, self.val_source = train, val
         self.evaluator = Evaluator(
             assembly.parts, assembly.attention_fn, assembly.mesh, assembly.tokenizer
@@ -128,7 +134,7 @@ class _Trainer:
         self.pending: collections.deque[tuple[int, Metrics]] = collections.deque()
 
     def start(self) -> TrainState:
-        """The newest checkpoint, or fresh weights."""
+        """The newest checkpoint, or the weights of `--init-from`, or fresh ones."""
         attention = self.assembly.attention
         if attention.note:
             self.record.say(attention.note)
@@ -137,13 +143,21 @@ class _Trainer:
         self.record.write(lambda: folder.forget_after(step or 0))
         self._describe([])
         if step is None:
-            return self.assembly.fresh_state()
+            return self._first_state()
         if step > self.config.steps:
             raise UsageError(
                 f"{folder.root} is at step {step}, past --steps {self.config.steps}"
             )
         self.record.say(f"resuming from step {step}")
         return self.checkpoints.restore(self.assembly.abstract_state())
+
+    def _first_state(self) -> TrainState:
+        state = self.assembly.fresh_state()
+        if self.weights is None:
+            return state
+        params, average = load_weights(self.weights, self.assembly.abstract_state())
+        self.record.say(f"weights and their average from {self.weights}")
+        return state._replace(params=params, average=average)
 
     def _describe(self, calls: Any) -> None:
         attention = dataclasses.asdict(self.assembly.attention)
@@ -231,6 +245,7 @@ class _Trainer:
         if self._must_stop(stopping, logged):
             self._settle(0)
             self.checkpoints.save(done, state)
+            self._draw_losses()
             self.checkpoints.wait()
             raise Preempted(
                 f"stopped by SIGTERM; step {done} is saved in "
@@ -307,8 +322,13 @@ class _Trainer:
         verdicts = satisfied(self.config, images, captions)
         self.record.write(lambda: write_grid(images, captions, verdicts, path))
         self.record.add({"step": step, "held_out_loss": loss})
+        self._draw_losses()
         self.record.say(f"step {step}  held-out loss {loss:.4f}  samples {path}")
         self.window.started += time.monotonic() - began
+
+    def _draw_losses(self) -> None:
+        folder = self.record.folder
+        self.record.write(lambda: write_loss_curve(folder.rows(), folder.loss_curve))
 
     def _report_data(self, feed: BatchIterator) -> None:
         if feed.skipped:
@@ -352,6 +372,6 @@ class _Trainer:
         if speeds:
             result["images_per_s"] = float(np.median(speeds))
             result["loss"] = [row["loss"] for row in rows if "loss" in row][-1]
-        self.record.write(lambda: write_loss_curve(rows, folder.loss_curve))
+        self._draw_losses()
         self.checkpoints.wait()
         return result

@@ -6,7 +6,7 @@
       metrics.jsonl      one JSON object a line
       checkpoints/STEP/  state and position in the data
       samples/STEP.png   sample grids
-      loss.png           loss curve
+      loss.png           loss curve, drawn again at every evaluation
       samples.png        sample grid of the finished run
       log.txt            what went to stderr
       DONE               written last: steps and final figures as JSON
