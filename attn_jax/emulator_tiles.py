@@ -52,7 +52,10 @@ def check_recipe(recipe: Recipe, *inputs) -> None:
                 f"recipe {recipe.name!r}: the emulator runs no stochastic rounding "
                 f"({name}); use NEAREST_EVEN or TOWARD_ZERO"
             )
-        if step.format.mantissa_bits > recipe.carrier.mantissa_bits:
+        if (
+            step.format.mantissa_bits > recipe.carrier.mantissa_bits
+            or step.format.exponent_bits > recipe.carrier.exponent_bits
+        ):
             raise ValueError(
                 f"recipe {recipe.name!r}: a {recipe.carrier.name} carrier cannot hold "
                 f"{name} in {step.format.name}; set carrier=FP64"

@@ -145,13 +145,15 @@ def round_to(
     `key`. It has no derivative, since that of a staircase is zero: differentiating
     raises TypeError, so a caller writes its own backward rule.
 
-    Raises TypeError for a carrier other than float32 or float64, ValueError for a key
-    that is missing or of no use.
+    Raises TypeError for a carrier other than float32 or float64 or one that does not
+    hold `fmt`, ValueError for a key that is missing or of no use.
     """
     if x.dtype not in _CARRIERS:
         raise TypeError(
             f"round_to takes float32 or float64, got {x.dtype}; widen it first"
         )
+    if not isinstance(rounding, Rounding):
+        raise TypeError(f"rounding must be a Rounding, got {rounding!r}")
     if (key is not None) != (rounding is Rounding.STOCHASTIC):
         raise ValueError("round_to takes a key for STOCHASTIC rounding, and only then")
     return _round(x, key, fmt, rounding)
@@ -164,7 +166,10 @@ def _round(x, key, fmt: NumberFormat, rounding: Rounding):
     narrow_range = fmt.exponent_bits < carrier.exponent_bits
     if fmt.mantissa_bits >= carrier.mantissa_bits and not narrow_range:
         return x
-    if fmt.mantissa_bits > carrier.mantissa_bits:
+    if (
+        fmt.mantissa_bits > carrier.mantissa_bits
+        or fmt.exponent_bits > carrier.exponent_bits
+    ):
         raise TypeError(f"a {carrier.name} carrier does not hold {fmt.name} values")
     bits = lax.bitcast_convert_type(x, uint)
     width = carrier.exponent_bits + carrier.mantissa_bits

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
@@ -35,8 +36,8 @@ class Mask:
         *_segment_ids           the two ids, [b, i] and [b, j], are equal; int
     The rules without arrays are static; the arrays are leaves of a pytree.
 
-    Raises ValueError if only one of the two segment id arrays is given, or if a window
-    side is negative.
+    Raises ValueError if only one of the two segment id arrays is given, or if the
+    window is not a pair of numbers as above.
     """
 
     is_causal: bool = False
@@ -53,11 +54,17 @@ class Mask:
             raise ValueError(
                 "query_segment_ids and key_value_segment_ids must be given together"
             )
-        if self.window is not None and any(
-            w is not None and w < 0 for w in self.window
+        if self.window is not None and not (
+            isinstance(self.window, tuple)
+            and len(self.window) == 2
+            and all(
+                w is None or (isinstance(w, int | np.integer) and w >= 0)
+                for w in self.window
+            )
         ):
             raise ValueError(
-                f"window sides must be None or at least 0, got {self.window}"
+                "window must be (left, right), each None or an integer of at least 0, "
+                f"got {self.window!r}"
             )
 
     @property

@@ -5,7 +5,8 @@ theirs, and tests hold kernel and emulator together.
 """
 
 import dataclasses
-from typing import Literal
+import math
+from typing import Literal, get_args
 
 from attn_jax.formats import BF16, FP32, FP64, NumberFormat, Rounding
 
@@ -16,6 +17,16 @@ class Step:
 
     format: NumberFormat
     rounding: Rounding = Rounding.NEAREST_EVEN
+
+    def __post_init__(self):
+        if not (
+            isinstance(self.format, NumberFormat)
+            and isinstance(self.rounding, Rounding)
+        ):
+            raise ValueError(
+                "Step takes a NumberFormat and a Rounding, such as Step(BF16), got "
+                f"{self.format!r} and {self.rounding!r}"
+            )
 
 
 _BF16 = Step(BF16)
@@ -133,6 +144,12 @@ class Recipe:
     ring_gradient_accumulator: Step = _FP32
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            fault = _fault(field, getattr(self, field.name))
+            if fault is not None:
+                raise ValueError(
+                    f"{field.name} must be {fault}, got {getattr(self, field.name)!r}"
+                )
         if self.normalise == "before_product" and self.block_kv is not None:
             raise ValueError(
                 "normalise='before_product' needs the whole row: set block_kv=None"
@@ -165,6 +182,27 @@ class Recipe:
         Every step that was kept in the old input format is kept in the new one.
         """
         return self.replace_format(self.inputs, fmt)
+
+
+def _fault(field: dataclasses.Field, value) -> str | None:
+    """What `value` should have been for a field of `Recipe`, or None if it will do."""
+    if field.type in (Step, NumberFormat):
+        kind = "a Step" if field.type is Step else "a NumberFormat"
+        return None if isinstance(value, field.type) else kind
+    choices = get_args(field.type)
+    if choices and isinstance(choices[0], str):
+        return None if value in choices else f"one of {', '.join(choices)}"
+    if "block" in field.name:
+        fits = value is None or (isinstance(value, int) and value >= 1)
+        return None if fits else "a whole number of at least 1, or None"
+    if field.name in ("probability_scale", "dlogits_scale"):
+        if not 0 < value < math.inf:
+            return "positive and finite"
+    if field.name == "dlogits_scale" and math.frexp(value)[0] != 0.5:
+        return "a power of two"  # So that undoing it is exact.
+    if field.name == "rescale_threshold" and not 0 <= value < math.inf:
+        return "finite and at least 0"
+    return None
 
 
 FLASH2 = Recipe(

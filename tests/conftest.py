@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import jaxtyping
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -70,6 +71,14 @@ def x64() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture
+def as_users_call_it() -> Iterator[None]:
+    """Without the type checks that only tests have."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

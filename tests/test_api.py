@@ -4,7 +4,6 @@ import inspect
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -257,14 +256,6 @@ def test_float32_output_is_not_rounded():
         error = np.linalg.norm(np.asarray(out, np.float64) - golden.out)
         # Only P is rounded in the emulated one: below half a BF16 rounding in norm.
         assert error <= 0.75 * BF16.unit_roundoff * np.linalg.norm(golden.out)
-
-
-@pytest.fixture
-def as_users_call_it():
-    """Without the type checks that only tests have."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("as_users_call_it")

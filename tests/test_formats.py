@@ -244,3 +244,13 @@ def test_misuse_is_refused():
         round_to(x, BF16, key=jax.random.key(0))
     with pytest.raises(ValueError, match="2 to 11 exponent bits"):
         number_format(1, 3)
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+def test_round_to_refuses_what_it_would_get_wrong():
+    x = jnp.ones(3, jnp.float32)
+    with pytest.raises(TypeError, match="Rounding"):
+        # By name it would count as truncation.
+        formats.round_to(x, BF16, "nearest_even")  # pyright: ignore
+    with pytest.raises(TypeError, match="fp32 carrier"):
+        formats.round_to(x, formats.number_format(11, 2))

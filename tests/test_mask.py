@@ -122,3 +122,11 @@ def test_bad_masks_are_refused():
         Mask(window=(-1, 2))
     with pytest.raises(ValueError, match="is_interval|needs a mask"):
         MASKS["dense"].interval(T, S)
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+@pytest.mark.parametrize("window", [3, (2,), (1, 2, 3), (1.5, 2), (-1, 2), [1, 2]])
+def test_a_window_that_is_no_pair_is_refused_in_one_line(window):
+    with pytest.raises(ValueError, match="window must be") as caught:
+        Mask(window=window)
+    assert "\n" not in str(caught.value)

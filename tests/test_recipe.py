@@ -85,3 +85,33 @@ def test_contradictions_are_refused():
         dataclasses.replace(FLASH2, probability_from="softmax")
     with pytest.raises(ValueError, match="exp2_degree"):
         dataclasses.replace(FLASH2, exponential="exp2_polynomial")
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        (dict(delta_source="zzz"), "o_hi_lo"),
+        (dict(normalise="never"), "each_step"),
+        (dict(block_kv=0), "at least 1"),
+        (dict(backward_block_kv=-3), "at least 1"),
+        (dict(dlogits_scale=0.0), "positive"),
+        (dict(dlogits_scale=3.0), "power of two"),
+        (dict(probability_scale=float("nan")), "positive"),
+        (dict(rescale_threshold=-1.0), "at least 0"),
+        (dict(logits=BF16), "a Step"),
+        (dict(inputs="bf16"), "a NumberFormat"),
+    ],
+)
+def test_a_setting_without_meaning_is_refused_in_one_line(changes, hint):
+    with pytest.raises(ValueError, match=hint) as caught:
+        dataclasses.replace(FLASH2, **changes)
+    assert next(iter(changes)) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+def test_a_step_by_name_is_refused():
+    # The emulator would take any rounding but NEAREST_EVEN for truncation.
+    with pytest.raises(ValueError, match="Step takes"):
+        Step(BF16, "nearest_even")  # pyright: ignore[reportArgumentType]
