@@ -28,6 +28,7 @@ from attn_jax.emulator_vjp import gradients
 from attn_jax.mask import Mask
 from attn_jax.recipe import Recipe
 from attn_jax.reference import check_arguments, default_scale
+from attn_jax.varying import varying_alike
 
 
 def attention(
@@ -64,11 +65,14 @@ def attention(
     Raises ValueError for arguments that do not fit together or to the recipe, and
     NotImplementedError for a setting of the recipe that the emulator does not run.
     """
-    check_arguments(query, key, value, bias=bias, mask=mask, sinks=sinks)
+    check_arguments(
+        query, key, value, bias=bias, mask=mask, soft_cap=soft_cap, sinks=sinks
+    )
     check_recipe(recipe, query, key, value)
     dtype = None if out_dtype is None else np.dtype(out_dtype)
     static = Static(recipe, default_scale(scale, query.shape[-1]), soft_cap, dtype)
-    return _attention(static, query, key, value, bias, sinks, mask)
+    arrays = varying_alike(query, key, value, bias, sinks, mask)
+    return _attention(static, *arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -24,6 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from attn_jax.mask import Mask
+from attn_jax.varying import varying_alike
 
 
 def attention(
@@ -49,13 +50,16 @@ def attention(
 
     Raises ValueError, from `check_arguments`, for shapes that do not fit together.
     """
-    check_arguments(query, key, value, bias=bias, mask=mask, sinks=sinks)
+    check_arguments(
+        query, key, value, bias=bias, mask=mask, soft_cap=soft_cap, sinks=sinks
+    )
     static = _Static(
         default_scale(scale, query.shape[-1]),
         soft_cap,
         np.dtype(query.dtype if out_dtype is None else out_dtype),
     )
-    return _attention(static, query, key, value, bias, sinks, mask)
+    arrays = varying_alike(query, key, value, bias, sinks, mask)
+    return _attention(static, *arrays)
 
 
 class Golden(NamedTuple):
@@ -95,7 +99,9 @@ def golden(
     absolute values of their terms: the size against which to judge an error where
     the exact result vanishes. The other fields are unaffected.
     """
-    check_arguments(query, key, value, bias=bias, mask=mask, sinks=sinks)
+    check_arguments(
+        query, key, value, bias=bias, mask=mask, soft_cap=soft_cap, sinks=sinks
+    )
     B, T, N, H = query.shape
     G = N // key.shape[2]
     q, k, v, do = map(_to_numpy, (query, key, value, dout))
@@ -143,8 +149,10 @@ def default_scale(scale: float | None, head_dim: int) -> float:
     return head_dim**-0.5 if scale is None else float(scale)
 
 
-def check_arguments(query, key, value, *, bias=None, mask=Mask(), sinks=None) -> None:
-    """Raises ValueError, one line, if the shapes of the arguments do not fit."""
+def check_arguments(
+    query, key, value, *, bias=None, mask=Mask(), soft_cap=None, sinks=None
+) -> None:
+    """Raises ValueError, one line, if shapes, types or the soft cap do not fit."""
     if query.ndim != 4 or key.ndim != 4:
         raise ValueError(
             "query must be [B, T, N, H] and key, value [B, S, K, H], got "
@@ -156,6 +164,12 @@ def check_arguments(query, key, value, *, bias=None, mask=Mask(), sinks=None) ->
         raise ValueError(
             "key and value must be [B, S, K, H] with the B and H of query "
             f"{query.shape}, got {key.shape} and {value.shape}"
+        )
+    # An empty batch gives an empty result; no other size 0 is worth code of its own.
+    if 0 in (T, S, N, K, H):
+        raise ValueError(
+            "T, S, N, K and H must be at least 1, got query and key of shapes "
+            f"{query.shape} and {key.shape}"
         )
     if N % K:
         raise ValueError(f"query heads ({N}) must be a multiple of key heads ({K})")
@@ -176,6 +190,34 @@ def check_arguments(query, key, value, *, bias=None, mask=Mask(), sinks=None) ->
     ):
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+    _check_types(query, key, value, bias, mask, sinks)
+    if soft_cap is not None:
+        if isinstance(soft_cap, jax.Array):
+            raise ValueError("soft_cap must be a Python number, which is compiled in")
+        if not 0 < soft_cap < float("inf"):
+            raise ValueError(f"soft_cap must be positive and finite, got {soft_cap}")
+
+
+def _check_types(query, key, value, bias, mask: Mask, sinks) -> None:
+    for name, x, kind, word in (
+        ("query", query, jnp.floating, "floating"),
+        ("key", key, jnp.floating, "floating"),
+        ("value", value, jnp.floating, "floating"),
+        ("bias", bias, jnp.floating, "floating"),
+        ("sinks", sinks, jnp.floating, "floating"),
+        ("mask.dense", mask.dense, jnp.bool_, "bool"),
+        ("mask.query_lengths", mask.query_lengths, jnp.integer, "integer"),
+        ("mask.key_value_lengths", mask.key_value_lengths, jnp.integer, "integer"),
+        ("mask.query_segment_ids", mask.query_segment_ids, jnp.integer, "integer"),
+        (
+            "mask.key_value_segment_ids",
+            mask.key_value_segment_ids,
+            jnp.integer,
+            "integer",
+        ),
+    ):
+        if x is not None and not jnp.issubdtype(x.dtype, kind):
+            raise ValueError(f"{name} must be {word}, got {x.dtype}; cast it")
 
 
 class _Static(NamedTuple):

@@ -17,6 +17,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from attn_jax.varying import varying_alike
+
 _WHOLE = {"T": "query sequence", "S": "key sequence", "H": "head dim"}
 
 type _MeshAxes = str | tuple[str, ...] | None
@@ -59,21 +61,6 @@ def partitioned(
         `jax.errors.JaxRuntimeError` with the same line in it.
     """
     return _mapped(function, layout, 0)
-
-
-def varying_alike(*arrays: Array) -> tuple[Array, ...]:
-    """Marks arrays as varying over the manual mesh axes over which any of them varies.
-
-    Inside `jax.shard_map` with `check_vma=True` the rules of a `jax.custom_vjp` see the
-    result, so that the cotangent of an array which was the same on all devices is
-    summed over them by the transpose of this function. Elsewhere it does nothing.
-    """
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    union = frozenset().union(*varying)
-    return tuple(
-        jax.lax.pcast(x, tuple(sorted(union - axes)), to="varying")
-        for x, axes in zip(arrays, varying, strict=True)
-    )
 
 
 def _mapped(function: Callable, layout: Layout, depth: int) -> Callable:
