@@ -52,6 +52,7 @@ def nothing_compiles(monkeypatch):
         (["--attn=fast"], ["fast", "pallas"]),
         (["--preset=huge"], ["huge", "small"]),
         (["--lr=much"], ["lr", "much"]),
+        (["--time-std=0"], ["time-std", "positive"]),
         (["--steps=0"], ["--steps", "at least 1"]),
         (["--model.heads=4"], ["(64, 128)", "32", "--attn=xla"]),
         (["--attention-inputs=fp32"], ["--attention-inputs=bf16"]),

@@ -105,6 +105,10 @@ def test_times_are_logit_normal():
     # P(t < sigmoid(-1)) = Phi(-1) = 0.1587; four standard deviations of a share.
     share = (t < 1 / (1 + np.e)).mean()
     assert abs(share - 0.1587) < 4 * (0.1587 * 0.8413 / count) ** 0.5
+    # The same quantile of logit(t) ~ N(1.2, 1.2**2) lies at logit(t) = 0.
+    shifted = np.asarray(draw_times(jax.random.key(1), count, 1.2, 1.2))
+    share = (shifted < 0.5).mean()
+    assert abs(share - 0.1587) < 4 * (0.1587 * 0.8413 / count) ** 0.5
 
 
 def test_dropped_captions_are_all_padding():

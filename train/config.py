@@ -172,6 +172,10 @@ class Config:
     """Images a step, over all devices."""
     lr: float = 1e-3
     """Largest learning rate."""
+    time_mean: float = 0.0
+    """Mean of logit(t); larger trains more on noise, where layouts are decided."""
+    time_std: float = 1.0
+    """Standard deviation of logit(t)."""
     caption_dropout: float = 0.1
     """Share of captions emptied, for classifier-free guidance."""
     init_from: str | None = None

@@ -35,14 +35,18 @@ _TINY = Config(
 _SMALL = Config(
     preset="small",
     precision="bf16",
+    steps=20_000,
+    batch_size=128,
+    lr=7e-4,
+    time_mean=1.2,
+    time_std=1.2,
     data=DataConfig(workers=4),
-    eval=EvalConfig(every=2500, batch_size=500),
-    checkpoint=CheckpointConfig(every=2500),
+    eval=EvalConfig(every=5000, batch_size=500),
+    checkpoint=CheckpointConfig(every=5000),
 )
 _SMALL_LONG = dataclasses.replace(
     _SMALL,
     preset="small-long",
-    batch_size=128,
     model=dataclasses.replace(_SMALL.model, patch=2),
     eval=dataclasses.replace(_SMALL.eval, batch_size=250),
 )
@@ -50,7 +54,6 @@ _BASE = dataclasses.replace(
     _SMALL,
     preset="base",
     steps=50_000,
-    batch_size=128,
     lr=3e-4,
     data=dataclasses.replace(_SMALL.data, resolution=128),
     model=ModelConfig(width=768, depth=12, heads=12),

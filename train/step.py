@@ -45,7 +45,7 @@ def make_train_step(
             lambda x, t, tokens: model(x, t, tokens, attention_fn),
             images,
             drop_captions(batch["tokens"], dropped),
-            draw_times(time_key, count),
+            draw_times(time_key, count, config.time_mean, config.time_std),
             jax.random.normal(noise_key, images.shape),
             config.model.prediction,
         )

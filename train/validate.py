@@ -97,6 +97,11 @@ def _validate_numbers(config: Config) -> None:
         if not 0.0 <= flat[name] <= 1.0:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} is {flat[name]}; it must lie in [0, 1]")
+    if not (config.time_std > 0 and math.isfinite(config.time_mean)):
+        raise UsageError(
+            f"--time-mean {config.time_mean} and --time-std {config.time_std} must be "
+            "finite, the latter positive"
+        )
     if not (config.lr > 0 and math.isfinite(config.lr)):
         raise UsageError(f"--lr is {config.lr}; it must be positive and finite")
 
