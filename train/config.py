@@ -149,7 +149,7 @@ class Config:
 
     Run the same command again to resume. --config FILE starts from the config.json
     of a run instead of a preset. Draw from a trained run with
-    python -m train sample --run-dir DIR --caption "a red circle in the center".
+    python -m train sample --run-dir DIR --caption "a blue circle in the center".
     """
 
     attn: Attention = "pallas"
