@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import numbers
 import typing
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -74,8 +76,11 @@ def dot_product_attention(
     Where each implementation rounds is said in its module (`kernels/hopper_forward.py`,
     `recipe.py`, `reference.py`, `external.py`).
 
+    A query that sees no key gives out 0, LSE -inf and no gradient (`cudnn`: whatever
+    cuDNN gives).
+
     Raises:
-      ValueError: shapes or names that do not fit.
+      ValueError: shapes, types or names that do not fit.
       NotImplementedError: the named implementation cannot do this here.
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
@@ -89,11 +94,11 @@ def dot_product_attention(
         x = None if x is None else jnp.asarray(x)
         return x if x is None or x.ndim == ndim else x[None]
 
-    if isinstance(local_window_size, int):
-        local_window_size = (local_window_size, local_window_size)
+    if isinstance(is_causal, jax.Array):
+        raise ValueError("is_causal must be a Python bool; it is compiled in")
     rules = Mask(
         is_causal=bool(is_causal),
-        window=local_window_size,
+        window=_window(local_window_size),
         dense=batched(mask, 4),
         query_lengths=batched(query_seq_lengths, 1),
         key_value_lengths=batched(key_value_seq_lengths, 1),
@@ -108,17 +113,18 @@ def dot_product_attention(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, "
             f"got {implementation!r}"
         )
-    if recipe is not None and implementation != "emulated":
-        raise ValueError(
-            f"recipe= is for implementation='emulated', not {implementation!r}"
-        )
-    if isinstance(scale, jax.Array):
-        raise ValueError(
-            "scale must be a Python number, which is compiled in; multiply query by an "
-            "array instead"
-        )
+    if recipe is not None:
+        if implementation != "emulated":
+            raise ValueError(
+                f"recipe= is for implementation='emulated', not {implementation!r}"
+            )
+        if not isinstance(recipe, Recipe):
+            raise ValueError(
+                f"recipe must be a Recipe, such as attn_jax.RECIPES['flash2'], got "
+                f"{recipe!r}"
+            )
     scale = reference.default_scale(scale, query.shape[-1])
-    out_dtype = query.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    out_dtype = _output_dtype(query.dtype if out_dtype is None else out_dtype)
 
     def refusal(name: Implementation) -> str | None:
         if name == "pallas":
@@ -190,6 +196,24 @@ def dot_product_attention(
     assert lse is not None  # Implementations without an LSE have refused above.
     lse = lse.swapaxes(1, 2)
     return out, lse[0] if unbatched else lse
+
+
+def _window(size) -> tuple[int | None, int | None] | None:
+    if isinstance(size, numbers.Integral):
+        return int(size), int(size)
+    return tuple(size) if isinstance(size, list) else size
+
+
+def _output_dtype(dtype) -> np.dtype:
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"out_dtype must be a floating type: {error}") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"out_dtype must be a floating type, got {dtype}")
+    if dtype == jnp.float64 and not jax.config.jax_enable_x64:
+        raise ValueError("out_dtype=float64 needs jax_enable_x64")
+    return dtype
 
 
 def _pallas_refusal(

@@ -4,6 +4,7 @@ Both go through `jax.nn.dot_product_attention`. Whatever they cannot do exactly 
 `attn_jax.dot_product_attention` promises they refuse in one line.
 """
 
+import dataclasses
 from typing import Literal
 
 import jax
@@ -25,6 +26,8 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """jax.nn's attention: `xla` keeps S in FP32 and P in the inputs' format; `cudnn` is
     a fused kernel that takes 16-bit inputs on an NVIDIA GPU.
+
+    For a query that sees no key jax.nn's `xla` gives the mean of V; here it gives 0.
     """
     dense = mask.dense
     if mask.query_segment_ids is not None:
@@ -42,7 +45,7 @@ def attention(
             longest if left is None else left,
             longest if right is None else right,
         )
-    return jax.nn.dot_product_attention(
+    out = jax.nn.dot_product_attention(
         query,
         key,
         value,
@@ -55,6 +58,12 @@ def attention(
         local_window_size=window,
         implementation=backend,
     )
+    # A causal mask alone leaves every query its first key.
+    if backend == "cudnn" or dataclasses.replace(mask, is_causal=False).is_empty:
+        return out
+    seen = mask.materialise(query.shape[1], key.shape[1])
+    assert seen is not None  # Only an empty mask has nothing to materialise.
+    return jnp.where(seen.any(axis=-1).swapaxes(1, 2)[..., None], out, 0)
 
 
 def unsupported(

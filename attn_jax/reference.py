@@ -14,6 +14,8 @@ the end. `exp` and never `exp2`: the latter is off by up to 46 ulp on XLA's CPU 
 """
 
 import functools
+import math
+import numbers
 import operator
 from typing import Any, NamedTuple
 
@@ -146,7 +148,15 @@ def golden(
 
 
 def default_scale(scale: float | None, head_dim: int) -> float:
-    return head_dim**-0.5 if scale is None else float(scale)
+    """`scale`, or 1 / sqrt(head_dim); ValueError unless it is a finite number."""
+    if scale is None:
+        return head_dim**-0.5
+    if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+        raise ValueError(
+            f"scale must be a finite Python number, which is compiled in, got {scale}; "
+            "multiply query by an array instead"
+        )
+    return float(scale)
 
 
 def check_arguments(
@@ -218,6 +228,11 @@ def _check_types(query, key, value, bias, mask: Mask, sinks) -> None:
     ):
         if x is not None and not jnp.issubdtype(x.dtype, kind):
             raise ValueError(f"{name} must be {word}, got {x.dtype}; cast it")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"query, key and value must have one type, got {query.dtype}, {key.dtype} "
+            f"and {value.dtype}; cast them"
+        )
 
 
 class _Static(NamedTuple):

@@ -302,3 +302,57 @@ def test_none_chooses_what_can_run():
             query, key, value, soft_cap=3.0, implementation="reference"
         ),
     )
+
+
+@pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS)
+def test_queries_without_keys_give_zero(implementation):
+    query, key, value, dout = inputs()
+    lengths = jnp.array([0, 56])
+
+    def attend(query, key, value):
+        return attn_jax.dot_product_attention(
+            query,
+            key,
+            value,
+            key_value_seq_lengths=lengths,
+            implementation=implementation,
+        )
+
+    out, vjp = jax.vjp(attend, query, key, value)
+    assert not np.any(np.asarray(out[0], np.float32))
+    assert np.all(np.isfinite(np.asarray(out[1], np.float32)))
+    for gradient in vjp(dout):
+        assert not np.any(np.asarray(gradient[0], np.float32))
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+def test_values_of_the_wrong_kind_are_refused_in_one_line():
+    query, key, value, _ = inputs()
+    refusals = [
+        (dict(scale="a"), "scale"),
+        (dict(scale=float("nan")), "scale"),
+        (dict(out_dtype="bogus"), "out_dtype"),
+        (dict(out_dtype=jnp.int32), "floating"),
+        (dict(out_dtype=np.float64), "jax_enable_x64"),
+        (dict(recipe="flash2", implementation="emulated"), "RECIPES['flash2']"),
+        (dict(is_causal=jnp.array(True)), "is_causal"),
+    ]
+    for arguments, hint in refusals:
+        with pytest.raises(ValueError) as caught:
+            attn_jax.dot_product_attention(query, key, value, **arguments)
+        assert hint in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="one type"):
+        attn_jax.dot_product_attention(query, key.astype(jnp.float32), value)
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+def test_windows_may_be_numpy_numbers_or_lists():
+    query, key, value, _ = inputs()
+
+    def attend(window):
+        return attn_jax.dot_product_attention(
+            query, key, value, local_window_size=window, implementation="reference"
+        )
+
+    np.testing.assert_array_equal(attend(np.int64(3)), attend((3, 3)))
+    np.testing.assert_array_equal(attend([3, 2]), attend((3, 2)))

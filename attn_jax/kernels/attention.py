@@ -17,6 +17,7 @@ from attn_jax.kernels import hopper_backward, hopper_forward, tuning
 from attn_jax.kernels.partition import Layout, partitioned, varying_alike
 from attn_jax.kernels.tuning import Tiling
 from attn_jax.recipe import ATTN_JAX, Recipe
+from attn_jax.reference import check_arguments, default_scale
 
 # TMA reads 16-bit tiles in groups of 8 rows.
 SEQUENCE_MULTIPLE = 8
@@ -44,12 +45,14 @@ def attention(
 
     Raises:
       NotImplementedError: `unsupported` names a reason.
+      ValueError: shapes or a scale that do not fit.
     """
+    check_arguments(query, key, value)
     reason = unsupported(query, key, value, out_dtype=out_dtype)
     if reason is not None:
         raise NotImplementedError(reason)
     out_dtype = jnp.dtype(query.dtype if out_dtype is None else out_dtype)
-    scale = float(scale)
+    scale = default_scale(scale, query.shape[-1])
     if scale < 0:
         # The kernels take the row maximum before they scale. The sign is exact in Q.
         query, scale = -query, -scale
@@ -78,8 +81,8 @@ def unsupported(
             f"and value, not {head_dim} and {value.shape[-1]}; use "
             "implementation='emulated' or 'xla'"
         )
-    if 0 in (*query.shape, *key.shape):
-        return f"the kernels take no empty arrays: {query.shape}, {key.shape}"
+    if query.shape[0] == 0:
+        return "the kernels take no empty batch"
     out_dtype = jnp.dtype(query.dtype if out_dtype is None else out_dtype)
     if out_dtype not in (query.dtype, jnp.float32):
         return (
