@@ -53,7 +53,39 @@ def nothing_compiles(monkeypatch):
         (["--preset=huge"], ["huge", "small"]),
         (["--lr=much"], ["lr", "much"]),
         (["--time-std=0"], ["time-std", "positive"]),
+        (["--time-std=inf"], ["--time-std", "finite"]),
+        (["--time-mean=nan"], ["--time-mean", "finite"]),
         (["--steps=0"], ["--steps", "at least 1"]),
+        (["--seed=-1"], ["--seed is -1", "at least 0"]),
+        (["--seed=4294967296"], ["--seed", "below 4294967296"]),
+        (["--data.seed=-1"], ["--data.seed is -1", "at least 0"]),
+        (["--data.seed=9223372036854775808"], ["below 9223372036854775808"]),
+        (["--optimizer.beta1=1"], ["--optimizer.beta1", "[0, 1)"]),
+        (["--optimizer.beta2=-0.1"], ["--optimizer.beta2", "[0, 1)"]),
+        (["--optimizer.beta2=nan"], ["--optimizer.beta2", "[0, 1)"]),
+        (["--optimizer.eps=0"], ["--optimizer.eps", "positive"]),
+        (["--optimizer.eps=nan"], ["--optimizer.eps", "positive"]),
+        (["--optimizer.clip=0"], ["--optimizer.clip", "positive"]),
+        (["--optimizer.weight-decay=-1"], ["--optimizer.weight-decay", "at least 0"]),
+        (["--optimizer.weight-decay=nan"], ["--optimizer.weight-decay", "finite"]),
+        (["--optimizer.decay-fraction=nan"], ["--optimizer.decay-fraction", "[0, 1]"]),
+        (
+            ["--precision=fp16", "--optimizer.static-loss-scale=0"],
+            ["--optimizer.static-loss-scale", "positive"],
+        ),
+        (["--eval.guidance=inf"], ["--eval.guidance", "finite"]),
+        (["--distributed.coordinator=here:1"], ["go together"]),
+        (["--distributed.processes=2", "--distributed.process-id=0"], ["go together"]),
+        (
+            ["--distributed.coordinator=here:1", "--distributed.processes=2"]
+            + ["--distributed.process-id=0"],
+            ["--distributed.enabled"],
+        ),
+        (
+            ["--distributed.coordinator=here:1", "--distributed.processes=2"]
+            + ["--distributed.process-id=2", "--distributed.enabled"],
+            ["--distributed.process-id is 2", "[0, 2)"],
+        ),
         (["--model.heads=4"], ["(64, 128)", "32", "--attn=xla"]),
         (["--attention-inputs=fp32"], ["--attention-inputs=bf16"]),
         (["--preset=small", "--precision=fp32"], ["--attention-inputs=bf16"]),
@@ -90,6 +122,35 @@ def test_a_mistake_is_exit_2_and_one_line(
     for name in names:
         assert name in err
     assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["--out=x.jpg"], ["--out x.jpg", ".png"]),
+        (["--out=nowhere/x.png"], ["--out nowhere/x.png", "folder that exists"]),
+        (["--out=here.png"], ["--out here.png", "must be a file"]),
+        (["--sampler-steps=0"], ["--sampler-steps is 0", "at least 1"]),
+        (["--sampler-steps=-3"], ["--sampler-steps is -3", "at least 1"]),
+        (["--seed=-1"], ["--seed is -1"]),
+        (["--guidance=nan"], ["--guidance is nan", "finite"]),
+    ],
+)
+def test_a_picture_that_cannot_be_made_is_refused_at_once(
+    arguments, names, capfd, tmp_path, monkeypatch
+):
+    def assembled(*_, **__):
+        raise AssertionError("the model was built before the command was refused")
+
+    monkeypatch.setattr("train.sample.assemble", assembled)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.png").mkdir()
+    (tmp_path / "config.json").write_text(to_json(PRESETS["tiny"]))
+    assert main(["sample", "--run-dir=.", *arguments, "--caption", "a blue cross"]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and len(err.splitlines()) == 1, err
+    for name in names:
+        assert name in err
 
 
 def test_flags_override_the_preset_and_print_as_json(capfd):

@@ -24,6 +24,7 @@ class Checkpoints:
     def __init__(self, directory: Path, keep: int):
         from orbax.checkpoint import v1 as ocp
 
+        self._directory = directory
         training = ocp.training
         always: Any = training.save_decision_policies.FixedIntervalPolicy(1)
         newest: Any = training.preservation_policies.LatestN(keep)
@@ -67,11 +68,20 @@ class Checkpoints:
         self._checkpointer.wait()
 
     def restore(self, abstract: Any) -> TrainState:
-        """The newest state, each leaf with the format and placement of `abstract`."""
-        loaded = self._checkpointer.load_checkpointables(
-            self.latest, {"state": abstract}
+        """The newest state, each leaf with the format and placement of `abstract`.
+
+        Raises:
+          UsageError: it is damaged. Nothing is deleted: whether an older checkpoint
+            will do is the user's choice.
+        """
+        found = _steps(self._directory)
+        newest = found.pop(max(found))
+        older = (
+            f"to go on from {found[max(found)]}"
+            if found
+            else "to start from scratch, as there is no older one"
         )
-        return loaded["state"]
+        return _load(newest, abstract, f"delete that folder {older}")
 
 
 def find_weights(path: Path, abstract: TrainState) -> Path:
@@ -87,15 +97,17 @@ def find_weights(path: Path, abstract: TrainState) -> Path:
     """
     from orbax.checkpoint import v1 as ocp
 
-    found = [path] if (path / "state").is_dir() else (path / "checkpoints").glob("*")
-    # One that is still being written has a longer name.
-    steps = {int(one.name): one for one in found if one.name.isdigit()}
+    if path.name.isdigit() and (path / "state").is_dir():
+        steps = {int(path.name): path}
+    else:
+        steps = _steps(path / "checkpoints")
     if not steps:
         raise UsageError(
             f"--init-from {path}: no checkpoint there; name a run folder or one of "
             "the folders in its checkpoints/"
         )
     newest = steps[max(steps)]
+    _check_files(newest, "name an undamaged one to --init-from")
     stored: Any = ocp.checkpointables_metadata(str(newest.absolute())).metadata["state"]
     for part in _WEIGHTS:
         there, here = _shapes(stored[part]), _shapes(getattr(abstract, part))
@@ -107,6 +119,46 @@ def find_weights(path: Path, abstract: TrainState) -> Path:
                     "--model and --data options of that run"
                 )
     return newest
+
+
+def _steps(directory: Path) -> dict[int, Path]:
+    """The complete checkpoints; one still being written has a longer name."""
+    found = directory.glob("*")
+    return {int(one.name): one for one in found if one.name.isdigit()}
+
+
+def _check_files(checkpoint: Path, remedy: str) -> None:
+    """Refuses a checkpoint with lost or emptied files by their names."""
+    state = checkpoint / "state"
+    needed = [state / "_METADATA", state / "manifest.ocdbt"]
+    for file in [*needed, *sorted((state / "d").glob("*"))]:
+        name = file.relative_to(checkpoint)
+        if not file.exists():
+            raise _damaged(checkpoint, f"it has no {name}", remedy)
+        if not file.stat().st_size:
+            raise _damaged(checkpoint, f"its {name} is empty", remedy)
+
+
+def _damaged(checkpoint: Path, why: str, remedy: str) -> UsageError:
+    return UsageError(f"the checkpoint {checkpoint} is damaged, {why}: {remedy}")
+
+
+def _load(checkpoint: Path, wanted: Any, remedy: str) -> Any:
+    from orbax.checkpoint import v1 as ocp
+
+    _check_files(checkpoint, remedy)
+    folder = str(checkpoint.absolute())
+    try:
+        return ocp.load_checkpointables(folder, {"state": wanted})["state"]
+    except KeyError as error:
+        # Orbax wraps whatever goes wrong, from damage to a lack of memory.
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if not isinstance(cause, (ValueError, KeyError, OSError)):
+            raise
+        why = f"it cannot be read ({str(cause)[:300]})"
+        raise _damaged(checkpoint, why, remedy) from error
 
 
 def _shapes(weights: Any) -> dict[str, tuple[int, ...]]:
@@ -129,5 +181,5 @@ def load_weights(checkpoint: Path, abstract: TrainState) -> tuple[Any, Any]:
         else jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
         for part, tree in stored.items()
     }
-    state: Any = ocp.load_checkpointables(folder, {"state": wanted})["state"]
+    state = _load(checkpoint, wanted, "name an undamaged one to --init-from")
     return state["params"], state["average"]

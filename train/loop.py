@@ -73,10 +73,15 @@ def run(config: Config) -> dict[str, Any]:
         Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints,
         _sigterm_noted() as stopping,
     ):
+        if done is not None and checkpoints.latest is None:
+            raise UsageError(
+                f"{folder.root} is done with {done['steps']} steps but has no "
+                "checkpoint to go on from: give --run-dir for a new run, or delete "
+                f"{folder.root} to start it over"
+            )
         weights = None
         if config.init_from is not None and checkpoints.latest is None:
             weights = find_weights(Path(config.init_from), assembly.abstract_state())
-        record.write(lambda: folder.begin(config))
         trainer = _Trainer(assembly, record, checkpoints, weights, train, val)
         state = trainer.start()
         try:
@@ -135,21 +140,25 @@ class _Trainer:
 
     def start(self) -> TrainState:
         """The newest checkpoint, or the weights of `--init-from`, or fresh ones."""
-        attention = self.assembly.attention
-        if attention.note:
-            self.record.say(attention.note)
         step = self.checkpoints.latest
         folder = self.record.folder
-        self.record.write(lambda: folder.forget_after(step or 0))
-        self._describe([])
-        if step is None:
-            return self._first_state()
-        if step > self.config.steps:
+        if step is not None and step > self.config.steps:
             raise UsageError(
                 f"{folder.root} is at step {step}, past --steps {self.config.steps}"
             )
+        # A folder that cannot be gone on with is left as it is.
+        restored = None
+        if step is not None:
+            restored = self.checkpoints.restore(self.assembly.abstract_state())
+        self.record.write(lambda: folder.begin(self.config))
+        if self.assembly.attention.note:
+            self.record.say(self.assembly.attention.note)
+        self.record.write(lambda: folder.forget_after(step or 0))
+        self._describe([])
+        if restored is None:
+            return self._first_state()
         self.record.say(f"resuming from step {step}")
-        return self.checkpoints.restore(self.assembly.abstract_state())
+        return restored
 
     def _first_state(self) -> TrainState:
         state = self.assembly.fresh_state()

@@ -16,6 +16,7 @@ Only process 0 writes and speaks; all of it goes to stderr but the final line of
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -92,8 +93,23 @@ class RunFolder:
         (self.root / "environment.json").write_text(text)
 
     def done(self) -> dict[str, Any] | None:
-        """What the finished run wrote, None if it has not finished."""
-        return json.loads(self._done.read_text()) if self._done.exists() else None
+        """What the finished run wrote, None if it has not finished.
+
+        Raises:
+          UsageError: the file is damaged.
+        """
+        if not self._done.exists():
+            return None
+        try:
+            result = json.loads(self._done.read_text())
+            if result["steps"] >= 0 and math.isfinite(result["held_out_loss"]):
+                return result
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        raise UsageError(
+            f"{self._done} is damaged: delete it, and the same command goes on from "
+            "the newest checkpoint"
+        )
 
     def finish(self, result: dict[str, Any]) -> None:
         """Marks the run as finished; nothing is written after this."""

@@ -1,6 +1,8 @@
 """Draws images for captions from a trained run."""
 
 import dataclasses
+import math
+import os
 from pathlib import Path
 
 import jax
@@ -11,6 +13,7 @@ from train.checkpoint import Checkpoints
 from train.config import SampleConfig, UsageError, load
 from train.evaluate import Evaluator
 from train.figures import write_grid
+from train.validate import check_number
 
 
 def sample_run(command: SampleConfig) -> str:
@@ -21,15 +24,22 @@ def sample_run(command: SampleConfig) -> str:
     checkpoint.
 
     Raises:
-      UsageError: the run has no checkpoint, or a caption the tokenizer does not know.
+      UsageError: the PNG cannot be written there, a number makes no sense, the run
+        has no checkpoint, or a caption the tokenizer does not know; raised before
+        anything is drawn.
     """
     root, out = Path(command.run_dir), Path(command.out)
+    _check(command)
     config = load(root / "config.json")
     captions = list(command.caption)
     evaluation = dataclasses.replace(
         config.eval,
         batch_size=len(captions),
-        sampler_steps=command.sampler_steps or config.eval.sampler_steps,
+        sampler_steps=(
+            config.eval.sampler_steps
+            if command.sampler_steps is None
+            else command.sampler_steps
+        ),
         guidance=(
             config.eval.guidance if command.guidance is None else command.guidance
         ),
@@ -61,8 +71,27 @@ def sample_run(command: SampleConfig) -> str:
             assembly.parts, assembly.attention_fn, assembly.mesh, assembly.tokenizer
         )
         images = evaluator.samples(state.average, captions, seed=command.seed)
-    _write(images, captions, out)
+    try:
+        _write(images, captions, out)
+    except OSError as error:
+        raise UsageError(f"cannot write --out {out}: {error.strerror}") from error
     return str(out)
+
+
+def _check(command: SampleConfig) -> None:
+    out = Path(command.out)
+    if out.suffix.lower() != ".png":
+        raise UsageError(f"--out {out} must end in .png")
+    if not out.parent.is_dir() or out.is_dir():
+        raise UsageError(f"--out {out} must be a file in a folder that exists")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UsageError(f"cannot write --out {out}")
+    check_number("seed", command.seed, 0 <= command.seed < 2**32, "lie in [0, 2**32)")
+    steps, guidance = command.sampler_steps, command.guidance
+    if steps is not None:
+        check_number("sampler_steps", steps, steps >= 1, "be at least 1")
+    if guidance is not None:
+        check_number("guidance", guidance, math.isfinite(guidance), "be finite")
 
 
 def _write(images: np.ndarray, captions: list[str], out: Path) -> None:

@@ -29,11 +29,24 @@ _AT_LEAST_ONE = (
     "checkpoint.keep",
 )
 _NOT_NEGATIVE = (
+    "seed",
+    "data.seed",
     "mesh.data",
     "data.workers",
     "eval.every",
     "eval.novel",
     "optimizer.warmup",
+)
+# The generator of JAX keeps 32 bits of a seed: larger ones would repeat.
+_SEED_LIMITS = {"seed": 2**32, "data.seed": 2**63}
+_IN_UNIT_INTERVAL = ("caption_dropout", "optimizer.decay_fraction", "optimizer.ema")
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
+_POSITIVE = (
+    "lr",
+    "time_std",
+    "optimizer.eps",
+    "optimizer.clip",
+    "optimizer.static_loss_scale",
 )
 
 
@@ -44,6 +57,7 @@ def validate(config: Config) -> None:
       UsageError: naming the field at fault and values that would work.
     """
     _validate_numbers(config)
+    _validate_processes(config)
     model, mesh = config.model, config.mesh
     if model.width % model.heads:
         raise UsageError(
@@ -90,20 +104,52 @@ def _validate_numbers(config: Config) -> None:
     flat = flatten(config)
     for name in (*_AT_LEAST_ONE, *_NOT_NEGATIVE):
         least = int(name in _AT_LEAST_ONE)
-        if flat[name] < least:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} is {flat[name]}; it must be at least {least}")
-    for name in ("caption_dropout", "optimizer.decay_fraction", "optimizer.ema"):
-        if not 0.0 <= flat[name] <= 1.0:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} is {flat[name]}; it must lie in [0, 1]")
-    if not (config.time_std > 0 and math.isfinite(config.time_mean)):
+        check_number(name, flat[name], flat[name] >= least, f"be at least {least}")
+    for name, limit in _SEED_LIMITS.items():
+        check_number(name, flat[name], flat[name] < limit, f"be below {limit}")
+    for name in _IN_UNIT_INTERVAL:
+        check_number(name, flat[name], 0.0 <= flat[name] <= 1.0, "lie in [0, 1]")
+    for name in _BELOW_ONE:
+        check_number(name, flat[name], 0.0 <= flat[name] < 1.0, "lie in [0, 1)")
+    for name in _POSITIVE:
+        if flat[name] is not None:
+            works = flat[name] > 0 and math.isfinite(flat[name])
+            check_number(name, flat[name], works, "be positive and finite")
+    decay = config.optimizer.weight_decay
+    works = decay >= 0 and math.isfinite(decay)
+    check_number("optimizer.weight_decay", decay, works, "be at least 0 and finite")
+    for name in ("time_mean", "eval.guidance"):
+        check_number(name, flat[name], math.isfinite(flat[name]), "be finite")
+
+
+def check_number(name: str, value: int | float, works: bool, what: str) -> None:
+    """Refuses a number that does not work, by its flag and what it must be.
+
+    Raises:
+      UsageError: `works` is false.
+    """
+    if not works:
+        flag = name.replace("_", "-")
+        raise UsageError(f"--{flag} is {value}; it must {what}")
+
+
+def _validate_processes(config: Config) -> None:
+    given = config.distributed
+    number, count = given.process_id, given.processes
+    if number is None and count is None and given.coordinator is None:
+        return
+    if number is None or count is None or given.coordinator is None:
         raise UsageError(
-            f"--time-mean {config.time_mean} and --time-std {config.time_std} must be "
-            "finite, the latter positive"
+            "--distributed.coordinator, --distributed.processes and "
+            "--distributed.process-id go together: give all three, or none where "
+            "the cluster is detected"
         )
-    if not (config.lr > 0 and math.isfinite(config.lr)):
-        raise UsageError(f"--lr is {config.lr}; it must be positive and finite")
+    if not given.enabled:
+        raise UsageError("--distributed.coordinator needs --distributed.enabled")
+    check_number("distributed.processes", count, count >= 1, "be at least 1")
+    works = 0 <= number < count
+    what = f"lie in [0, {count}), --distributed.processes being {count}"
+    check_number("distributed.process_id", number, works, what)
 
 
 def _validate_attention(config: Config) -> None:
