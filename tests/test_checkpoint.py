@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import jax
@@ -137,6 +139,26 @@ def test_lack_of_memory_is_not_called_damage(folder, monkeypatch):
         pytest.raises(KeyError, match="Failed to load"),
     ):
         checkpoints.restore(ABSTRACT)
+
+
+def test_ctrl_c_waits_for_the_save_it_falls_into(folder, monkeypatch):
+    after = []
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Checkpoints(folder / "checkpoints", keep=3) as checkpoints:
+
+            def saving(*_):
+                os.kill(os.getpid(), signal.SIGINT)
+                after.append("saved")
+
+            orbax = checkpoints._checkpointer
+            monkeypatch.setattr(orbax, "save_checkpointables_async", saving)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.save(6, STATE)
+            assert after == ["saved"]
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,9 @@
 """Checkpoints of a run: saved in the background, whole or not at all."""
 
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,7 +48,8 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._checkpointer.close()
+        with _interrupt_held():
+            self._checkpointer.close()
 
     @property
     def latest(self) -> int | None:
@@ -59,13 +64,15 @@ class Checkpoints:
         alone.
         """
         if step != self.latest:
-            self._checkpointer.save_checkpointables_async(
-                step, {"state": state, "data": {"next_step": step}}
-            )
+            with _interrupt_held():
+                self._checkpointer.save_checkpointables_async(
+                    step, {"state": state, "data": {"next_step": step}}
+                )
 
     def wait(self) -> None:
         """Returns once the last save is complete on disk."""
-        self._checkpointer.wait()
+        with _interrupt_held():
+            self._checkpointer.wait()
 
     def restore(self, abstract: Any) -> TrainState:
         """The newest state, each leaf with the format and placement of `abstract`.
@@ -82,6 +89,24 @@ class Checkpoints:
             else "to start from scratch, as there is no older one"
         )
         return _load(newest, abstract, f"delete that folder {older}")
+
+
+@contextlib.contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """Holds Ctrl-C back until a call of Orbax returns: cut short, it may hang."""
+    previous = signal.getsignal(signal.SIGINT)
+    main_thread = threading.current_thread() is threading.main_thread()
+    if previous is not signal.default_int_handler or not main_thread:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if came:
+        raise KeyboardInterrupt
 
 
 def find_weights(path: Path, abstract: TrainState) -> Path:
