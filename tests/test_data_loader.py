@@ -188,6 +188,8 @@ from train.data.shapes import Shapes
 from train.data.tokenizer import WordTokenizer
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    # Shells start background jobs with Ctrl-C ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     tokenizer = WordTokenizer(12)
     source = Shapes(16, "all", "train", 0)
     reader = batches(source, tokenizer, batch_size=8, seed=1, worker_count=2)
