@@ -10,6 +10,7 @@ from PIL import Image
 
 from train.__main__ import main, parse_config, set_profile
 from train.config import UsageError, from_dict, to_json
+from train.gpu import prefer_cpu_without_driver
 from train.presets import PRESETS
 from train.validate import validate
 
@@ -173,6 +174,21 @@ def test_presets_are_valid_and_survive_json(name, tmp_path):
     assert parse_config([f"--config={path}"]) == config
     with pytest.raises(UsageError, match="no field 'colour'"):
         from_dict({"colour": 1})
+
+
+def test_without_a_driver_jax_looks_for_no_gpu(monkeypatch):
+    import os
+
+    monkeypatch.setattr("train.gpu.has_driver", lambda: True)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    prefer_cpu_without_driver()
+    assert "JAX_PLATFORMS" not in os.environ
+    monkeypatch.setattr("train.gpu.has_driver", lambda: False)
+    prefer_cpu_without_driver()
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    prefer_cpu_without_driver()
+    assert os.environ["JAX_PLATFORMS"] == "cuda"
 
 
 def test_exact_profile_sets_flags_only_where_there_is_a_gpu(monkeypatch):

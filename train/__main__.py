@@ -10,13 +10,13 @@ import importlib.util
 import io
 import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from train.config import Config, SampleConfig, UsageError, load, to_json
+from train.gpu import has_driver, prefer_cpu_without_driver
 from train.presets import PRESETS
 from train.validate import validate
 
@@ -32,6 +32,7 @@ _EXACT_XLA_FLAGS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    prefer_cpu_without_driver()
     try:
         if arguments[:1] == ["sample"]:
             command = _parse(SampleConfig, arguments[1:], prog="python -m train sample")
@@ -144,7 +145,7 @@ def _has_gpu() -> bool:
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return False
     plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-    return shutil.which("nvidia-smi") is not None and any(
+    return has_driver() and any(
         importlib.util.find_spec(plugin) is not None for plugin in plugins
     )
 
