@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from analysis import ExperimentError
-from analysis.experiments import EXPERIMENTS
 from train.config import UsageError
+from train.gpu import prefer_cpu_without_driver
 
 
 class _Parser(argparse.ArgumentParser):
@@ -24,6 +24,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
+    prefer_cpu_without_driver()
+    from analysis.experiments import EXPERIMENTS  # Imports jax.
+
     parser = _Parser(prog="python -m analysis", description=__doc__)
     commands = parser.add_subparsers(metavar="EXPERIMENT", required=True, dest="name")
     commands.add_parser("list", help="the experiments, one a line")
