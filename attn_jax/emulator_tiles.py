@@ -64,6 +64,8 @@ def check_recipe(recipe: Recipe, *inputs) -> None:
         ("exponential", recipe.exponential, ("exp", "exp2")),
         ("repeated_max_factor", recipe.repeated_max_factor, (None,)),
         ("ring_size", recipe.ring_size, (1,)),
+        ("dot_chunk", recipe.dot_chunk, (None,)),
+        ("exponentiated", recipe.exponentiated, (Step(recipe.carrier),)),
         ("dot_accumulator", recipe.dot_accumulator, (Step(recipe.carrier),)),
         ("carrier", recipe.carrier, (FP32, FP64)),
     ):

@@ -50,12 +50,14 @@ class Recipe:
         dS = P (dP - delta + dLSE)      dQ = scale dS K         dK = scale dS^T Q
 
     A `Step` field says in which format the named value is kept; the default, FP32, is
-    the carrier's own format and rounds nothing. Matrix products take rounded operands
-    and accumulate in `dot_accumulator`.
+    the carrier's own format and rounds nothing.
 
     Inputs and forward:
       inputs              format of Q, K, V and dO; wider arrays are rounded to it
       carrier             FP32 or FP64 (needs x64): format of everything else
+      dot_accumulator     the running sum inside a matrix product or a row sum, whose
+                          operands are rounded before; it is rounded after every
+                          `dot_chunk` products (None: once, at its end)
       block_q, block_kv   tile sizes, clamped to the length; None is the whole length
       loop_order          outer loop; q_outer or kv_outer
       kv_order            the order in which the blocks of keys are visited
@@ -69,7 +71,8 @@ class Recipe:
                           factor * m (m > 0) or 0 (m < 0); None leaves m alone
       logits, shifted     x (after the product and after the scale), and x - m'
       row_max, row_sum, correction     m, l, c
-      probability         P as operand of P V, after the factor `probability_scale`
+      exponentiated       exp(x - m), before the factor `probability_scale`
+      probability         P as operand of P V, after that factor
       product             P V of one block
       accumulator         A, or O where normalised at each step
       output, lse         O and LSE as returned
@@ -87,6 +90,7 @@ class Recipe:
       dq_centre           dQ -= (rowsum(rounded dS) - its exact value) centre, with
                           centre the mean of the keys that the row sees, or its own
                           sum_j P_ij K_j ("row"). In exact arithmetic it subtracts 0.
+                          The mean does not help where a few equal keys share a row.
       dq_accumulator, dk_accumulator, dv_accumulator     the running sums
       gradient            dQ, dK, dV as returned
     Ring attention over `ring_size` devices:
@@ -99,6 +103,7 @@ class Recipe:
     inputs: NumberFormat = BF16
     carrier: NumberFormat = FP32
     dot_accumulator: Step = _FP32
+    dot_chunk: int | None = None
     block_q: int | None = 64
     block_kv: int | None = 64
     loop_order: Literal["q_outer", "kv_outer"] = "q_outer"
@@ -115,6 +120,7 @@ class Recipe:
     row_max: Step = _FP32
     row_sum: Step = _FP32
     correction: Step = _FP32
+    exponentiated: Step = _FP32
     probability: Step = _BF16
     probability_scale: float = 1.0
     product: Step = _FP32
@@ -192,7 +198,7 @@ def _fault(field: dataclasses.Field, value) -> str | None:
     choices = get_args(field.type)
     if choices and isinstance(choices[0], str):
         return None if value in choices else f"one of {', '.join(choices)}"
-    if "block" in field.name:
+    if "block" in field.name or field.name == "dot_chunk":
         fits = value is None or (isinstance(value, int) and value >= 1)
         return None if fits else "a whole number of at least 1, or None"
     if field.name in ("probability_scale", "dlogits_scale"):

@@ -102,6 +102,29 @@ def _very_negative_lse(rng, shape: Shape):
     return q, k, v
 
 
+def _very_positive_lse(rng, shape: Shape):
+    """The same with the other sign: LSE about +150 at H = 128."""
+    q, k, v = _very_negative_lse(rng, shape)
+    return q, -k, v
+
+
+def _repeated_maximum(rng, shape: Shape):
+    """Two equal keys share the maximum of every row; eight columns of V are negative.
+
+    P is exactly 1 twice, and all other keys together weigh about 1e-3: the setting in
+    which rounding P V is biased (Qiu & Yao, arXiv 2510.04212).
+    """
+    q, k, v = _normal(rng, shape)
+    q[..., 0] = 8
+    k[..., 0] = 0
+    # The logit that leaves 1e-3 to the others; half their unit variance is the 0.5.
+    lead = np.log(500 * shape.key_length) + 0.5
+    k[:, :2] = 0
+    k[:, :2, :, 0] = lead * shape.head_dim**0.5 / 8
+    v[..., :8] = -abs(2.3 + 0.35 * v[..., :8])
+    return q, k, v
+
+
 def _sink(rng, shape: Shape):
     """The first key draws most of the attention and has a small value."""
     q, k, v = _normal(rng, shape)
@@ -123,6 +146,8 @@ FAMILIES: dict[str, Family] = {
     "outlier": _outlier,
     "wide": _wide,
     "lse-130": _very_negative_lse,
+    "lse+150": _very_positive_lse,
+    "repeated_max": _repeated_maximum,
     "sink": _sink,
     "zero_k_one_v": _zero_key_unit_value,
 }
