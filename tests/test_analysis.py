@@ -16,7 +16,8 @@ TOY_OPTIONS = {
     "accuracy": [
         *("--preset", "toy", "--seeds", "1", "--families", "normal"),
         *("--implementations", "emulated", "reference"),
-    ]
+    ],
+    "emulator-speed": ["--lengths", "512", "2048", "--heads", "1"],
 }
 
 
@@ -40,10 +41,19 @@ def test_every_experiment_runs_and_records_itself(name, tmp_path, capsys):
         assert len(list(csv.DictReader(file))) == result["rows"] > 0
     with open(described) as file:
         environment = json.load(file)
-    assert environment["command"].startswith(f"python -m analysis {name} --preset")
+    assert environment["command"].startswith(f"python -m analysis {name} --")
     assert environment["versions"]["jax"] and environment["device"]
     # What only a training run has would be made up here.
     assert not {"profile", "attention", "mesh"} & environment.keys()
+
+
+def test_emulator_memory_grows_no_faster_than_the_length(tmp_path, capsys):
+    options = ["emulator-speed", *TOY_OPTIONS["emulator-speed"], "--out", str(tmp_path)]
+    assert main(options) == 0
+    with open(json.loads(capsys.readouterr().out.splitlines()[-1])["files"][0]) as file:
+        short, long = (float(row["megabytes"]) for row in csv.DictReader(file))
+    # A T x S array would grow by (2048 / 512)**2 = 16.
+    assert long <= 4.1 * short
 
 
 @pytest.mark.parametrize(

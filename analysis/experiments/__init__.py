@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from analysis.experiments import accuracy
+from analysis.experiments import accuracy, emulator_speed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,4 +26,7 @@ class Experiment:
 
 EXPERIMENTS = {
     "accuracy": Experiment(accuracy.SUMMARY, accuracy.add_arguments, accuracy.run),
+    "emulator-speed": Experiment(
+        emulator_speed.SUMMARY, emulator_speed.add_arguments, emulator_speed.run
+    ),
 }
