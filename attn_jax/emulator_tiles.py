@@ -1,19 +1,21 @@
-"""What the emulator's forward and backward passes share: operands, tiles and loops."""
+"""What the emulator's passes share: operands, their roundings, and tiles of logits."""
 
-import dataclasses
+import copy
 import math
-from typing import Any, NamedTuple
+import zlib
+import zlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from attn_jax.formats import BF16, FP16, FP32, FP64, Rounding, carrier_dtype, round_to
+from attn_jax import emulator_sums
+from attn_jax.emulator_exponential import exp2, exp2_polynomial
+from attn_jax.emulator_sums import read
+from attn_jax.formats import Rounding, carrier_dtype, round_to
 from attn_jax.mask import Mask, slice_tile
-from attn_jax.recipe import Recipe, Step
-
-_NARROW_INPUTS = {np.dtype(jnp.bfloat16): BF16, np.dtype(np.float16): FP16}
+from attn_jax.recipe_schema import Recipe
 
 
 class Static(NamedTuple):
@@ -39,66 +41,12 @@ class Static(NamedTuple):
         return self.recipe.dq_centre != "none" and self.soft_cap is None
 
 
-def check_recipe(recipe: Recipe, *inputs) -> None:
-    """Raises NotImplementedError or ValueError for what the emulator does not run."""
-    steps = {
-        field.name: value
-        for field in dataclasses.fields(recipe)
-        if isinstance(value := getattr(recipe, field.name), Step)
-    }
-    for name, step in steps.items():
-        if step.rounding is Rounding.STOCHASTIC:
-            raise NotImplementedError(
-                f"recipe {recipe.name!r}: the emulator runs no stochastic rounding "
-                f"({name}); use NEAREST_EVEN or TOWARD_ZERO"
-            )
-        if (
-            step.format.mantissa_bits > recipe.carrier.mantissa_bits
-            or step.format.exponent_bits > recipe.carrier.exponent_bits
-        ):
-            raise ValueError(
-                f"recipe {recipe.name!r}: a {recipe.carrier.name} carrier cannot hold "
-                f"{name} in {step.format.name}; set carrier=FP64"
-            )
-    for name, found, runs in (
-        ("exponential", recipe.exponential, ("exp", "exp2")),
-        ("repeated_max_factor", recipe.repeated_max_factor, (None,)),
-        ("ring_size", recipe.ring_size, (1,)),
-        ("dot_chunk", recipe.dot_chunk, (None,)),
-        ("exponentiated", recipe.exponentiated, (Step(recipe.carrier),)),
-        ("dot_accumulator", recipe.dot_accumulator, (Step(recipe.carrier),)),
-        ("carrier", recipe.carrier, (FP32, FP64)),
-    ):
-        if found not in runs:
-            raise NotImplementedError(
-                f"recipe {recipe.name!r}: the emulator does not run {name}={found!r}; "
-                f"it runs {' and '.join(map(repr, runs))}"
-            )
-    if recipe.carrier == FP64 and not jax.config.jax_enable_x64:
-        raise ValueError(
-            f"recipe {recipe.name!r} carries FP64: turn jax_enable_x64 on, or use "
-            "'exact_fp32'"
-        )
-    for x in inputs:
-        given = _NARROW_INPUTS.get(np.dtype(x.dtype))
-        if given is not None and not (
-            given.mantissa_bits <= recipe.inputs.mantissa_bits
-            and given.exponent_bits <= recipe.inputs.exponent_bits
-        ):
-            raise ValueError(
-                f"recipe {recipe.name!r} takes {recipe.inputs.name} inputs, got "
-                f"{given.name}; use recipe.with_inputs({given.name.upper()})"
-            )
-
-
-def rounded(x, step: Step):
-    return round_to(x, step.format, step.rounding)
-
-
 class Operands:
     """Inputs rounded to the recipe's input format, query heads in K groups of G.
 
-    Axes: query [B, K, G, T, H]; key and value [B, K, S, H].
+    Axes: query [B, K, G, T, H]; key and value [B, K, S, H]. `origin` is where the first
+    query and key stand in the whole, which bias and mask are always given for. `noise`
+    is the key that stochastic roundings draw from, or None.
     """
 
     def __init__(self, static: Static, query, key, value, bias, sinks, mask: Mask):
@@ -107,6 +55,8 @@ class Operands:
         self.static, self.recipe, self.mask = static, static.recipe, mask
         self.shape = B, K, N // K, T, H
         self.key_length = S
+        self.origin, self.hop = (0, 0), 0
+        self.noise = None
         self.query = self.group(self.take_in(query))
         self.key = self.take_in(key).swapaxes(1, 2)
         self.value = self.take_in(value).swapaxes(1, 2)
@@ -115,6 +65,55 @@ class Operands:
         if sinks is not None:
             unit_sinks = sinks.astype(static.carrier) * static.log_unit
             self.sinks = unit_sinks.reshape(1, K, N // K, 1, 1)
+
+    def drawing(self, noise, *numbers):
+        """The same operands, whose stochastic roundings draw from another key."""
+        new = copy.copy(self)
+        for number in () if noise is None else numbers:
+            noise = jax.random.fold_in(noise, number)
+        new.noise = noise
+        return new
+
+    def share(self, rank, hop):
+        """What device `rank` of the ring has at a hop: its queries, others' keys."""
+        B, K, G, T, H = self.shape
+        W = self.recipe.ring_size
+        T, S = T // W, self.key_length // W
+        new = self.drawing(self.noise, rank, hop)
+        new.shape, new.key_length = (B, K, G, T, H), S
+        new.origin, new.hop = (rank * T, (rank - hop) % W * S), hop
+        new.query = read(self.query, 3, new.origin[0], T)
+        new.key = read(self.key, 2, new.origin[1], S)
+        new.value = read(self.value, 2, new.origin[1], S)
+        return new
+
+    def round(self, x, field: str, *at, site: str = ""):
+        """`x` rounded as the recipe's `field` says; `at` and `site` tell which tile
+        and which of the field's places it is, so that no two share random bits."""
+        step = getattr(self.recipe, field)
+        if step.rounding is not Rounding.STOCHASTIC:
+            return round_to(x, step.format, step.rounding)
+        key = self.noise
+        for number in (zlib.crc32(f"{field} {site}".encode()), *at):
+            key = jax.random.fold_in(key, number)
+        return round_to(x, step.format, step.rounding, key=key)
+
+    def dot(self, subscripts: str, x, y, *at, site: str):
+        chunk, keep = self._chained(site, at)
+        return emulator_sums.dot(subscripts, x, y, chunk, keep)
+
+    def row_sum(self, x, *at, site: str):
+        chunk, keep = self._chained(site, at)
+        return emulator_sums.row_sum(x, chunk, keep)
+
+    def _chained(self, site, at):
+        if self.recipe.dot_accumulator.format == self.recipe.carrier:
+            return None, None
+
+        def keep(total, start):
+            return self.round(total, "dot_accumulator", *at, start, site=site)
+
+        return self.recipe.dot_chunk, keep
 
     def take_in(self, x):
         return round_to(x.astype(self.static.carrier), self.recipe.inputs)
@@ -134,40 +133,47 @@ class Operands:
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
     def exp(self, x):
-        return jnp.exp(x) if self.recipe.exponential == "exp" else jnp.exp2(x)
+        return jnp.exp(x) if self.recipe.exponential == "exp" else exp2(x)
+
+    def exp_of_logits(self, x):
+        """As `exp`, or the recipe's polynomial, which makes P and nothing else."""
+        if self.recipe.exp2_degree is None:
+            return self.exp(x)
+        return exp2_polynomial(x, self.recipe.exp2_degree)
 
     def logits(self, q_start, kv_start, block_q: int, block_kv: int):
         """x [B, K, G, block_q, block_kv], in units of the exponential, and its slope.
 
         Hidden keys are -inf. The slope is the soft cap's, or None without one.
         """
-        static, step = self.static, self.recipe.logits
+        static = self.static
+        at = q_start, kv_start
         q = read(self.query, 3, q_start, block_q)
         k = read(self.key, 2, kv_start, block_kv)
-        x = rounded(dot("bkgth,bksh->bkgts", q, k), step)
+        x = self.dot("bkgth,bksh->bkgts", q, k, *at, site="logits")
+        x = self.round(x, "logits", *at)
+        # Positions in the whole: bias and mask know no shares.
+        q_start, kv_start = q_start + self.origin[0], kv_start + self.origin[1]
         slope = None
         plain = self.bias is None and static.soft_cap is None
         if plain and self.recipe.scale_at == "exponent":
             x = x * (static.scale * static.log_unit)
         else:
-            x = rounded(x * static.scale, step)
+            x = self.round(x * static.scale, "logits", *at, site="scale")
             if self.bias is not None:
                 tile = slice_tile(self.bias, q_start, kv_start, block_q, block_kv)
-                x = rounded(x + self.group_heads(tile), step)
+                x = x + self.group_heads(tile)
+                x = self.round(x, "logits", *at, site="bias")
             if static.soft_cap is not None:
                 tanh = jnp.tanh(x / static.soft_cap)
-                x, slope = rounded(static.soft_cap * tanh, step), 1 - tanh * tanh
+                x = self.round(static.soft_cap * tanh, "logits", *at, site="cap")
+                slope = 1 - tanh * tanh
             if static.log_unit != 1.0:
-                x = rounded(x * static.log_unit, step)
+                x = self.round(x * static.log_unit, "logits", *at, site="unit")
         visible = self.mask.block(q_start, kv_start, block_q, block_kv)
         if visible is not None:
             x = jnp.where(self.group_heads(visible), x, -jnp.inf)
         return x, slope
-
-
-def dot(subscripts: str, x, y):
-    """A product in the carrier; without HIGHEST a GPU would round FP32 to TF32."""
-    return jnp.einsum(subscripts, x, y, precision=lax.Precision.HIGHEST)
 
 
 def finite_shift(m):
@@ -178,44 +184,3 @@ def finite_shift(m):
 def divide_or_zero(x, total):
     """x / total, and 0 / 0 = 0 for a query that sees no key."""
     return x / jnp.where(total == 0, 1.0, total)
-
-
-def walk(
-    step, carry: Any, length: int, block: int | None, reverse: bool = False
-) -> Any:
-    """carry = step(carry, start, size) over blocks of `length`, the last one shorter.
-
-    No padding: the short block is its own call, and full blocks share one scan. A
-    single full block is called directly, so a short sequence costs one plain tile.
-    """
-    block = min(block or length, length)
-    full, rest = divmod(length, block)
-    ends = [(full * block, rest)] if rest else []
-    if reverse:
-        for start, size in ends:
-            carry = step(carry, start, size)
-    if full == 1:
-        carry = step(carry, 0, block)
-    else:
-        carry = lax.scan(
-            lambda state, start: (step(state, start, block), None),
-            carry,
-            jnp.arange(full, dtype=jnp.int32) * block,
-            reverse=reverse,
-        )[0]
-    if not reverse:
-        for start, size in ends:
-            carry = step(carry, start, size)
-    return carry
-
-
-def read(x, axis: int, start, size: int):
-    if x.shape[axis] == size:
-        return x
-    return lax.dynamic_slice_in_dim(x, start, size, axis)
-
-
-def write(x, part, axis: int, start):
-    if x.shape[axis] == part.shape[axis]:
-        return part
-    return lax.dynamic_update_slice_in_dim(x, part, start, axis)

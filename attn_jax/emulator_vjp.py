@@ -6,16 +6,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from attn_jax.emulator_tiles import (
-    Operands,
-    divide_or_zero,
-    dot,
-    finite_shift,
-    read,
-    rounded,
-    walk,
-    write,
-)
+from attn_jax.emulator_centre import mean_centre
+from attn_jax.emulator_forward import softmax_block, start
+from attn_jax.emulator_ring import over_hops
+from attn_jax.emulator_sums import read, walk, write
+from attn_jax.emulator_tiles import Operands, divide_or_zero, finite_shift
 from attn_jax.mask import slice_tile
 
 
@@ -25,6 +20,11 @@ class _Rows(NamedTuple):
     dout: Array
     lse: Array
     excess: Array  # delta - dLSE
+
+    def of(self, share: Operands) -> "_Rows":
+        """The rows of the queries that a device of the ring has."""
+        queries = share.origin[0], share.shape[3]
+        return _Rows(*(read(rows, 3, *queries) for rows in self))
 
 
 class _Sums(NamedTuple):
@@ -44,18 +44,18 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
     `row_centre` the rows' own centres (None unless dq_centre is 'row').
     """
     recipe, static = x.recipe, x.static
+    before, x = x.drawing(x.noise, 1), x.drawing(x.noise, 2)
     dout = x.group(x.take_in(dout))
     # The LSE of a query that sees nothing is a constant, whatever its cotangent.
     dlse = dlse.astype(static.carrier).reshape(lse.shape)
     dlse = jnp.where(jnp.isneginf(lse), 0.0, dlse)
     rows = _Rows(dout, lse, jnp.zeros_like(lse))
     if recipe.delta_source == "p_dp":
-        delta = _delta_from_probabilities(x, rows)
+        delta = _delta_from_probabilities(before, rows)
     else:
-        delta = (dout * for_delta).sum(-1, keepdims=True)
-    delta = rounded(delta, recipe.delta)
+        delta = x.row_sum(dout * for_delta, site="delta")
+    delta = x.round(delta, "delta")
     rows = rows._replace(excess=delta - dlse)
-    sums = _sum_tiles(x, rows)
 
     sink_probability = 0.0
     dsinks = None
@@ -70,16 +70,26 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
     else:
         at_end = static.scale
     at_end /= recipe.dlogits_scale
-    dquery = sums.dquery
+    if recipe.ring_size == 1:
+        sums = _sum_tiles(x, rows, _no_sums(x))
+    else:
+        sums = _sum_hops(x, rows, at_end)
+    dquery, dkey = sums.dquery, sums.dkey
+    correction = None
     if static.wants_centre:
         # In exact arithmetic dS, with the sink's share, sums to dLSE over each row.
         expected = (dlse + sink_probability * rows.excess) * on_dlogits
-        centre = _mean_centre(x) if row_centre is None else row_centre
-        dquery = dquery - (sums.row_sum - expected) * centre
+        centre = mean_centre(x) if row_centre is None else row_centre
+        correction = (sums.row_sum - expected) * centre
+    if recipe.ring_size == 1:
+        dquery = dquery if correction is None else dquery - correction
+        dquery, dkey = dquery * at_end, dkey * at_end
+    elif correction is not None:
+        dquery = dquery - correction * at_end
     return (
-        x.ungroup(rounded(dquery * at_end, recipe.gradient)),
-        rounded(sums.dkey * at_end, recipe.gradient).swapaxes(1, 2),
-        rounded(sums.dvalue, recipe.gradient).swapaxes(1, 2),
+        x.ungroup(x.round(dquery, "gradient", site="dquery")),
+        x.round(dkey, "gradient", site="dkey").swapaxes(1, 2),
+        x.round(sums.dvalue, "gradient", site="dvalue").swapaxes(1, 2),
         sums.dbias,
         dsinks,
     )
@@ -87,55 +97,88 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
 
 def _probability(x: Operands, rows: _Rows, q_start, kv_start, block_q, block_kv):
     """P of one tile before any rounding of its own, and the soft cap's slope."""
-    recipe = x.recipe
+    at = q_start, kv_start
     logits, slope = x.logits(q_start, kv_start, block_q, block_kv)
-    if recipe.probability_from == "lse":
+    if x.recipe.probability_from == "lse":
         lse = read(rows.lse, 3, q_start, block_q) * x.static.log_unit
-        shifted = rounded(logits - finite_shift(lse), recipe.shifted)
-        return x.exp(shifted), slope
-    m = logits.max(-1, keepdims=True)
-    if x.sinks is not None:
-        m = jnp.maximum(m, x.sinks)
-    shift = finite_shift(rounded(m, recipe.row_max))
-    p = x.exp(rounded(logits - shift, recipe.shifted))
-    total = p.sum(-1, keepdims=True)
-    if x.sinks is not None:
-        total = total + x.exp(x.sinks - shift)
+        shifted = x.round(logits - finite_shift(lse), "shifted", *at)
+        return x.exp_of_logits(shifted), slope
+    first = (read(rows, 3, q_start, block_q) for rows in start(x, 0)[:2])
+    _, total, _, p = softmax_block(x, logits, *first, *at)
     return divide_or_zero(p, total), slope
 
 
-def _dprobability(x: Operands, dout, v):
-    return rounded(dot("bkgth,bksh->bkgts", dout, v), x.recipe.dprobability)
+def _dprobability(x: Operands, dout, v, *at):
+    product = x.dot("bkgth,bksh->bkgts", dout, v, *at, site="dprobability")
+    return x.round(product, "dprobability", *at)
 
 
 def _delta_from_probabilities(x: Operands, rows: _Rows):
     """rowsum(P dP), in a pass over the keys of its own."""
 
-    def step(delta, start, size):
-        p, _ = _probability(x, rows, 0, start, x.shape[3], size)
-        p = rounded(p, x.recipe.softmax_probability)
-        dp = _dprobability(x, rows.dout, read(x.value, 2, start, size))
-        return delta + (p * dp).sum(-1, keepdims=True)
+    def over_keys(x: Operands, rows: _Rows, delta):
+        def step(delta, start, size):
+            at = 0, start
+            p, _ = _probability(x, rows, 0, start, x.shape[3], size)
+            p = x.round(p, "softmax_probability", *at)
+            dp = _dprobability(x, rows.dout, read(x.value, 2, start, size), *at)
+            return delta + x.row_sum(p * dp, *at, site="delta")
+
+        return walk(step, delta, x.key_length, x.recipe.backward_block_kv)
+
+    def hop(delta, share: Operands):
+        queries = 3, share.origin[0]
+        old = read(delta, *queries, share.shape[3])
+        return write(delta, over_keys(share, rows.of(share), old), *queries)
 
     zero = jnp.zeros_like(rows.lse)
-    return walk(step, zero, x.key_length, x.recipe.backward_block_kv)
+    if x.recipe.ring_size == 1:
+        return over_keys(x, rows, zero)
+    return over_hops(x, hop, zero)
 
 
-def _sum_tiles(x: Operands, rows: _Rows) -> _Sums:
-    recipe = x.recipe
-    dbias = None if x.bias is None else jnp.zeros_like(x.bias)
-    sums = _Sums(
+def _no_sums(x: Operands) -> _Sums:
+    return _Sums(
         jnp.zeros_like(x.query),
         jnp.zeros_like(x.key),
         jnp.zeros_like(x.value),
-        jnp.zeros_like(rows.lse),
-        dbias,
+        jnp.zeros_like(x.query[..., :1]),
+        None if x.bias is None else jnp.zeros_like(x.bias),
     )
-    # Blocks of queries change no dQ, and dK and dV only where each addition rounds;
-    # a carrier-wide accumulator takes all queries in one product.
-    narrow = {recipe.dk_accumulator.format, recipe.dv_accumulator.format} != {
-        recipe.carrier
-    }
+
+
+def _sum_hops(x: Operands, rows: _Rows, scale: float) -> _Sums:
+    """Sums of the hops' own results, dQ and dK of each with its scale."""
+
+    def hop(total: _Sums, share: Operands) -> _Sums:
+        at_query, at_key = (3, share.origin[0]), (2, share.origin[1])
+        part = _no_sums(share)._replace(dbias=total.dbias)
+        part = _sum_tiles(share, rows.of(share), part)
+
+        def add(old, new, axis, start, site):
+            new = share.round(new, "ring_gradient_partial", site=site)
+            new = read(old, axis, start, new.shape[axis]) + new
+            new = share.round(new, "ring_gradient_accumulator", site=site)
+            return write(old, new, axis, start)
+
+        row_sum = read(total.row_sum, *at_query, share.shape[3]) + part.row_sum
+        return _Sums(
+            add(total.dquery, part.dquery * scale, *at_query, "dquery"),
+            add(total.dkey, part.dkey * scale, *at_key, "dkey"),
+            add(total.dvalue, part.dvalue, *at_key, "dvalue"),
+            write(total.row_sum, row_sum, *at_query),
+            part.dbias,
+        )
+
+    return over_hops(x, hop, _no_sums(x))
+
+
+def _sum_tiles(x: Operands, rows: _Rows, sums: _Sums) -> _Sums:
+    recipe = x.recipe
+    # Blocks of queries change no dQ, and dK and dV only where additions round; a
+    # carrier-wide accumulator takes all queries in one product.
+    kept = recipe.dk_accumulator, recipe.dv_accumulator, recipe.dot_accumulator
+    narrow = {step.format for step in kept} != {recipe.carrier}
     block_q = recipe.backward_block_q if narrow else None
 
     def over_keys(sums, kv_start, block_kv):
@@ -149,38 +192,40 @@ def _add_tile(
     x: Operands, rows: _Rows, kv_start, block_kv, sums: _Sums, q_start, block_q
 ):
     recipe = x.recipe
+    at = q_start, kv_start
     q = read(x.query, 3, q_start, block_q)
     k = read(x.key, 2, kv_start, block_kv)
     v = read(x.value, 2, kv_start, block_kv)
     dout = read(rows.dout, 3, q_start, block_q)
     excess = read(rows.excess, 3, q_start, block_q)
     p, slope = _probability(x, rows, q_start, kv_start, block_q, block_kv)
-    dp = _dprobability(x, dout, v)
-    ds = rounded(p, recipe.softmax_probability) * (dp - excess)
+    dp = _dprobability(x, dout, v, *at)
+    ds = x.round(p, "softmax_probability", *at) * (dp - excess)
     if slope is not None:
         ds = ds * slope
     dbias = sums.dbias
     if dbias is not None:
-        dbias = _add_bias_tile(dbias, ds, q_start, kv_start)
+        first = q_start + x.origin[0], kv_start + x.origin[1]
+        dbias = _add_bias_tile(dbias, ds, *first)
     factor = recipe.dlogits_scale
     if recipe.gradient_scale_at == "logits":
         factor *= x.static.scale
-    ds = rounded(ds * factor, recipe.dlogits)
-    p = rounded(p, recipe.backward_probability)
+    ds = x.round(ds * factor, "dlogits", *at)
+    p = x.round(p, "backward_probability", *at)
 
-    def accumulate(total, part, axis, start, size, kept):
-        new = rounded(read(total, axis, start, size) + part, kept)
+    def accumulate(total, part, axis, start, size, field):
+        new = x.round(read(total, axis, start, size) + part, field, *at)
         return write(total, new, axis, start)
 
     at_query, at_key = (3, q_start, block_q), (2, kv_start, block_kv)
-    dquery = dot("bkgts,bksh->bkgth", ds, k)
-    dkey = dot("bkgts,bkgth->bksh", ds, q)
-    dvalue = dot("bkgts,bkgth->bksh", p, dout)
+    dquery = x.dot("bkgts,bksh->bkgth", ds, k, *at, site="dquery")
+    dkey = x.dot("bkgts,bkgth->bksh", ds, q, *at, site="dkey")
+    dvalue = x.dot("bkgts,bkgth->bksh", p, dout, *at, site="dvalue")
     row_sum = read(sums.row_sum, *at_query) + ds.sum(-1, keepdims=True)
     return _Sums(
-        accumulate(sums.dquery, dquery, *at_query, recipe.dq_accumulator),
-        accumulate(sums.dkey, dkey, *at_key, recipe.dk_accumulator),
-        accumulate(sums.dvalue, dvalue, *at_key, recipe.dv_accumulator),
+        accumulate(sums.dquery, dquery, *at_query, "dq_accumulator"),
+        accumulate(sums.dkey, dkey, *at_key, "dk_accumulator"),
+        accumulate(sums.dvalue, dvalue, *at_key, "dv_accumulator"),
         write(sums.row_sum, row_sum, 3, q_start),
         dbias,
     )
@@ -195,50 +240,3 @@ def _add_bias_tile(dbias, ds, q_start, kv_start):
     rows = read(dbias, 2, q_start, part.shape[2])
     rows = write(rows, old + part, 3, kv_start)
     return write(dbias, rows, 2, q_start)
-
-
-def _mean_centre(x: Operands):
-    """Mean of the keys that a query may see, broadcastable to [B, K, G, T, H]."""
-    mask = x.mask
-    if mask.is_empty:
-        return x.key.mean(2)[:, :, None, None]
-    if mask.is_interval:
-        return _mean_over_intervals(x)
-
-    def step(state, start, size):
-        total, count = state
-        visible = mask.block(0, start, x.shape[3], size)
-        visible = x.group_heads(visible).astype(x.static.carrier)
-        B, K = x.shape[:2]
-        visible = jnp.broadcast_to(visible, (B, K, *visible.shape[2:]))
-        total += dot("bkgts,bksh->bkgth", visible, read(x.key, 2, start, size))
-        return total, count + visible.sum(-1, keepdims=True)
-
-    B, K, G, T, H = x.shape
-    heads = 1 if mask.dense is None or mask.dense.shape[1] == 1 else G
-    total = jnp.zeros((B, K, heads, T, H), x.static.carrier)
-    start = total, total[..., :1]
-    total, count = walk(step, start, x.key_length, x.recipe.backward_block_kv)
-    return divide_or_zero(total, count)
-
-
-def _mean_over_intervals(x: Operands):
-    """One mean for each block of queries, over the keys that any of them sees."""
-    B, K, G, T, H = x.shape
-    block = min(x.recipe.backward_block_q or T, T)
-    start, stop = x.mask.interval(T, x.key_length)
-    seen = start < stop
-    pad = ((0, 0), (0, -T % block))
-    start = jnp.pad(
-        jnp.where(seen, start, x.key_length), pad, constant_values=x.key_length
-    )
-    stop = jnp.pad(jnp.where(seen, stop, 0), pad)
-    start = start.reshape(start.shape[0], -1, block).min(-1)
-    stop = stop.reshape(stop.shape[0], -1, block).max(-1)
-    start = jnp.minimum(start, stop)
-    sums = jnp.pad(x.key.cumsum(2), ((0, 0), (0, 0), (1, 0), (0, 0)))
-    index = jnp.stack([start, stop])[:, :, None, :, None]
-    low, high = (jnp.take_along_axis(sums, i, 2) for i in index)
-    count = (stop - start).astype(x.static.carrier)[:, None, :, None]
-    mean = jnp.repeat(divide_or_zero(high - low, count), block, 2)[:, :, :T]
-    return mean[:, :, None]

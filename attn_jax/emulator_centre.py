@@ -1,0 +1,53 @@
+"""The mean of the keys that a query sees: the centre that dQ is corrected by."""
+
+import jax.numpy as jnp
+
+from attn_jax.emulator_sums import dot, read, walk
+from attn_jax.emulator_tiles import Operands, divide_or_zero
+
+
+def mean_centre(x: Operands):
+    """Mean of the keys that a query may see, broadcastable to [B, K, G, T, H]."""
+    mask = x.mask
+    if mask.is_empty:
+        return x.key.mean(2)[:, :, None, None]
+    if mask.is_interval:
+        return _mean_over_intervals(x)
+
+    def step(state, start, size):
+        total, count = state
+        visible = mask.block(0, start, x.shape[3], size)
+        visible = x.group_heads(visible).astype(x.static.carrier)
+        B, K = x.shape[:2]
+        visible = jnp.broadcast_to(visible, (B, K, *visible.shape[2:]))
+        total += dot("bkgts,bksh->bkgth", visible, read(x.key, 2, start, size))
+        return total, count + visible.sum(-1, keepdims=True)
+
+    B, K, G, T, H = x.shape
+    heads = 1 if mask.dense is None or mask.dense.shape[1] == 1 else G
+    total = jnp.zeros((B, K, heads, T, H), x.static.carrier)
+    start = total, total[..., :1]
+    total, count = walk(step, start, x.key_length, x.recipe.backward_block_kv)
+    return divide_or_zero(total, count)
+
+
+def _mean_over_intervals(x: Operands):
+    """One mean for each block of queries, over the keys that any of them sees."""
+    B, K, G, T, H = x.shape
+    block = min(x.recipe.backward_block_q or T, T)
+    start, stop = x.mask.interval(T, x.key_length)
+    seen = start < stop
+    pad = ((0, 0), (0, -T % block))
+    start = jnp.pad(
+        jnp.where(seen, start, x.key_length), pad, constant_values=x.key_length
+    )
+    stop = jnp.pad(jnp.where(seen, stop, 0), pad)
+    start = start.reshape(start.shape[0], -1, block).min(-1)
+    stop = stop.reshape(stop.shape[0], -1, block).max(-1)
+    start = jnp.minimum(start, stop)
+    sums = jnp.pad(x.key.cumsum(2), ((0, 0), (0, 0), (1, 0), (0, 0)))
+    index = jnp.stack([start, stop])[:, :, None, :, None]
+    low, high = (jnp.take_along_axis(sums, i, 2) for i in index)
+    count = (stop - start).astype(x.static.carrier)[:, None, :, None]
+    mean = jnp.repeat(divide_or_zero(high - low, count), block, 2)[:, :, :T]
+    return mean[:, :, None]

@@ -1,0 +1,288 @@
+"""What a recipe holds: an attention algorithm as data, with the format of every step.
+
+A recipe is to the emulator what a tableau is to a Runge-Kutta solver.
+"""
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+from attn_jax.formats import BF16, FP32, FP64, NumberFormat, Rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The format in which the result of a step is kept, and how it gets there."""
+
+    format: NumberFormat
+    rounding: Rounding = Rounding.NEAREST_EVEN
+
+    def __post_init__(self):
+        if not (
+            isinstance(self.format, NumberFormat)
+            and isinstance(self.rounding, Rounding)
+        ):
+            raise ValueError(
+                "Step takes a NumberFormat and a Rounding, such as Step(BF16), got "
+                f"{self.format!r} and {self.rounding!r}"
+            )
+
+
+_BF16 = Step(BF16)
+_FP32 = Step(FP32)
+_FP64 = Step(FP64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What an attention kernel computes, step by step, forward and backward.
+
+    Hashable, so it can be a static argument of `jax.jit`. This text is the definition:
+    the emulator runs it, and whoever follows it gets the emulator's bits, up to the
+    freedoms named below.
+
+    NOTATION. `f(y)`, with f the name of a `Step` field, is y rounded once as that field
+    says; a step whose format is the carrier's rounds nothing. All else is arithmetic of
+    the carrier, each operation rounded once. E(y) = e^y and u = 1 for exponential
+    'exp'; else E(y) = 2^y and u = log2(e), so that logits x, row maxima m and shifts
+    are in units of log2. E(-inf) = 0. [i:j] is a block of keys.
+    FREE are the order of additions inside one chunk of a sum, whether a product and the
+    addition next to it round once or twice, and the last ulp or two of E, log and tanh.
+    A chunk is the whole sum unless `dot_chunk` says otherwise.
+
+    SUMS. dot(a, b) and rowsum(a) mean: t = 0; for each run of `dot_chunk` products, in
+    order, t = dot_accumulator(t + sum of the run), where None is one run for all; the
+    last run may be shorter. They are used where written below and nowhere else.
+
+    INPUTS. Q, K, V and dO are rounded to `inputs`, to nearest; wider arrays may come.
+
+    LOGITS of a tile (all queries, or a block of them, by a block of keys):
+        s = logits(dot(Q, K^T)), summed over H
+        scale_at 'exponent', no bias, no soft cap:  x = s (scale u), one number
+        otherwise:  x = logits(s scale);  with a bias x = logits(x + bias);  with a soft
+                    cap x = logits(cap tanh(x / cap));  with u != 1 x = logits(x u)
+        x = -inf where the mask hides a key.
+
+    FORWARD. At first m = -inf, l = 0, A = 0; with a sink m = sink u and
+    l = probability_scale. Then for each block of `block_kv` keys, in `kv_order`:
+        r  = the row's largest x in the block. With repeated_max_factor, if more than
+             one visible key has x = r:  r = factor r if r > 0, r = 0 if r < 0
+        m' = row_max(max(m, r));  but m' = m where m' - m <= rescale_threshold log2
+             units.  Where m' = -inf the next lines take 0 for it (all of P is 0)
+        e  = exponentiated(E(shifted(x - m')))
+        P  = e probability_scale
+        c  = correction(E(correction(m - m')))
+        p  = probability(P)
+        l' = row_sum(row_sum(c l) + row_sum(rowsum(P))), p for P if row_sum_of='rounded'
+        normalise 'once':       A' = accumulator(accumulator(c A) + product(dot(p, V)))
+        'each_step':            A' = accumulator(accumulator(accumulator(accumulator(
+                                     l c) A) + product(dot(p, V))) / l')
+        'before_product':       A' = product(dot(probability(P / l'), V)) (one block)
+    At the end O = A / l for 'once', A otherwise, LSE = lse(m / u + log(l /
+    probability_scale)), and output(O) is returned; asked for in 32 or 64 bits, O is
+    returned as it is. Divisions by l = 0 divide by 1: O = 0 where nothing is seen.
+    E in e is the polynomial for 'exp2_polynomial'; in c and for a sink it is exact.
+
+    BACKWARD, dO rounded like an input and dLSE not:
+        x = as in the forward pass, from the same roundings
+        P = E(shifted(x - LSE u)) (0 for LSE = -inf), by the polynomial if there is one,
+            for probability_from 'lse'; for 'softmax' P / l' of the forward pass's lines
+            with the whole row as one block
+        delta = delta(rowsum(dO O)), summed over H, with the O of `delta_source`:
+            'o' as returned, 'o_f32' unrounded, 'o_hi_lo' output(O) + output(O -
+            output(O)); 'p_dp': delta(sum over blocks of rowsum(softmax_probability(P)
+            dP)), in a pass over the keys before all else
+    then, tile by tile, key blocks of `backward_block_kv` outside and in order, query
+    blocks of `backward_block_q` inside and in order:
+        dP = dprobability(dot(dO, V^T)), summed over H
+        D  = softmax_probability(P) (dP - (delta - dLSE)), times a cap's 1 - tanh^2
+        dS = dlogits(D f), f = dlogits_scale, times scale for gradient_scale_at 'logits'
+        dV = dv_accumulator(dV + dot(backward_probability(P)^T, dO))
+        dK = dk_accumulator(dK + dot(dS^T, Q))
+        dQ = dq_accumulator(dQ + dot(dS, K))
+        dbias += D summed over its broadcast axes, unrounded
+    dot over queries runs over (query head of the group, query), heads slowest. If
+    dot_accumulator, dk_accumulator and dv_accumulator are the carrier's format, query
+    blocks cannot matter and the emulator takes all queries at once. At the end, with
+    g = scale / dlogits_scale, or 1 / dlogits_scale for gradient_scale_at 'logits':
+        dQ = gradient((dQ - (sum of dS over the row - its exact value) centre) g)
+        dK = gradient(dK g)         dV = gradient(dV)
+    The centre is 0 for dq_centre 'none'; the mean of the keys that the row sees (how
+    it is taken: `emulator.attention`); or, for 'row', the row's own sum_j P_ij K_j,
+    made in the forward pass as O before `output` is, with K in the place of V.
+    In exact arithmetic it subtracts 0: a row of dS sums to dLSE, less a sink's share.
+    The mean does not help where a few equal keys share a row.
+    The gradient of a sink is -sum of E(sink u - LSE u) (delta - dLSE), unrounded.
+
+    A RING of `ring_size` W > 1 devices: T and S are cut into W equal shares in order;
+    device r keeps queries r and at hop h = 0 .. W-1 meets keys c = (r - h) mod W, whose
+    dK and dV are summed in that order too. Blocks are cut within shares. For
+    ring_merge 'lse', 'sigmoid' and 'two_pass' a hop runs the whole forward pass on its
+    share (the sink in hop 0 alone) and hands over O_h = ring_partial(O) and LSE_h;
+    w(y) = e^y, s(y) = 1 / (1 + e^-y):
+        'lse'       L' = lse(max + log1p(w(min - max))) of L and LSE_h,
+                    O = ring_accumulator(w(L - L') O + w(LSE_h - L') O_h)
+        'sigmoid'   O = ring_accumulator(O - s(LSE_h - L) (O - O_h)),
+                    L' = lse(L - log s(L - LSE_h))
+        'two_pass'  first the L of 'lse' over all hops; then
+                    O = ring_accumulator(O + w(LSE_h - L) O_h), from O = 0
+        'carry'     no merge: m, l and A go on from hop to hop, and A =
+                    ring_accumulator(A) after each hop; ring_partial is not used
+    In 'lse' and 'sigmoid' the first hop that sees a key gives, unmerged, L = LSE_h and
+    O = ring_accumulator(O_h); one that sees none changes nothing. In 'two_pass' such a
+    hop has weight 0.
+    Backward, with the merged LSE and delta from the merged O, each hop sums dQ, dK and
+    dV over its tiles as above from 0, and for each of them
+        total = ring_gradient_accumulator(total + ring_gradient_partial(hop's sum g))
+    (g = 1 for dV); the centre is subtracted, and `gradient` rounds, at the end.
+    ring_size 1 is the plain algorithm and uses no ring field.
+
+    STOCHASTIC steps need a key: each place above where a field's name stands draws bits
+    of its own, from the key, the place, the tile, the hop and the pass (forward, the
+    pass for 'p_dp', backward), so P made again in the backward pass is rounded afresh.
+    'two_pass' draws the same bits in both passes.
+
+    Further fields:
+      carrier             FP32, or FP64 (needs x64)
+      block_q, block_kv   tile sizes, clamped to the length; None is the whole length.
+                          block_q and loop_order change no bit of the forward pass
+      exp2_degree         2 to 5; polynomials in `emulator_exponential`
+      repeated_max_factor Qiu & Yao's fix; None for none. As in their paper equal means
+                          equal. A large factor r makes e underflow: all of a row where
+                          (factor - 1) r exceeds 87 (natural units, FP32)
+      dlogits_scale       a power of two
+    """
+
+    name: str
+    source: str
+    inputs: NumberFormat = BF16
+    carrier: NumberFormat = FP32
+    dot_accumulator: Step = _FP32
+    dot_chunk: int | None = None
+    block_q: int | None = 64
+    block_kv: int | None = 64
+    loop_order: Literal["q_outer", "kv_outer"] = "q_outer"
+    kv_order: Literal["forward", "reverse"] = "forward"
+    scale_at: Literal["logits", "exponent"] = "logits"
+    exponential: Literal["exp", "exp2", "exp2_polynomial"] = "exp"
+    exp2_degree: int | None = None
+    normalise: Literal["once", "each_step", "before_product"] = "once"
+    row_sum_of: Literal["unrounded", "rounded"] = "unrounded"
+    rescale_threshold: float = 0.0
+    repeated_max_factor: float | None = None
+    logits: Step = _FP32
+    shifted: Step = _FP32
+    row_max: Step = _FP32
+    row_sum: Step = _FP32
+    correction: Step = _FP32
+    exponentiated: Step = _FP32
+    probability: Step = _BF16
+    probability_scale: float = 1.0
+    product: Step = _FP32
+    accumulator: Step = _FP32
+    output: Step = _BF16
+    lse: Step = _FP32
+    backward_block_q: int | None = 64
+    backward_block_kv: int | None = 64
+    probability_from: Literal["lse", "softmax"] = "lse"
+    softmax_probability: Step = _FP32
+    backward_probability: Step = _BF16
+    delta_source: Literal["o", "o_hi_lo", "o_f32", "p_dp"] = "o"
+    delta: Step = _FP32
+    dprobability: Step = _FP32
+    dlogits: Step = _BF16
+    dlogits_scale: float = 1.0
+    gradient_scale_at: Literal["logits", "epilogue"] = "epilogue"
+    dq_centre: Literal["none", "mean", "row"] = "none"
+    dq_accumulator: Step = _FP32
+    dk_accumulator: Step = _FP32
+    dv_accumulator: Step = _FP32
+    gradient: Step = _BF16
+    ring_size: int = 1
+    ring_merge: Literal["lse", "sigmoid", "two_pass", "carry"] = "lse"
+    ring_partial: Step = _FP32
+    ring_accumulator: Step = _FP32
+    ring_gradient_partial: Step = _FP32
+    ring_gradient_accumulator: Step = _FP32
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            fault = _fault(field, getattr(self, field.name))
+            if fault is not None:
+                raise ValueError(
+                    f"{field.name} must be {fault}, got {getattr(self, field.name)!r}"
+                )
+        if self.normalise == "before_product" and self.block_kv is not None:
+            raise ValueError(
+                "normalise='before_product' needs the whole row: set block_kv=None"
+            )
+        if self.probability_from == "softmax" and self.backward_block_kv is not None:
+            raise ValueError(
+                "probability_from='softmax' needs the whole row: set "
+                "backward_block_kv=None"
+            )
+        if (self.exponential == "exp2_polynomial") != (self.exp2_degree is not None):
+            raise ValueError(
+                "exp2_degree goes with exponential='exp2_polynomial', and only with it"
+            )
+        if self.ring_size > 1 and self.probability_from == "softmax":
+            raise ValueError(
+                "ring_size above 1 needs probability_from='lse': no device has the row"
+            )
+        if (
+            self.ring_size > 1
+            and self.ring_merge == "carry"
+            and self.normalise == "before_product"
+        ):
+            raise ValueError(
+                "ring_merge='carry' needs normalise='once' or 'each_step'; merge by "
+                "'lse' instead"
+            )
+
+    def replace_format(self, old: NumberFormat, new: NumberFormat) -> "Recipe":
+        """A copy with every step kept in `old`, and `inputs`, kept in `new` instead."""
+        changes: dict = {
+            field.name: dataclasses.replace(step, format=new)
+            for field in dataclasses.fields(self)
+            if isinstance(step := getattr(self, field.name), Step)
+            and step.format == old
+        }
+        if self.inputs == old:
+            changes["inputs"] = new
+        return dataclasses.replace(self, **changes)
+
+    def with_inputs(self, fmt: NumberFormat) -> "Recipe":
+        """The same algorithm on inputs of another format: BF16 to FP16 and back.
+
+        Every step that was kept in the old input format is kept in the new one.
+        """
+        return self.replace_format(self.inputs, fmt)
+
+
+def _fault(field: dataclasses.Field, value) -> str | None:
+    """What `value` should have been for a field of `Recipe`, or None if it will do."""
+    if field.type in (Step, NumberFormat):
+        kind = "a Step" if field.type is Step else "a NumberFormat"
+        return None if isinstance(value, field.type) else kind
+    choices = get_args(field.type)
+    if choices and isinstance(choices[0], str):
+        return None if value in choices else f"one of {', '.join(choices)}"
+    if field.name == "ring_size":
+        fits = isinstance(value, int) and value >= 1
+        return None if fits else "a whole number of at least 1"
+    if field.name == "exp2_degree":
+        return None if value in (None, 2, 3, 4, 5) else "2, 3, 4 or 5"
+    if "block" in field.name or field.name == "dot_chunk":
+        fits = value is None or (isinstance(value, int) and value >= 1)
+        return None if fits else "a whole number of at least 1, or None"
+    if field.name in ("probability_scale", "dlogits_scale"):
+        if not 0 < value < math.inf:
+            return "positive and finite"
+    if field.name == "dlogits_scale" and math.frexp(value)[0] != 0.5:
+        return "a power of two"  # So that undoing it is exact.
+    if field.name == "repeated_max_factor" and value is not None:
+        if not 1 <= value < math.inf:
+            return "finite and at least 1, or None"
+    if field.name == "rescale_threshold" and not 0 <= value < math.inf:
+        return "finite and at least 0"
+    return None
