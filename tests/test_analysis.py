@@ -31,7 +31,12 @@ def test_list_names_every_experiment(capsys):
     assert [line.split(":")[0] for line in lines] == list(EXPERIMENTS)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_has_a_test():
+    # Capturing needs a run folder: tests/test_capture.py.
+    assert TOY_OPTIONS.keys() | {"capture"} == EXPERIMENTS.keys()
+
+
+@pytest.mark.parametrize("name", TOY_OPTIONS)
 def test_every_experiment_runs_and_records_itself(name, tmp_path, capsys):
     options = [name, *TOY_OPTIONS[name], "--out", str(tmp_path)]
     assert main(options) == 0

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from train.__main__ import main, parse_config, set_profile
-from train.config import UsageError, from_dict, to_json
+from train.config import UsageError, difference, from_dict, to_json
 from train.gpu import prefer_cpu_without_driver
 from train.presets import PRESETS
 from train.validate import validate
@@ -174,6 +174,14 @@ def test_presets_are_valid_and_survive_json(name, tmp_path):
     assert parse_config([f"--config={path}"]) == config
     with pytest.raises(UsageError, match="no field 'colour'"):
         from_dict({"colour": 1})
+
+
+def test_configuration_from_before_an_option_existed_is_the_same_run():
+    old = json.loads(to_json(PRESETS["small"]))
+    del old["model"]["qk_norm"]
+    assert difference(from_dict(old), PRESETS["small"]) == []
+    without = parse_config(["--preset=small", "--model.no-qk-norm"])
+    assert difference(from_dict(old), without) == ["model.qk_norm: True -> False"]
 
 
 def test_without_a_driver_jax_looks_for_no_gpu(monkeypatch):

@@ -121,6 +121,33 @@ def test_output_depends_on_caption_time_and_every_patch():
     assert not np.array_equal(base[:, 0, 0], last[:, 0, 0])
 
 
+def test_without_qk_norm_queries_and_keys_are_the_bare_projections():
+    model = dataclasses.replace(MODEL, qk_norm=False)
+    parts = parts_of(dataclasses.replace(CONFIG, model=model))
+    params = weights(parts, perturbed=False)
+    assert not {"query_scale", "key_scale"} & params["blocks"][0].keys()
+    seen = []
+
+    def attention(query, key, value):
+        seen.append((query, key))
+        return plain_attention(query, key, value)
+
+    parts.merge(params)(*inputs(), attention)
+    for block in params["blocks"].values():
+        block["query"]["kernel"] *= 4
+    parts.merge(params)(*inputs(), attention)
+    # Linear in the weights: a power of two goes through every rounding.
+    np.testing.assert_array_equal(seen[2][0], 4 * seen[0][0])
+    np.testing.assert_array_equal(seen[2][1], seen[0][1])
+
+
+def test_weights_have_the_names_of_earlier_checkpoints():
+    """A checkpoint from before `qk_norm` was an option loads into the default."""
+    block = weights(parts_of(CONFIG), perturbed=False)["blocks"][0]
+    linear = {"query", "key", "value", "out", "up", "down"}
+    assert block.keys() == linear | {"query_scale", "key_scale", "modulation"}
+
+
 def test_queries_and_keys_are_normalised():
     """Any scale of the projections leaves logits at or below sqrt(head dim)."""
     parts = parts_of(CONFIG)

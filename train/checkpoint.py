@@ -81,7 +81,7 @@ class Checkpoints:
           UsageError: it is damaged. Nothing is deleted: whether an older checkpoint
             will do is the user's choice.
         """
-        found = _steps(self._directory)
+        found = saved_steps(self._directory)
         newest = found.pop(max(found))
         older = (
             f"to go on from {found[max(found)]}"
@@ -125,7 +125,7 @@ def find_weights(path: Path, abstract: TrainState) -> Path:
     if path.name.isdigit() and (path / "state").is_dir():
         steps = {int(path.name): path}
     else:
-        steps = _steps(path / "checkpoints")
+        steps = saved_steps(path / "checkpoints")
     if not steps:
         raise UsageError(
             f"--init-from {path}: no checkpoint there; name a run folder or one of "
@@ -146,8 +146,8 @@ def find_weights(path: Path, abstract: TrainState) -> Path:
     return newest
 
 
-def _steps(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints; one still being written has a longer name."""
+def saved_steps(directory: Path) -> dict[int, Path]:
+    """The complete checkpoints by step; one still being written has a longer name."""
     found = directory.glob("*")
     return {int(one.name): one for one in found if one.name.isdigit()}
 
@@ -184,6 +184,15 @@ def _load(checkpoint: Path, wanted: Any, remedy: str) -> Any:
             raise
         why = f"it cannot be read ({str(cause)[:300]})"
         raise _damaged(checkpoint, why, remedy) from error
+
+
+def load_state(checkpoint: Path, abstract: TrainState) -> TrainState:
+    """The state of one checkpoint, each leaf placed as in `abstract`.
+
+    Raises:
+      UsageError: it is damaged.
+    """
+    return _load(checkpoint, abstract, "leave its step out")
 
 
 def _shapes(weights: Any) -> dict[str, tuple[int, ...]]:

@@ -57,6 +57,8 @@ class ModelConfig:
     """Text tokens a caption is padded to."""
     prediction: Literal["x", "v"] = "x"
     """What the network outputs: the clean image or the velocity."""
+    qk_norm: bool = True
+    """RMS-normalise queries and keys; without it attention logits are unbounded."""
     remat: bool = False
     """Recompute every block in the backward pass: less memory, more time."""
 
@@ -140,7 +142,7 @@ class CheckpointConfig:
     every: int = 1000
     """Steps between checkpoints."""
     keep: int = 2
-    """Checkpoints kept."""
+    """Newest checkpoints kept; raise it to compare weights, or capture, over time."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ Caption tokens and image patches form one sequence that plain transformer blocks
 attend over, without a mask: padding is a learned embedding like any other token.
 Blocks as in DiT (Peebles and Xie, 2023) with one modulation vector for all blocks
 plus a learned table in each (adaLN-single: Chen et al., PixArt-alpha, 2023), and
-RMS-normalised queries and keys (Esser et al., 2024).
+RMS-normalised queries and keys (Esser et al., 2024) unless `qk_norm` is off.
 
 No key bias: softmax does not see it, so its gradient is rounding noise, which Adam
 would turn into steps of full size. No dropout. No gather: tokens are embedded by a
@@ -105,8 +105,10 @@ class Block(nnx.Module):
         self.value = linear(width, width, False)
         self.out = linear(width, width, False)
         head_dim = width // config.heads
-        self.query_scale = nnx.Param(jnp.ones((head_dim,), policy.params))
-        self.key_scale = nnx.Param(jnp.ones((head_dim,), policy.params))
+        self.qk_norm = config.qk_norm
+        if self.qk_norm:
+            self.query_scale = nnx.Param(jnp.ones((head_dim,), policy.params))
+            self.key_scale = nnx.Param(jnp.ones((head_dim,), policy.params))
         self.up = linear(width, hidden, True)
         self.down = linear(hidden, width, True)
         self.modulation = nnx.Param(jnp.zeros((6, width), policy.params))
@@ -127,11 +129,11 @@ class Block(nnx.Module):
         rows = (-1, x.shape[-1])
         heads = (*x.shape[:2], self.heads, x.shape[-1] // self.heads)
         y = (layer_norm(x) * (1.0 + scale1) + shift1).reshape(rows)
-        attended = attention_fn(
-            rms_norm(self.query(y).reshape(heads), self.query_scale[...]),
-            rms_norm(self.key(y).reshape(heads), self.key_scale[...]),
-            self.value(y).reshape(heads),
-        )
+        query, key = self.query(y).reshape(heads), self.key(y).reshape(heads)
+        if self.qk_norm:
+            query = rms_norm(query, self.query_scale[...])
+            key = rms_norm(key, self.key_scale[...])
+        attended = attention_fn(query, key, self.value(y).reshape(heads))
         y = self.out(attended.reshape(rows)).reshape(x.shape)
         x = x + gate1 * y.astype(jnp.float32)
         y = (layer_norm(x) * (1.0 + scale2) + shift2).reshape(rows)

@@ -1,14 +1,15 @@
 """One training step, compiled ahead of time for its mesh."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
+from train.config import Config
 from train.diffusion import draw_times, drop_captions, flow_losses, from_pixels
 from train.model import AttentionFn
 from train.optimizer import make_schedule, update_average
@@ -18,6 +19,42 @@ from train.state import STEP_STREAM, ModelParts, TrainState, stream
 
 Batch = dict[str, Array]
 Metrics = dict[str, Array]
+
+
+class Examples(NamedTuple):
+    """What the loss of a step is taken of: clean images, and all that is drawn."""
+
+    images: Float[Array, "B R R 3"]
+    tokens: Int[Array, "B L"]
+    times: Float[Array, " B"]
+    noise: Float[Array, "B R R 3"]
+
+
+def draw_examples(config: Config, batch: Batch, step: Int[Array, ""] | int) -> Examples:
+    """Times, noise and emptied captions of a step: a function of (seed, step) alone."""
+    key = jax.random.fold_in(stream(config.seed, STEP_STREAM), step)
+    time_key, noise_key, drop_key = jax.random.split(key, 3)
+    images = from_pixels(batch["image"])
+    count = images.shape[0]
+    dropped = jax.random.bernoulli(drop_key, config.caption_dropout, (count,))
+    return Examples(
+        images,
+        drop_captions(batch["tokens"], dropped),
+        draw_times(time_key, count, config.time_mean, config.time_std),
+        jax.random.normal(noise_key, images.shape),
+    )
+
+
+def example_losses(
+    parts: ModelParts, attention_fn: AttentionFn, params: Any, examples: Examples
+) -> Float[Array, " B"]:
+    """The flow loss of each example; training minimises their mean."""
+    model = parts.merge(params)
+    return flow_losses(
+        lambda x, t, tokens: model(x, t, tokens, attention_fn),
+        *examples,
+        parts.config.model.prediction,
+    )
 
 
 def make_train_step(
@@ -35,26 +72,14 @@ def make_train_step(
     config, policy = parts.config, parts.policy
     schedule = make_schedule(config)
 
-    def loss_of(params: Any, batch: Batch, key: Array, scale: Array) -> Array:
-        time_key, noise_key, drop_key = jax.random.split(key, 3)
-        images = from_pixels(batch["image"])
-        count = images.shape[0]
-        dropped = jax.random.bernoulli(drop_key, config.caption_dropout, (count,))
-        model = parts.merge(params)
-        losses = flow_losses(
-            lambda x, t, tokens: model(x, t, tokens, attention_fn),
-            images,
-            drop_captions(batch["tokens"], dropped),
-            draw_times(time_key, count, config.time_mean, config.time_std),
-            jax.random.normal(noise_key, images.shape),
-            config.model.prediction,
-        )
+    def loss_of(params: Any, examples: Examples, scale: Array) -> Array:
+        losses = example_losses(parts, attention_fn, params, examples)
         return losses.mean() * scale
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(stream(config.seed, STEP_STREAM), state.step)
+        examples = draw_examples(config, batch, state.step)
         scale = state.loss_scale.scale
-        loss, scaled = jax.value_and_grad(loss_of)(state.params, batch, key, scale)
+        loss, scaled = jax.value_and_grad(loss_of)(state.params, examples, scale)
         # Unscaled in fp32, before clipping sees the gradient.
         gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / scale, scaled)
         norm = optax.tree.norm(gradients)

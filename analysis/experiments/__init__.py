@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from analysis import capture
 from analysis.experiments import accuracy, emulator_speed
 
 
@@ -25,6 +26,7 @@ class Experiment:
 
 
 EXPERIMENTS = {
+    "capture": Experiment(capture.SUMMARY, capture.add_arguments, capture.run),
     "accuracy": Experiment(accuracy.SUMMARY, accuracy.add_arguments, accuracy.run),
     "emulator-speed": Experiment(
         emulator_speed.SUMMARY, emulator_speed.add_arguments, emulator_speed.run

@@ -181,6 +181,14 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
+def batch_at(
+    source: Source, tokenizer: Tokenizer, *, batch_size: int, seed: int, step: int
+) -> Batch:
+    """The whole batch of one step, read in this thread."""
+    reads = _Batches(source, tokenizer, batch_size, seed, step, range(batch_size))
+    return reads[0].batch
+
+
 def batches(
     source: Source,
     tokenizer: Tokenizer,
