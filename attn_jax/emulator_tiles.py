@@ -3,7 +3,6 @@
 import copy
 import math
 import zlib
-import zlib
 from typing import NamedTuple
 
 import jax
