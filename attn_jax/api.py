@@ -42,6 +42,7 @@ def dot_product_attention(
     deterministic: bool | None = None,
     out_dtype=None,
     recipe: Recipe | None = None,
+    rounding_key: Array | None = None,
 ) -> Float[Array, "*B T N H"] | tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Scaled dot-product attention: out = softmax(scale * Q K^T + bias) V.
 
@@ -72,6 +73,8 @@ def dot_product_attention(
       out_dtype: of the output; the query's if None. `pallas` and `emulated` give the
         unrounded accumulator as float32.
       recipe: which roundings `emulated` follows; those of `pallas` if None.
+      rounding_key: a key of `jax.random` for a recipe that rounds stochastically, and
+        only then.
 
     Where each implementation rounds is said in its module (`kernels/hopper_forward.py`,
     `recipe.py`, `reference.py`, `external.py`).
@@ -123,6 +126,10 @@ def dot_product_attention(
                 f"recipe must be a Recipe, such as attn_jax.RECIPES['flash2'], got "
                 f"{recipe!r}"
             )
+    if rounding_key is not None and implementation != "emulated":
+        raise ValueError(
+            f"rounding_key= is for implementation='emulated', not {implementation!r}"
+        )
     scale = reference.default_scale(scale, query.shape[-1])
     out_dtype = _output_dtype(query.dtype if out_dtype is None else out_dtype)
 
@@ -178,7 +185,9 @@ def dot_product_attention(
             if recipe is None:
                 half = query.dtype == jnp.float16
                 recipe = ATTN_JAX.with_inputs(FP16) if half else ATTN_JAX
-            run = functools.partial(emulator.attention, recipe=recipe)
+            run = functools.partial(
+                emulator.attention, recipe=recipe, rounding_key=rounding_key
+            )
         out, lse = run(
             query,
             key,

@@ -60,8 +60,19 @@ def check_recipe(recipe: Recipe, query, key, value, rounding_key=None) -> None:
             f"recipe {recipe.name!r} rounds {drawn[0]} stochastically: pass "
             "rounding_key=jax.random.key(0) or another key"
         )
+    if rounding_key is not None and not _is_key(rounding_key):
+        raise ValueError(
+            "rounding_key must be one key of jax.random, such as jax.random.key(0), "
+            f"got {jnp.asarray(rounding_key).dtype}{jnp.shape(rounding_key)}"
+        )
     if rounding_key is not None and not drawn:
         raise ValueError(
             f"recipe {recipe.name!r} rounds nothing stochastically: leave rounding_key "
             "out, or set the rounding of one of its steps to STOCHASTIC"
         )
+
+
+def _is_key(x) -> bool:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x.ndim == 0
+    return x.dtype == np.uint32 and x.ndim == 1

@@ -3,7 +3,7 @@
 import copy
 import math
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ class Operands:
         self.shape = B, K, N // K, T, H
         self.key_length = S
         self.origin, self.hop = (0, 0), 0
-        self.noise = None
+        self.noise: Any = None
         self.query = self.group(self.take_in(query))
         self.key = self.take_in(key).swapaxes(1, 2)
         self.value = self.take_in(value).swapaxes(1, 2)
@@ -68,9 +68,7 @@ class Operands:
     def drawing(self, noise, *numbers):
         """The same operands, whose stochastic roundings draw from another key."""
         new = copy.copy(self)
-        for number in () if noise is None else numbers:
-            noise = jax.random.fold_in(noise, number)
-        new.noise = noise
+        new.noise = None if noise is None else _fold(noise, *numbers)
         return new
 
     def share(self, rank, hop):
@@ -92,9 +90,8 @@ class Operands:
         step = getattr(self.recipe, field)
         if step.rounding is not Rounding.STOCHASTIC:
             return round_to(x, step.format, step.rounding)
-        key = self.noise
-        for number in (zlib.crc32(f"{field} {site}".encode()), *at):
-            key = jax.random.fold_in(key, number)
+        name = zlib.crc32(f"{field} {site}".encode())
+        key = _fold(self.noise, name, *at)
         return round_to(x, step.format, step.rounding, key=key)
 
     def dot(self, subscripts: str, x, y, *at, site: str):
@@ -173,6 +170,12 @@ class Operands:
         if visible is not None:
             x = jnp.where(self.group_heads(visible), x, -jnp.inf)
         return x, slope
+
+
+def _fold(key, *numbers):
+    for number in numbers:
+        key = jax.random.fold_in(key, number)
+    return key
 
 
 def finite_shift(m):

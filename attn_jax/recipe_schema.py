@@ -5,7 +5,7 @@ A recipe is to the emulator what a tableau is to a Runge-Kutta solver.
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from attn_jax.formats import BF16, FP32, FP64, NumberFormat, Rounding
 
@@ -259,7 +259,7 @@ class Recipe:
         return self.replace_format(self.inputs, fmt)
 
 
-def _fault(field: dataclasses.Field, value) -> str | None:
+def _fault(field: dataclasses.Field, value: Any) -> str | None:
     """What `value` should have been for a field of `Recipe`, or None if it will do."""
     if field.type in (Step, NumberFormat):
         kind = "a Step" if field.type is Step else "a NumberFormat"
@@ -270,8 +270,6 @@ def _fault(field: dataclasses.Field, value) -> str | None:
     if field.name == "ring_size":
         fits = isinstance(value, int) and value >= 1
         return None if fits else "a whole number of at least 1"
-    if field.name == "exp2_degree":
-        return None if value in (None, 2, 3, 4, 5) else "2, 3, 4 or 5"
     if "block" in field.name or field.name == "dot_chunk":
         fits = value is None or (isinstance(value, int) and value >= 1)
         return None if fits else "a whole number of at least 1, or None"
@@ -280,9 +278,10 @@ def _fault(field: dataclasses.Field, value) -> str | None:
             return "positive and finite"
     if field.name == "dlogits_scale" and math.frexp(value)[0] != 0.5:
         return "a power of two"  # So that undoing it is exact.
-    if field.name == "repeated_max_factor" and value is not None:
-        if not 1 <= value < math.inf:
-            return "finite and at least 1, or None"
     if field.name == "rescale_threshold" and not 0 <= value < math.inf:
         return "finite and at least 0"
+    if field.name == "exp2_degree" and value not in (None, 2, 3, 4, 5):
+        return "2, 3, 4 or 5"
+    if field.name == "repeated_max_factor" and value is not None:
+        return None if 1 <= value < math.inf else "finite and at least 1, or None"
     return None

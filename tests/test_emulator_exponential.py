@@ -1,0 +1,74 @@
+"""Powers of two of the emulator: accurate on any backend, or as wrong as a kernel's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attn_jax.emulator_exponential import (
+    POLYNOMIAL_ERRORS,
+    POLYNOMIALS,
+    exp2,
+    exp2_polynomial,
+)
+
+
+def arguments(dtype, low, high):
+    rng = np.random.default_rng(0)
+    wide, near = rng.uniform(low, high, 200_000), rng.uniform(-1, 1, 200_000)
+    return np.concatenate([wide, near, np.arange(low, high + 1)]).astype(dtype)
+
+
+def ulps(got, x):
+    """Distance from 2^x in ulps of the result; NumPy's own is exact to a fraction."""
+    want = np.exp2(x.astype(np.longdouble))
+    return np.abs(np.asarray(got) - want) / np.spacing(want.astype(x.dtype))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_exp2_within_two_ulps(compiled):
+    x = arguments(np.float32, -126, 127)
+    got = (jax.jit(exp2) if compiled else exp2)(jnp.asarray(x))
+    assert ulps(got, x).max() <= 2
+    whole = np.arange(-126, 128, dtype=np.float32)
+    np.testing.assert_array_equal(
+        exp2(jnp.asarray(whole)), np.ldexp(1.0, whole.astype(int))
+    )
+
+
+def test_exp2_within_two_ulps_in_float64(x64):
+    x = arguments(np.float64, -1022, 1023)
+    assert ulps(jax.jit(exp2)(jnp.asarray(x)), x).max() <= 2
+
+
+@pytest.mark.parametrize("function", [exp2, lambda x: exp2_polynomial(x, 3)])
+def test_ends_of_the_range(function):
+    x = jnp.array([-jnp.inf, -1e30, -400.0, 128.0, 1e30, jnp.inf], jnp.float32)
+    np.testing.assert_array_equal(function(x), [0, 0, 0, np.inf, np.inf, np.inf])
+    assert jnp.isnan(function(jnp.array(jnp.nan, jnp.float32)))
+    # Just below 2^128, where 2^n alone would overflow for n the nearest whole number.
+    assert jnp.isfinite(function(jnp.array(127.9, jnp.float32)))
+
+
+@pytest.mark.parametrize("degree", POLYNOMIALS)
+def test_polynomials_err_by_what_their_table_says(degree, x64):
+    x = np.linspace(-3, 3, 60_001)
+    error = np.asarray(exp2_polynomial(jnp.asarray(x), degree)) / np.exp2(x) - 1
+    # The table gives four digits; the grid misses the peaks by less.
+    np.testing.assert_allclose(
+        np.abs(error).max(), POLYNOMIAL_ERRORS[degree], rtol=2e-4
+    )
+    # The level is reached with either sign, as only the best polynomial does.
+    np.testing.assert_allclose(error.max(), -error.min(), rtol=2e-4)
+    whole = jnp.arange(-5.0, 6.0)
+    np.testing.assert_array_equal(exp2_polynomial(whole, degree), 2.0**whole)
+
+
+def test_a_float32_polynomial_adds_its_own_roundings_only():
+    x = arguments(np.float32, -126, 127)
+    for degree, bound in POLYNOMIAL_ERRORS.items():
+        got = np.asarray(exp2_polynomial(jnp.asarray(x), degree))
+        error = np.abs(got / np.exp2(x.astype(np.float64)) - 1).max()
+        # Horner: p(f) in [1, 2) is a sum of f times less than 1; the last addition
+        # rounds by 2^-24 and what came before by half of it and less, summing to it.
+        assert bound < error * 1.001 < bound * 1.002 + 2 * 2.0**-24
