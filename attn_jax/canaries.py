@@ -289,25 +289,30 @@ def _narrow_sum(run: Run) -> Faults:
     looped, unrolled = run(chain, np.float32(1))
     yield _differs("512 ones added in a loop", looped, 256.0, meaning)
     yield _differs("250 and 12 ones", unrolled, 256.0, meaning)
-    recipe = dataclasses.replace(FLASH2, block_kv=1, row_sum=Step(BF16))
+    # Of 512 values the first 384 are 1, all of equal weight. Each of the two sums stops
+    # at 256: LSE is its logarithm, and out is 256 / 256 instead of 384 / 512.
     zeros = np.zeros((1, 512, 1, 4), np.float32)
-    _, lse = run(
-        lambda q, k: emulator.attention(q, k, k, recipe=recipe), zeros[:, :1], zeros
-    )
-    got = np.rint(np.exp(lse.astype(np.float64)) * 64) / 64
-    yield _differs("row sum of 512 keys", got, np.full_like(lse, 256), meaning)
-    # Of 512 values the first 384 are 1: the product stops at 256, as the row sum does.
-    recipe = dataclasses.replace(FLASH2, dot_accumulator=Step(BF16), dot_chunk=1)
-    value = zeros.copy()
-    value[:, :384] = 1
-    out, _ = run(
-        lambda q, k, v: emulator.attention(q, k, v, recipe=recipe),
-        zeros[:, :1],
-        zeros,
-        value,
-    )
-    # XXX
-    yield _differs("chained product", out, np.ones_like(out), meaning)
+    ones = zeros + (np.arange(512) < 384).astype(np.float32)[:, None, None]
+    kept = {"row_sum": Step(BF16), "accumulator": Step(BF16)}
+    for name, recipe in (
+        ("blocks of one key", dataclasses.replace(FLASH2, block_kv=1, **kept)),
+        (
+            "chained products",
+            dataclasses.replace(
+                FLASH2, block_kv=None, dot_accumulator=Step(BF16), dot_chunk=1
+            ),
+        ),
+    ):
+        out, lse = run(
+            lambda q, k, v, recipe=recipe: emulator.attention(q, k, v, recipe=recipe),
+            zeros[:, :1],
+            zeros,
+            ones,
+        )
+        # To a 64th, since log and exp are not exact.
+        total = np.rint(np.exp(lse.astype(np.float64)) * 64) / 64
+        yield _differs(f"{name}: row sum", total, np.full_like(lse, 256), meaning)
+        yield _differs(f"{name}: out", out, np.ones_like(out), meaning)
 
 
 def _near_ties() -> tuple[np.ndarray, np.ndarray]:
