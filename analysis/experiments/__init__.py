@@ -6,7 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from analysis import capture
-from analysis.experiments import accuracy, emulator_speed
+from analysis.experiments import (
+    accuracy,
+    emulator_speed,
+    flash_attention_2,
+    kernels,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,5 +35,11 @@ EXPERIMENTS = {
     "accuracy": Experiment(accuracy.SUMMARY, accuracy.add_arguments, accuracy.run),
     "emulator-speed": Experiment(
         emulator_speed.SUMMARY, emulator_speed.add_arguments, emulator_speed.run
+    ),
+    "kernels": Experiment(kernels.SUMMARY, kernels.add_arguments, kernels.run),
+    "flash-attention-2": Experiment(
+        flash_attention_2.SUMMARY,
+        flash_attention_2.add_arguments,
+        flash_attention_2.run,
     ),
 }
