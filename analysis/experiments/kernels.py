@@ -171,7 +171,8 @@ def measure(
                     name: jax.device_get(program.result()(*inputs))
                     for name, program in programs.items()
                 }
-                work = problem, family, inputs, found, predicted
+                _, units = exact(problem, family, inputs)
+                work = problem, family, inputs, found, predicted, units
                 measured.append(pool.submit(_rows, *work))
         for rows in measured:
             yield from rows.result()
@@ -205,9 +206,9 @@ def _rows(
     inputs: Inputs,
     found: Results,
     predicted: dict[str, Results],
+    units: Results,
 ) -> list[Row]:
     """The rows of one cell; `bound` is the order bound of the kernels' own recipe."""
-    _, units = exact(problem, family, inputs)
     own = _own_recipe(problem)
     bounds = order_sizes(own, problem, inputs)
     rows: list[Row] = []
