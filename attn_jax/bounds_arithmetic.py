@@ -1,0 +1,368 @@
+"""Exact values with bounds of their error: the arithmetic behind `attn_jax.bounds`.
+
+A `Ball` holds exact numbers x and what is known of the error e of the computed ones,
+
+    |e| <= worst                                                 always
+    e = f + X,  |f| <= fixed,  E exp(tX) <= exp(t^2 spread^2 / 2)    if roundings are
+                                                                     random
+
+X collects the terms of first order: a sum of roundings d_k with known coefficients a_k,
+|d_k| <= u_k, mean zero given those before. By Hoeffding's lemma and Azuma's inequality
+spread^2 = sum (a_k u_k)^2, and P(|X| > L spread) <= 2 exp(-L^2 / 2). Terms of higher
+order are bounded with the worst errors and go to `fixed`, as do errors that are not
+random: rounding toward zero, underflow, saturation, the exponential's own. Where the
+same rounding may enter twice, spreads add; else their squares do.
+
+A bound that became infinite may turn into nan on its way, as inf - inf; nan stays nan
+and means as much as infinity. Callers silence NumPy's warnings.
+
+In the mode "order" `spread` is instead the RMS difference of two computations that
+follow one recipe and differ only inside the carrier. A difference d before a rounding
+to spacing h is a whole spacing with probability |d| / h after it, so its mean square
+grows from s^2 to at most s^2 + h s.
+"""
+
+import dataclasses
+import math
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from attn_jax.formats import NumberFormat, Rounding
+from attn_jax.recipe_schema import Recipe
+
+Size = np.ndarray | float
+Kind = Literal["deterministic", "probabilistic", "order"]
+
+# Relative error of exp, exp2 and log in the carrier, in units of its unit roundoff:
+# two units in the last place, as of CUDA's ex2.approx and of XLA on a CPU.
+FUNCTION_ULPS = 4
+# An addition inside a matrix product may truncate, as those of tensor cores do.
+SUM_ROUNDOFFS = 2
+# Largest relative error, rounded up, of a polynomial for 2^f, 0 <= f <= 1, by degree:
+# that of the best one that is 1 at 0, and of FlashAttention-4's own cubic.
+EXP2_POLYNOMIAL_ERROR = {2: 2.1e-3, 3: 9e-5, 4: 3e-6, 5: 9e-8}
+
+
+class Ball(NamedTuple):
+    value: np.ndarray
+    worst: np.ndarray
+    fixed: np.ndarray
+    spread: np.ndarray
+
+    @property
+    def size(self) -> np.ndarray:
+        """Largest magnitude that the computed number can have."""
+        return np.abs(self.value) + self.worst
+
+    def __getitem__(self, index) -> "Ball":
+        return Ball(*(field[index] for field in tuple(self)))
+
+    def map(self, function) -> "Ball":
+        """The same rearrangement of every field."""
+        return Ball(*map(function, tuple(self)))
+
+
+class Unit(NamedTuple):
+    """Interval of the factor from computed numbers to the ones that a ball holds."""
+
+    low: Size = 1.0
+    high: Size = 1.0
+
+    def times(self, factor: float) -> "Unit":
+        return Unit(self.low * factor, self.high * factor)
+
+
+ONE = Unit()
+
+
+def exact(value) -> Ball:
+    value = np.asarray(value, np.float64)
+    return Ball(value, *(np.zeros(value.shape) for _ in range(3)))
+
+
+def where(condition, x: Ball, y: Ball) -> Ball:
+    return Ball(*(np.where(condition, a, b) for a, b in zip(tuple(x), tuple(y))))
+
+
+def plus(x: Ball, y: Ball, *, shared: bool = False) -> Ball:
+    """x + y; `shared` if one rounding may stand in both."""
+    return Ball(
+        x.value + y.value,
+        x.worst + y.worst,
+        x.fixed + y.fixed,
+        x.spread + y.spread if shared else np.hypot(x.spread, y.spread),
+    )
+
+
+def times(x: Ball, y: Ball, *, shared: bool = False) -> Ball:
+    a, b = np.abs(x.value), np.abs(y.value)
+    second = _product(x.worst, y.worst)
+    s, t = b * x.spread, a * y.spread
+    return Ball(
+        x.value * y.value,
+        _product(a, y.worst) + _product(b, x.worst) + second,
+        _product(a, y.fixed) + _product(b, x.fixed) + second,
+        s + t if shared else np.hypot(s, t),
+    )
+
+
+def scaled(x: Ball, factor) -> Ball:
+    """x times a number, or an array, known exactly."""
+    size = np.abs(factor)
+    return Ball(x.value * factor, *(_product(size, e) for e in tuple(x)[1:]))
+
+
+def quotient(x: Ball, y: Ball) -> Ball:
+    """x / y for y > 0, and 0 / 0 = 0; infinite worst where y may reach zero.
+
+    The two may share roundings: (x + e) / (y + f) = q + (e - q f) / (y + f).
+    """
+    divisor = np.where(y.value > 0, y.value, 1.0)
+    q = np.where(y.value > 0, x.value / divisor, 0.0)
+    size = np.abs(q)
+    least = divisor - y.worst
+    first = x.worst + _product(size, y.worst)
+    worst = np.where(first == 0, 0.0, np.where(least > 0, first / least, np.inf))
+    second = np.where(np.isfinite(worst), worst - first / divisor, np.inf)
+    return Ball(
+        q,
+        worst,
+        (x.fixed + _product(size, y.fixed)) / divisor + np.maximum(second, 0.0),
+        (x.spread + size * y.spread) / divisor,
+    )
+
+
+def exponential(x: Ball, base: float) -> Ball:
+    """exp(base x): the error of the argument becomes a relative one."""
+    value = np.exp(base * x.value)
+    growth = np.expm1(base * x.worst)
+    second = np.where(np.isfinite(growth), growth - base * x.worst, np.inf)
+    return Ball(
+        value,
+        _product(value, growth),
+        _product(value, base * x.fixed + second),
+        value * base * x.spread,
+    )
+
+
+def logarithm(x: Ball) -> Ball:
+    ratio = np.minimum(x.worst / np.where(x.value > 0, x.value, 1.0), 1.0)
+    worst = -np.log1p(-ratio)
+    return Ball(
+        np.log(x.value),
+        worst,
+        x.fixed / x.value + worst - ratio,
+        x.spread / x.value,
+    )
+
+
+def _product(size, error):
+    """size * error with 0 * inf = 0: what is absent adds no error."""
+    return np.where(size == 0, 0.0, size * error)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """How a recipe's operations add to a ball's errors; collects what may overflow."""
+
+    recipe: Recipe
+    kind: Kind
+    overflows: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def roundoff(self) -> float:
+        return self.recipe.carrier.unit_roundoff
+
+    def step(
+        self,
+        name: str,
+        x: Ball,
+        unit: Unit = ONE,
+        extra: Size = 0.0,
+        extra_spread: Size = 0.0,
+    ) -> Ball:
+        """Rounding of `x` by the recipe's step `name`.
+
+        `unit` is what one computed unit is worth in `x`. The computed number has
+        further errors, held elsewhere: at most `extra`, and of spread `extra_spread`.
+        """
+        kept = getattr(self.recipe, name)
+        fmt, carrier = kept.format, self.recipe.carrier
+        if (
+            fmt.mantissa_bits >= carrier.mantissa_bits
+            and fmt.exponent_bits >= carrier.exponent_bits
+        ):
+            return x
+        nearest = kept.rounding is Rounding.NEAREST_EVEN
+        u = fmt.unit_roundoff * (1 if nearest else 2)
+        x = self._perturb(
+            x,
+            u,
+            _underflow(fmt, carrier, nearest) * unit.high,
+            extra,
+            # A stochastic rounding lies in an interval of one spacing, as one to
+            # nearest does; only the latter's being centred is an assumption.
+            None
+            if kept.rounding is Rounding.TOWARD_ZERO
+            else fmt.unit_roundoff * (np.abs(x.value) + extra),
+            extra_spread,
+        )
+        over = x.size + extra - fmt.max_finite * unit.low
+        if not np.any(over > 0):
+            return x
+        self.overflows.add(name)
+        clips = fmt.saturates or kept.rounding is Rounding.TOWARD_ZERO
+        more = np.where(over > 0, over if clips else np.inf, 0.0)
+        return x._replace(worst=x.worst + more, fixed=x.fixed + more)
+
+    def carried(
+        self, x: Ball, operations=1, unit: Unit = ONE, extra: Size = 0.0
+    ) -> Ball:
+        """`operations` roundings of the carrier, each of the size of x + `extra`."""
+        u = np.expm1(operations * math.log1p(self.roundoff))
+        tiny = operations * self.recipe.carrier.min_normal * unit.high
+        size = math.sqrt(operations) * self.roundoff * (np.abs(x.value) + extra)
+        return self._perturb(x, u, tiny, extra, size)
+
+    def function(self, x: Ball, unit: Unit = ONE, extra: Size = 0.0) -> Ball:
+        """The carrier's own error of exp, exp2 or log."""
+        u = FUNCTION_ULPS * self.roundoff
+        tiny = 2 * self.recipe.carrier.min_normal * unit.high
+        size = u * np.abs(x.value) if self.kind == "order" else None
+        return self._perturb(x, u, tiny, extra, size)
+
+    def high_and_low(self, name: str, x: Ball) -> Ball:
+        """round(x) + round(x - round(x)): only the second rounding leaves an error."""
+        kept = getattr(self.recipe, name)
+        fmt, carrier = kept.format, self.recipe.carrier
+        if fmt.mantissa_bits >= carrier.mantissa_bits:
+            return self.step(name, x)
+        nearest = kept.rounding is Rounding.NEAREST_EVEN
+        u = fmt.unit_roundoff * (1 if nearest else 2)
+        tiny = _underflow(fmt, carrier, nearest)
+        size = None
+        if kept.rounding is not Rounding.TOWARD_ZERO:
+            size = fmt.unit_roundoff * u * np.abs(x.value)
+        # The two roundings of the low part: of |x - round(x)| <= u |x| + tiny.
+        return self._perturb(x, u * u, (1 + u) * tiny, 0.0, size, 0.0)
+
+    def exp(self, p: Ball, unit: Unit = ONE, extra: Size = 0.0) -> Ball:
+        """The recipe's exp or exp2, given what it should be.
+
+        A polynomial errs alike in every run, but for the roundings inside.
+        """
+        p = self.function(p, unit, extra)
+        degree = self.recipe.exp2_degree
+        if degree is None:
+            return p
+        p = self.carried(p, 2 * degree, unit, extra)
+        if self.kind == "order":
+            return p
+        u = EXP2_POLYNOMIAL_ERROR[degree]
+        return self._perturb(p, u, 0.0, extra, None)
+
+    def dot(self, x: Ball, y: np.ndarray, name: str, unit: Unit = ONE) -> Ball:
+        """x @ y for exact y; errors of x are independent along the summed axis."""
+        size = np.abs(y)
+        absolute, worst, fixed, variance = (
+            a @ b
+            for a, b in (
+                (x.size, size),
+                (x.worst, size),
+                (x.fixed, size),
+                (x.spread**2, y**2),
+            )
+        )
+        result = Ball(x.value @ y, worst, fixed, np.sqrt(variance))
+        return self.summed(
+            result, absolute, x.value**2 @ y**2, x.value.shape[-1], name, unit
+        )
+
+    def row_sum(self, x: Ball, name: str, unit: Unit = ONE) -> Ball:
+        """x summed over its last axis, as `dot` with ones; keeps the axis."""
+        ones = np.ones((x.value.shape[-1], 1))
+        return self.dot(x, ones, name, unit)
+
+    def carrier_sum(self, x: Ball, absolute, squares, n: int, unit=ONE) -> Ball:
+        """A sum x of n products in any order, of absolute values adding to `absolute`.
+
+        `squares` is the sum of their squares. The partial sums are at most `absolute`;
+        over all orders the mean of the sum of their squares is
+        (n + 1) (squares / 6 + x^2 / 3), which the mode "order" takes.
+        """
+        u = SUM_ROUNDOFFS * self.roundoff
+        tiny = 2 * n * self.recipe.carrier.min_normal * unit.high
+        if self.kind == "order":
+            size = u * np.sqrt((n + 1) * (squares / 6 + x.value**2 / 3))
+        else:
+            size = math.sqrt(n) * u * absolute
+        error = np.expm1(n * math.log1p(u)) * absolute + np.where(absolute, tiny, 0.0)
+        return self._add(x, error, size, error - n * u * absolute)
+
+    def summed(
+        self, x: Ball, absolute, squares, n: int, name: str, unit: Unit = ONE
+    ) -> Ball:
+        """As `carrier_sum`, and rounded on its way as `dot_accumulator` says."""
+        u = SUM_ROUNDOFFS * self.roundoff
+        x = self.carrier_sum(x, absolute, squares, n, unit)
+        kept = self.recipe.dot_accumulator
+        if kept.format == self.recipe.carrier:
+            return x
+        grown = np.expm1(n * math.log1p(u)) * absolute
+        rounds = math.ceil(n / (self.recipe.dot_chunk or n))
+        if rounds == 1:
+            return self.step("dot_accumulator", x, unit)
+        nearest = kept.rounding is Rounding.NEAREST_EVEN
+        u = kept.format.unit_roundoff * (1 if nearest else 2)
+        growth = np.exp(rounds * math.log1p(u))
+        tiny = _underflow(kept.format, self.recipe.carrier, nearest) * unit.high
+        total = absolute + grown
+        error = (growth - 1) * total + np.where(total, rounds * growth * tiny, 0.0)
+        if np.any(growth * total > kept.format.max_finite * unit.low):
+            self.overflows.add(f"dot_accumulator of {name}")
+            over = growth * total > kept.format.max_finite * unit.low
+            error = np.where(over, np.inf, error)
+        if kept.rounding is Rounding.TOWARD_ZERO and self.kind != "order":
+            return self._add(x, error, None, error)
+        size = math.sqrt(rounds) * kept.format.unit_roundoff * absolute
+        return self._add(x, error, size, error - rounds * u * absolute)
+
+    def _perturb(
+        self,
+        x: Ball,
+        u: float,
+        tiny: Size,
+        extra: Size,
+        random: Size | None,
+        extra_spread: Size | None = None,
+    ) -> Ball:
+        """x + d with |d| <= u (|computed x| + extra) + tiny, and 0 stays 0.
+
+        `random` bounds the part of d of first order that is random, None if none is.
+        With `extra_spread` d is the rounding of a step, which may flip.
+        """
+        size = x.size + extra
+        error = np.where(size > 0, u * size + tiny, 0.0)
+        if self.kind == "order" and extra_spread is not None:
+            spacing = 2 * u * np.abs(x.value)
+            before = np.hypot(x.spread, extra_spread)
+            spread = np.sqrt(x.spread**2 + spacing * before)
+            return x._replace(worst=x.worst + error, spread=spread)
+        return self._add(x, error, random, np.where(size > 0, u * x.worst + tiny, 0.0))
+
+    def _add(self, x: Ball, error, random, rest) -> Ball:
+        """x with an error of a random part up to `random`, and of a `rest`."""
+        if random is None:
+            rest, random = error, 0.0
+        if self.kind == "order":
+            rest = 0.0
+        spread = np.hypot(x.spread, random)
+        return Ball(x.value, x.worst + error, x.fixed + rest, spread)
+
+
+def _underflow(fmt: NumberFormat, carrier: NumberFormat, nearest: bool) -> float:
+    """Error of a rounding in the subnormal range; a carrier may flush its own."""
+    if fmt.exponent_bits >= carrier.exponent_bits or not fmt.has_subnormals:
+        return fmt.min_normal
+    return fmt.min_positive / 2 if nearest else fmt.min_positive

@@ -1,0 +1,269 @@
+"""Bounds of the backward pass of a recipe: the query heads of one key/value head.
+
+Errors of LSE (relative ones e_i of a row's P) and of delta (d_i) are the same for every
+key of a row, so they are kept apart from each entry's own:
+
+    error of dS_ij = own_ij - e_i dS_ij - P_ij d_i
+
+    error of dQ_i  = sum_j own_ij (K_j - C_i) - e_i dQ_i - d_i sum_j P_ij (K_j - C_i)
+    error of dK_j  = sum_i (own_ij - e_i dS_ij - P_ij d_i) Q_i
+
+with C the centre, 0 without one, and the roundings of the sums added to both.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from attn_jax.bounds_arithmetic import (
+    ONE,
+    Arithmetic,
+    Ball,
+    Size,
+    exact,
+    plus,
+    scaled,
+)
+from attn_jax.bounds_forward import (
+    Forward,
+    Head,
+    blocks,
+)
+from attn_jax.bounds_ring import joined, shares
+from attn_jax.bounds_rows import Rows, rows_of, with_shared
+from attn_jax.recipe_schema import Recipe
+
+
+class Gradients(NamedTuple):
+    """Of one key/value head with G query heads: dQ G x [T, H], dK and dV [S, H].
+
+    `dlogits`, G x [T, S], is dS before it is scaled or rounded: the terms of dbias.
+    """
+
+    dquery: list[Ball]
+    dkey: Ball
+    dvalue: Ball
+    dlogits: list[Ball]
+
+
+def backward(
+    arithmetic: Arithmetic,
+    heads: list[Head],
+    forwards: list[Forward],
+    douts: list[np.ndarray],
+    centres: list[tuple[np.ndarray, np.ndarray]],
+) -> Gradients:
+    """Bounds of all gradients; `centres` holds C and the error of computing it."""
+    recipe = arithmetic.recipe
+    rows = [rows_of(arithmetic, *args) for args in zip(heads, forwards, douts)]
+    kept = recipe.dk_accumulator, recipe.dv_accumulator, recipe.dot_accumulator
+    narrow = {step.format for step in kept} != {recipe.carrier}
+    block_q = recipe.backward_block_q if narrow else None
+    query = [head.query for head in heads]
+    dlogits = [with_shared(r, r.dlogits, r.dlogits.value, r.factor) for r in rows]
+    probability = [
+        plus(r.probability, r.relative.of(r.exact_probability), shared=True)
+        for r in rows
+    ]
+    at_end = _scale_at_end(recipe, heads[0].scale)
+    dkey = _over_queries(arithmetic, dlogits, query, block_q, "dk_accumulator", at_end)
+    dvalue = _over_queries(
+        arithmetic, probability, douts, block_q, "dv_accumulator", 1.0
+    )
+    return Gradients(
+        [_dquery(arithmetic, *args) for args in zip(heads, rows, centres)],
+        arithmetic.step("gradient", dkey),
+        arithmetic.step("gradient", dvalue),
+        [with_shared(r, r.raw, r.raw.value, 1.0) for r in rows],
+    )
+
+
+def _scale_at_end(recipe: Recipe, scale: float) -> float:
+    at_end = 1.0 if recipe.gradient_scale_at == "logits" else scale
+    return at_end / recipe.dlogits_scale
+
+
+def _over_queries(
+    arithmetic: Arithmetic,
+    terms: list[Ball],
+    factors: list[np.ndarray],
+    block_q: int | None,
+    name: str,
+    at_end: float,
+) -> Ball:
+    """at_end sum_i terms_ij factors_i over the rows of all heads, block by block.
+
+    In a ring each device's keys meet one device's queries after the other.
+    """
+    T, S = terms[0].value.shape
+    W = arithmetic.recipe.ring_size
+    devices = shares(T, W)
+    whole = []
+    for rank, keys in enumerate(shares(S, W)):
+        total = exact(np.zeros((keys.stop - keys.start, factors[0].shape[-1])))
+        for hop in range(W):
+            met = devices[(rank + hop) % W]
+            part = exact(np.zeros(total.value.shape))
+            for tile in blocks(T // W, block_q, first=met.start):
+                rows = Ball(
+                    *(
+                        np.concatenate([x[tile, keys] for x in field]).T
+                        for field in zip(*map(tuple, terms))
+                    )
+                )
+                more = np.concatenate([f[tile] for f in factors])
+                new = plus(part, arithmetic.dot(rows, more, name))
+                part = arithmetic.step(name, arithmetic.carried(new))
+            part = arithmetic.carried(scaled(part, at_end), 2)
+            total = _after_hop(arithmetic, total, part)
+        whole.append(total)
+    return joined(whole)
+
+
+def _after_hop(
+    arithmetic: Arithmetic,
+    total: Ball,
+    part: Ball,
+    extra: Size = 0.0,
+    spread: Size = 0.0,
+) -> Ball:
+    """What one hop of a ring adds; with one device, all there is."""
+    if arithmetic.recipe.ring_size == 1:
+        return part
+    part = arithmetic.step("ring_gradient_partial", part, ONE, extra, spread)
+    total = arithmetic.carried(plus(total, part), extra=extra)
+    return arithmetic.step("ring_gradient_accumulator", total, ONE, extra, spread)
+
+
+def _dquery(
+    arithmetic: Arithmetic,
+    head: Head,
+    rows: Rows,
+    centre: tuple[np.ndarray, np.ndarray],
+) -> Ball:
+    recipe, key = arithmetic.recipe, head.key
+    ds = rows.dlogits
+    at_end = _scale_at_end(recipe, head.scale)
+    everything = with_shared(rows, ds, ds.value, rows.factor)
+    W = recipe.ring_size
+    keys = shares(len(key), W)
+    sums = []
+    for rank, queries in enumerate(shares(len(head.query), W)):
+        order = [keys[(rank - hop) % W] for hop in range(W)]
+        terms = everything[queries]
+        sums.append(_sum_over_keys(arithmetic, terms, key, order, at_end))
+    c, c_error = centre
+    has_keys = head.visible.any(-1, keepdims=True)
+    off = rows.exact_probability @ key - np.where(has_keys, c, 0.0)
+    shared = plus(
+        rows.relative.of(ds.value @ key), rows.delta.of(rows.factor * off), shared=True
+    )
+    errors = plus(_against(ds, key, c), shared, shared=True)
+    dquery = plus(joined(sums), scaled(errors, at_end), shared=True)
+    if recipe.dq_centre != "none":
+        dquery = _subtract_centre(arithmetic, dquery, everything, c, c_error, at_end)
+    return arithmetic.step("gradient", arithmetic.carried(dquery))
+
+
+def _sum_over_keys(
+    arithmetic: Arithmetic,
+    terms: Ball,
+    key: np.ndarray,
+    devices: list[slice],
+    at_end: float,
+) -> Ball:
+    """at_end sum_j terms_ij K_j with the roundings of the sums; not the terms' errors.
+
+    Those count for what the running sums may have grown to, and are added elsewhere.
+    """
+    size = np.abs(key)
+    shape = len(terms.value), key.shape[-1]
+    total = exact(np.zeros(shape))
+    before = before_spread = np.zeros(shape)
+    for device in devices:
+        sums = exact(np.zeros(shape))
+        extra = variance = np.zeros(shape)
+        width = device.stop - device.start
+        block_kv = arithmetic.recipe.backward_block_kv
+        for block in blocks(width, block_kv, first=device.start):
+            values = terms.value[:, block]
+            part = arithmetic.summed(
+                exact(values @ key[block]),
+                terms.size[:, block] @ size[block],
+                values**2 @ key[block] ** 2,
+                values.shape[-1],
+                "dq_accumulator",
+            )
+            extra = extra + terms.worst[:, block] @ size[block]
+            variance = variance + terms.spread[:, block] ** 2 @ key[block] ** 2
+            sums = arithmetic.carried(plus(sums, part), extra=extra)
+            spread = np.sqrt(variance)
+            sums = arithmetic.step("dq_accumulator", sums, ONE, extra, spread)
+        before = before + abs(at_end) * extra
+        before_spread = np.hypot(before_spread, abs(at_end) * np.sqrt(variance))
+        sums = arithmetic.carried(scaled(sums, at_end), 2, extra=before)
+        total = _after_hop(arithmetic, total, sums, before, before_spread)
+    return total
+
+
+def _against(ds: Ball, key: np.ndarray, centre: np.ndarray) -> Ball:
+    """The errors of sum_j dS_ij (K_j - C_i), about zero."""
+    shape = len(ds.value), key.shape[-1]
+    worst, fixed, spread = (np.zeros(shape) for _ in range(3))
+    for h in range(shape[1]):
+        off = np.abs(key[:, h] - centre[:, h : h + 1])
+        worst[:, h] = (ds.worst * off).sum(-1)
+        fixed[:, h] = (ds.fixed * off).sum(-1)
+        spread[:, h] = np.sqrt(((ds.spread * off) ** 2).sum(-1))
+    return Ball(np.zeros(shape), worst, fixed, spread)
+
+
+def _subtract_centre(
+    arithmetic: Arithmetic, dquery: Ball, terms: Ball, centre, centre_error, at_end
+) -> Ball:
+    """Roundings of rowsum(dS) and of its product with the centre."""
+
+    def over_keys(x):
+        return x.sum(-1, keepdims=True)
+
+    row_sum = arithmetic.carrier_sum(
+        exact(over_keys(terms.value)),
+        over_keys(terms.size),
+        over_keys(terms.value**2),
+        terms.value.shape[-1],
+    )
+    # In exact arithmetic the sum vanishes: what is left of it is its error.
+    off = over_keys(terms.worst) + row_sum.worst
+    product = scaled(row_sum._replace(value=np.zeros(off.shape)), centre)
+    product = arithmetic.carried(product, 4, extra=off * np.abs(centre))
+    second = off * centre_error
+    product = product._replace(
+        worst=product.worst + second, fixed=product.fixed + second
+    )
+    return arithmetic.carried(plus(dquery, scaled(product, at_end)), 2)
+
+
+def centre_of(arithmetic: Arithmetic, head: Head, fwd: Forward, interval: bool):
+    """The centre [T, H] of dQ's correction and a bound of the error of computing it.
+
+    `interval`: the mask leaves each row one run of keys; then the mean is over what any
+    row of the same block of queries sees, else over what the row itself sees.
+    """
+    recipe, shape = arithmetic.recipe, head.query.shape
+    if recipe.dq_centre == "none":
+        return np.zeros(shape), np.zeros(shape)
+    if recipe.dq_centre == "row":
+        return fwd.columns.value, fwd.columns.worst
+    T, S = head.visible.shape
+    seen = head.visible.astype(np.float64)
+    if interval:
+        for rows in blocks(T, recipe.backward_block_q):
+            columns = np.flatnonzero(head.visible[rows].any(0))
+            seen[rows] = 0.0
+            if len(columns):
+                seen[rows, columns[0] : columns[-1] + 1] = 1.0
+    count = np.maximum(seen.sum(-1, keepdims=True), 1.0)
+    # As a difference of two running sums it may cost the size of all keys together.
+    total = np.abs(head.key).sum(0)
+    u = 2 * (S + 2) * arithmetic.roundoff
+    return seen @ head.key / count, 2 * u * total / count

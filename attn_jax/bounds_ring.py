@@ -1,0 +1,159 @@
+"""Bounds of the forward pass of a ring of devices, whose partial results are merged.
+
+One device's queries meet the keys of every device, its own first. A merge weighs two
+outputs by exp(LSE_h - LSE), whose relative error is that of the exponent.
+"""
+
+import numpy as np
+
+from attn_jax.bounds_arithmetic import Arithmetic, Ball, exact, plus, where
+from attn_jax.bounds_forward import (
+    Forward,
+    Head,
+    State,
+    accumulator_unit,
+    add_keys,
+    completed,
+    finish,
+    start,
+)
+
+
+def shares(length: int, ring_size: int) -> list[slice]:
+    """The positions that each device has."""
+    size = length // ring_size
+    return [slice(i * size, (i + 1) * size) for i in range(ring_size)]
+
+
+def forward(arithmetic: Arithmetic, head: Head, columns: np.ndarray) -> Forward:
+    """O, LSE, and the result for more `columns` [S, ...] beside those of V."""
+    W = arithmetic.recipe.ring_size
+    keys = shares(len(head.key), W)
+    wide, lse = [], []
+    for rank, rows in enumerate(shares(len(head.query), W)):
+        met = [
+            (
+                _share(head, rows, keys[(rank - hop) % W]),
+                columns[keys[(rank - hop) % W]],
+            )
+            for hop in range(W)
+        ]
+        if arithmetic.recipe.ring_merge == "carry":
+            out = _carried_on(arithmetic, met)
+        else:
+            out = _merged(arithmetic, met)
+        wide.append(out[0])
+        lse.append(out[1])
+    whole = (joined(wide), joined(lse))
+    return completed(arithmetic, *whole, head.query.shape[-1])
+
+
+def joined(parts: list[Ball]) -> Ball:
+    return Ball(*(np.concatenate(field) for field in zip(*map(tuple, parts))))
+
+
+def _share(head: Head, rows: slice, keys: slice) -> Head:
+    return Head(
+        head.query[rows],
+        head.key[keys],
+        head.value[keys],
+        None if head.bias is None else head.bias[rows, keys],
+        head.visible[rows, keys],
+        head.scale,
+    )
+
+
+def _carried_on(arithmetic: Arithmetic, met) -> tuple[Ball, Ball]:
+    head, columns = met[0]
+    state = start(head, head.query.shape[-1] + columns.shape[-1])
+    for head, columns in met:
+        state: State = add_keys(arithmetic, head, columns, state)
+        unit = accumulator_unit(arithmetic.recipe, state)
+        total = arithmetic.step("ring_accumulator", state.accumulator, unit)
+        state = state._replace(accumulator=total)
+    return finish(arithmetic, state)
+
+
+def _merged(arithmetic: Arithmetic, met) -> tuple[Ball, Ball]:
+    parts = []
+    for head, columns in met:
+        state = start(head, head.query.shape[-1] + columns.shape[-1])
+        out, lse = finish(arithmetic, add_keys(arithmetic, head, columns, state))
+        parts.append((arithmetic.step("ring_partial", out), lse))
+    lses = [parts[0][1]]
+    for _, part_lse in parts[1:]:
+        lses.append(_log_sum(arithmetic, lses[-1], part_lse))
+    out = exact(np.zeros(parts[0][0].value.shape))
+    if arithmetic.recipe.ring_merge == "two_pass":
+        for part, part_lse in parts:
+            out = _weighed(arithmetic, out, None, part, part_lse, lses[-1])
+        return out, lses[-1]
+    out = arithmetic.step("ring_accumulator", parts[0][0])
+    for (part, part_lse), old, new in zip(parts[1:], lses, lses[1:]):
+        out = _weighed(arithmetic, out, old, part, part_lse, new)
+    return out, lses[-1]
+
+
+def _log_sum(arithmetic: Arithmetic, a: Ball, b: Ball) -> Ball:
+    """log(exp a + exp b): a mean of the two errors, and never above the larger."""
+    seen, met = np.isfinite(a.value), np.isfinite(b.value)
+    value = np.logaddexp(a.value, b.value)
+    reference = np.where(np.isfinite(value), value, 0.0)
+    u, v = np.exp(a.value - reference), np.exp(b.value - reference)
+    worst = np.maximum(a.worst, b.worst)
+    mean = u * a.worst + v * b.worst
+    merged = Ball(
+        reference,
+        worst,
+        u * a.fixed + v * b.fixed + np.maximum(worst - mean, 0.0),
+        np.hypot(u * a.spread, v * b.spread),
+    )
+    size = 1 + _finite(a).size + _finite(b).size
+    merged = arithmetic.carried(merged, 16, extra=size)
+    merged = arithmetic.step("lse", merged)
+    return where(seen & met, merged, where(seen, a, b))
+
+
+def _weighed(
+    arithmetic: Arithmetic,
+    out: Ball,
+    old: Ball | None,
+    part: Ball,
+    lse: Ball,
+    new: Ball,
+) -> Ball:
+    """exp(old - new) out + exp(lse - new) part; out itself where old is None.
+
+    The exponents differ from exact ones by the errors of old, lse and new, which may
+    share roundings, and by the carrier's: relative errors of both weights.
+    """
+    met = np.isfinite(lse.value)
+    total = np.where(np.isfinite(new.value), new.value, 0.0)
+    v = np.exp(lse.value - total)
+    if old is None:
+        seen, u = np.ones(met.shape, bool), np.ones(met.shape)
+        exponent = plus(_finite(lse), _finite(new), shared=True)
+    else:
+        seen, u = np.isfinite(old.value), np.exp(old.value - total)
+        exponent = plus(_finite(lse), _finite(old), shared=True)
+        exponent = plus(exponent, exponent, shared=True)
+    exponent = exponent._replace(value=np.zeros(met.shape))
+    size = np.abs(np.where(met, lse.value, 0.0)) + np.abs(total) + 1
+    exponent = arithmetic.carried(exponent, 32, extra=size)
+    growth = np.expm1(exponent.worst)
+    weight = v * part.size + (0.0 if old is None else u * out.size)
+    second = weight * growth - (weight - v * part.worst) * exponent.worst
+    merged = Ball(
+        u * out.value + v * part.value,
+        u * out.worst + v * part.worst + weight * growth,
+        u * out.fixed + v * part.fixed + weight * exponent.fixed + second,
+        np.hypot(u * out.spread, v * part.spread) + weight * exponent.spread,
+    )
+    merged = arithmetic.carried(merged, 8, extra=out.size + part.size)
+    merged = where(seen, merged, part)
+    merged = arithmetic.step("ring_accumulator", merged)
+    return where(met, merged, out)
+
+
+def _finite(x: Ball) -> Ball:
+    return where(np.isfinite(x.value), x, exact(np.zeros(x.value.shape)))

@@ -1,0 +1,196 @@
+"""Bounds of P, dS and delta as the backward pass makes them, for one query head."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from attn_jax.bounds_arithmetic import (
+    ONE,
+    Arithmetic,
+    Ball,
+    exact,
+    exponential,
+    plus,
+    quotient,
+    scaled,
+    where,
+)
+from attn_jax.bounds_forward import (
+    Forward,
+    Head,
+    blocks,
+    log_unit,
+    logits,
+    softmax_block,
+    start,
+)
+from attn_jax.bounds_ring import shares
+
+
+class Shared(NamedTuple):
+    """Errors that every key of a row shares, [T, 1]: worst, fixed and spread."""
+
+    worst: np.ndarray
+    fixed: np.ndarray
+    spread: np.ndarray
+
+    def of(self, coefficient: np.ndarray) -> Ball:
+        """The error as a term of each entry, about zero."""
+        size = np.abs(coefficient)
+        return Ball(np.zeros(size.shape), *(size * e for e in self))
+
+
+class Rows(NamedTuple):
+    """One query head: values with their own errors, and what rows share."""
+
+    probability: Ball  # as operand of P^T dO
+    dlogits: Ball  # dS as operand of its products, scaled by the recipe's factor
+    raw: Ball  # dS before that
+    relative: Shared
+    delta: Shared
+    exact_probability: np.ndarray
+    factor: float
+
+
+def with_shared(rows: Rows, own: Ball, dlogits: np.ndarray, factor: float) -> Ball:
+    total = plus(own, rows.relative.of(dlogits), shared=True)
+    by_delta = rows.delta.of(rows.exact_probability * factor)
+    return plus(total, by_delta, shared=True)
+
+
+def rows_of(arithmetic: Arithmetic, head: Head, fwd: Forward, dout: np.ndarray) -> Rows:
+    recipe = arithmetic.recipe
+    p, relative = _probability(arithmetic, head, fwd)
+    shared = relative.worst * p.value
+    as_factor = arithmetic.step("softmax_probability", p, ONE, shared)
+    as_operand = arithmetic.step("backward_probability", p, ONE, shared)
+    dp = arithmetic.dot(exact(dout), head.value.T, "dprobability")
+    dp = arithmetic.step("dprobability", dp)
+    dp = where(head.visible, dp, exact(np.zeros(p.value.shape)))
+    if recipe.delta_source == "p_dp":
+        delta = _delta_from_probabilities(arithmetic, as_factor, dp, relative)
+    else:
+        delta = _delta_from_output(arithmetic, fwd, dout)
+    delta = arithmetic.step("delta", delta)
+    d = Shared(delta.worst, delta.fixed, delta.spread)
+
+    difference = dp._replace(value=dp.value - delta.value)
+    difference = arithmetic.carried(difference, 1, extra=d.worst)
+    size = np.abs(difference.value)
+    total_p = as_factor.worst + shared
+    second = (
+        total_p * (difference.worst + d.worst)
+        + (np.exp(relative.worst) - 1 - relative.worst) * p.value * size
+    )
+    raw = Ball(
+        p.value * difference.value,
+        p.value * difference.worst + size * as_factor.worst + second,
+        p.value * difference.fixed + size * as_factor.fixed + second,
+        np.hypot(p.value * difference.spread, size * as_factor.spread),
+    )
+    common = np.abs(raw.value) * relative.worst + p.value * d.worst
+    raw = arithmetic.carried(raw, 1, extra=common)
+    factor = recipe.dlogits_scale
+    if recipe.gradient_scale_at == "logits":
+        factor *= head.scale
+    ds = arithmetic.carried(scaled(raw, factor), 2, extra=abs(factor) * common)
+    spread = np.abs(raw.value) * relative.spread + p.value * d.spread
+    ds = arithmetic.step("dlogits", ds, ONE, abs(factor) * common, abs(factor) * spread)
+    hidden = exact(np.zeros(p.value.shape))
+    raw, ds = (where(head.visible, x, hidden) for x in (raw, ds))
+    return Rows(as_operand, ds, raw, relative, d, p.value, factor)
+
+
+def _probability(arithmetic: Arithmetic, head: Head, fwd: Forward):
+    """P [T, S] with its entries' own errors, and the relative error rows share."""
+    unit = log_unit(arithmetic.recipe)
+    y = logits(arithmetic, head)
+    if arithmetic.recipe.probability_from == "softmax":
+        return _softmax(arithmetic, head, y)
+    seen = head.visible.any(-1, keepdims=True)
+    lse = where(seen, fwd.lse, exact(np.zeros(seen.shape)))
+    lse = arithmetic.carried(scaled(lse, unit), 2)
+    extra = lse.worst
+    argument = y._replace(value=np.where(head.visible, y.value - lse.value, 0.0))
+    argument = arithmetic.carried(argument, 1, extra=extra)
+    argument = arithmetic.step("shifted", argument, ONE, extra)
+    relative = Shared(*(e / unit for e in tuple(lse)[1:]))
+    # The error of LSE is in the argument's for the terms of second order alone.
+    p = exponential(argument._replace(worst=argument.worst + extra), 1 / unit)
+    common = p.value * relative.worst
+    p = arithmetic.exp(_less(p, common), extra=common)
+    return where(head.visible, p, exact(np.zeros(p.value.shape))), relative
+
+
+def _softmax(arithmetic: Arithmetic, head: Head, y: Ball):
+    """exp(y - m) / l: what rows share is the error of l."""
+    new = softmax_block(arithmetic, start(head, 0), y, head.visible)
+    p, total = new.probability, new.row_sum
+    divisor = np.where(total.value > 0, total.value, 1.0)
+    relative = Shared(*(e / divisor for e in tuple(total)[1:]))
+    result = quotient(p, total)
+    common = result.value * relative.worst
+    own = _less(result, common)._replace(
+        fixed=np.maximum(result.fixed - result.value * relative.fixed, 0.0),
+        spread=p.spread / divisor,
+    )
+    return arithmetic.carried(own, 1, extra=common), relative
+
+
+def _less(p: Ball, common) -> Ball:
+    return p._replace(worst=np.maximum(p.worst - common, 0.0))
+
+
+def _delta_from_output(arithmetic: Arithmetic, fwd: Forward, dout: np.ndarray) -> Ball:
+    """rowsum(dO O), [T, 1]; O's errors before its last rounding may be common ones."""
+    recipe, wide = arithmetic.recipe, fwd.wide
+    out = wide
+    if recipe.delta_source == "o":
+        out = fwd.out
+    elif recipe.delta_source == "o_hi_lo":
+        out = arithmetic.high_and_low("output", wide)
+    size = np.abs(dout)
+    rounding = np.sqrt(np.maximum(out.spread**2 - wide.spread**2, 0.0))
+    spread = np.hypot(
+        (size * wide.spread).sum(-1, keepdims=True),
+        np.sqrt(((size * rounding) ** 2).sum(-1, keepdims=True)),
+    )
+    terms = dout * out.value
+    delta = Ball(
+        terms.sum(-1, keepdims=True),
+        (size * out.worst).sum(-1, keepdims=True),
+        (size * out.fixed).sum(-1, keepdims=True),
+        spread,
+    )
+    absolute = (size * out.size).sum(-1, keepdims=True)
+    squares = (terms**2).sum(-1, keepdims=True)
+    return arithmetic.summed(delta, absolute, squares, dout.shape[-1], "delta")
+
+
+def _delta_from_probabilities(
+    arithmetic: Arithmetic, p: Ball, dp: Ball, relative: Shared
+) -> Ball:
+    """rowsum(P dP), [T, 1]."""
+    common = p.value * relative.worst
+    full = p.worst + common
+    size = np.abs(dp.value)
+    growth = np.exp(relative.worst) - 1 - relative.worst
+    second = full * dp.worst + growth * p.value * size
+    # The rows' common error is among the terms' worst ones; its random part is not
+    # independent from key to key and is added at the end.
+    terms = Ball(
+        p.value * dp.value,
+        p.value * dp.worst + size * (p.worst + common) + second,
+        p.value * dp.fixed + size * p.fixed + second,
+        np.hypot(p.value * dp.spread, size * p.spread),
+    )
+    terms = arithmetic.carried(terms)
+    total = exact(np.zeros((len(size), 1)))
+    recipe = arithmetic.recipe
+    for device in shares(size.shape[-1], recipe.ring_size):
+        met = terms[:, device]
+        for block in blocks(met.value.shape[-1], recipe.backward_block_kv):
+            part = arithmetic.row_sum(met[:, block], "delta")
+            total = arithmetic.carried(plus(total, part))
+    more = relative.of(total.value)._replace(worst=np.zeros(total.value.shape))
+    return plus(total, more, shared=True)
