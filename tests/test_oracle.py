@@ -1,0 +1,519 @@
+"""The emulator against an independent NumPy oracle of the same recipes.
+
+The oracle gives an interval for every result (`enclosure`): a single number where the
+arithmetic is exact or a rounding after it leaves no choice, and elsewhere all that
+another order of additions can give. The emulator must lie within it everywhere.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attn_jax import emulator
+from attn_jax.audit.inputs import Inputs, Shape, make_inputs
+from attn_jax.formats import (
+    BF16,
+    E4M3FN,
+    E5M2,
+    FP16,
+    FP32,
+    FP64,
+    NumberFormat,
+    Rounding,
+    number_format,
+)
+from attn_jax.mask import Mask
+from attn_jax.recipe import EXACT_FP32, EXACT_FP64, RECIPES, Recipe, Step
+from tests import numpy_oracle
+from tests.enclosure import Arithmetic, Interval
+
+FIELDS = numpy_oracle.Result._fields
+SHAPE = Shape(1, 16, 32, 2, 1, 4)
+BLOCKS = {
+    name: 10  # divides neither length
+    for name in ("block_q", "block_kv", "backward_block_q", "backward_block_kv")
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def emulated(recipe, scale, mask, rounding_key, query, key, value, dout, dlse):
+    def attend(query, key, value):
+        return emulator.attention(
+            query,
+            key,
+            value,
+            recipe=recipe,
+            mask=mask,
+            scale=scale,
+            rounding_key=rounding_key,
+        )
+
+    (out, lse), vjp = jax.vjp(attend, query, key, value)
+    return out, lse, *vjp((dout, dlse))
+
+
+class Outcome:
+    """Emulator and oracle on the same inputs, by field of `numpy_oracle.Result`."""
+
+    def __init__(
+        self, recipe, inputs, dlse=None, *, mask=Mask(), scale=None, jit=True, key=None
+    ):
+        dtype = Arithmetic(recipe.carrier).dtype
+        B, T, N, _ = inputs.query.shape
+        arrays = [np.asarray(x).astype(dtype) for x in inputs]
+        dlse = np.zeros((B, N, T), dtype) if dlse is None else dlse.astype(dtype)
+        with contextlib.nullcontext() if jit else jax.disable_jit():
+            results = emulated(
+                recipe, scale, mask, key, *map(jnp.asarray, (*arrays, dlse))
+            )
+        self.got = dict(zip(FIELDS, (np.asarray(x, np.float64) for x in results)))
+        want = numpy_oracle.attention(
+            *arrays, dlse, recipe=recipe, mask=mask, scale=scale
+        )
+        self.want: dict[str, Interval] = want._asdict()
+
+    def inside(self, field: str) -> np.ndarray:
+        got, want = self.got[field], self.want[field]
+        same_nan = np.isnan(got) & np.isnan(want.lo) & np.isnan(want.hi)
+        return ((want.lo <= got) & (got <= want.hi)) | same_nan
+
+    def pinned(self, field: str) -> float:
+        """The share of entries that the oracle allows one value only."""
+        return float(self.want[field].is_point.mean())
+
+    def check(self, fields=FIELDS) -> None:
+        for field in fields:
+            outside = ~self.inside(field)
+            if outside.any():
+                at = tuple(int(i) for i in np.argwhere(outside)[0])
+                want = self.want[field].at(*at)
+                raise AssertionError(
+                    f"{field}: {outside.sum()} of {outside.size} outside, first {at}: "
+                    f"{self.got[field][at]!r} not in [{want.lo!r}, {want.hi!r}]"
+                )
+
+    def check_bits(self, fields) -> None:
+        """Every entry pinned, so `check` compares bits (but for the sign of zero)."""
+        self.check(fields)
+        pinned = {field: self.pinned(field) for field in fields}
+        assert set(pinned.values()) == {1.0}, pinned
+
+
+def powers_of_two(parts=1) -> Inputs:
+    """Logits q.k that are small integers, with sum_j 2^x_ij = 1 in every row.
+
+    Each of `parts` equal shares of the keys sums to 1 / parts. V and dO are small
+    whole numbers, so with scale = ln 2 and exponential exp2 no step has to round. A
+    row's maximum rises from block to block, wanders or falls.
+    """
+    rng = np.random.default_rng(0)
+    B, T, S, N, K, H = dataclasses.astuple(SHAPE)
+
+    def exponents(arrange):
+        total = 1 - parts
+        values = [total - 1, total - 2, total - 2]
+        while len(values) < S // parts:
+            # Splits a smaller one: 2^x = 2^(x-1) + 2^(x-1).
+            splits = np.array(values) > total - 8
+            splits[:2] = False
+            index = int(rng.choice(np.flatnonzero(splits)))
+            values[index] -= 1
+            values.append(values[index])
+        return arrange(np.array(values))
+
+    k = np.zeros((B, S, K, H))
+    arrangements = (np.sort, rng.permutation, lambda x: -np.sort(-x))
+    for column, arrange in enumerate(arrangements):
+        patterns = [exponents(arrange) for _ in range(parts)]
+        k[..., column] = np.concatenate(patterns)[None, :, None]
+    q = np.zeros((B, T, N, H))
+    # Each row follows one of the three patterns.
+    np.put_along_axis(q, rng.integers(0, 3, (B, T, N, 1)), 1.0, -1)
+    v = rng.integers(-2, 3, (B, S, K, H)).astype(float)
+    k[..., 3:] = rng.integers(-2, 3, (B, S, K, H - 3))
+    dout = rng.integers(-1, 2, (B, T, N, H)).astype(float)
+    return Inputs(q, k, v, dout)
+
+
+LN2 = float(np.log(2))
+# LSE is 0 up to a few ulp of log: in a format this coarse it is 0, so that the backward
+# pass, too, starts from exact powers of two.
+COARSE = Step(number_format(4, 3))
+EXACT = dataclasses.replace(
+    EXACT_FP32,
+    name="exact",
+    exponential="exp2",
+    scale_at="exponent",
+    lse=COARSE,
+    **BLOCKS,
+)
+_BF16 = Step(BF16)
+
+
+def exact_dlse():
+    B, T, _, N, _, _ = dataclasses.astuple(SHAPE)
+    return np.random.default_rng(1).integers(-1, 2, (B, N, T)).astype(float)
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+def test_exact_arithmetic_is_the_same_in_every_bit(jit):
+    outcome = Outcome(EXACT, powers_of_two(), exact_dlse(), scale=LN2, jit=jit)
+    outcome.check_bits(FIELDS)
+    assert all(np.ptp(outcome.got[field]) > 0 for field in FIELDS if field != "lse")
+
+
+_COARSE = number_format(8, 2)  # few bits, for sums of small integers
+_SHORT = number_format(3, 1)  # few exponents, for powers of two
+_BIT = number_format(8, 1)  # 5 and 7 are not in it
+
+EXACT_KNOBS = {
+    "kv_outer": dict(loop_order="kv_outer"),
+    "reverse": dict(kv_order="reverse", accumulator=Step(_COARSE)),
+    "one_block": dict(block_kv=None, backward_block_kv=None, backward_block_q=None),
+    "row_sum_of rounded": dict(row_sum_of="rounded", probability=Step(E5M2)),
+    "rescale_threshold": dict(rescale_threshold=2.0, probability=Step(_SHORT)),
+    "saturating": dict(
+        probability=Step(E4M3FN.saturating()),
+        probability_scale=2.0**7,
+        rescale_threshold=4.0,
+    ),
+    "not saturating": dict(probability=Step(E4M3FN), probability_scale=2.0**10),
+    "materialised": dict(
+        block_kv=None,
+        backward_block_kv=None,
+        normalise="before_product",
+        probability_from="softmax",
+        delta_source="p_dp",
+    ),
+    "delta from o": dict(output=Step(_COARSE)),
+    "delta from o_hi_lo": dict(delta_source="o_hi_lo", output=Step(_COARSE)),
+    "delta from o_f32": dict(delta_source="o_f32", output=Step(_COARSE)),
+    "delta from p_dp": dict(delta_source="p_dp", output=Step(_COARSE)),
+    "centre mean": dict(dq_centre="mean", dlogits=Step(_COARSE), gradient=_BF16),
+    "centre row": dict(dq_centre="row", dlogits=Step(_COARSE), gradient=_BF16),
+    "dlogits_scale": dict(dlogits=Step(E4M3FN), dlogits_scale=2.0**6),
+    "carry": dict(ring_size=2, ring_merge="carry", gradient=_BF16),
+}
+
+
+@pytest.mark.parametrize("name", EXACT_KNOBS)
+def test_exact_arithmetic_under_every_knob(name):
+    recipe = dataclasses.replace(EXACT, **EXACT_KNOBS[name])
+    outcome = Outcome(recipe, powers_of_two(), exact_dlse(), scale=LN2, jit=False)
+    outcome.check_bits(FIELDS)
+
+
+class Single(NamedTuple):
+    """A step alone in a narrow format, and what makes its rounding visible.
+
+    What must be pinned to one value: `exact`, entirely, and all of the fields to the
+    share `pinned`. It is below 1 where the step leaves a row sum that is no power of
+    two, so that a division is not exact; the output in BF16 then pins most entries.
+    """
+
+    fmt: NumberFormat
+    context: dict = {}
+    exact: tuple[str, ...] = FIELDS
+    pinned: float = 1.0
+    mask: Mask = Mask()
+    parts: int = 1
+    scale: float = LN2
+
+
+_INEXACT = dict(output=_BF16, gradient=_BF16)
+_HALVES = np.kron(np.eye(2, dtype=bool), np.ones((8, 16), bool))[None, None]
+# Every row sees the keys of one hop, so that merging is exact.
+_ONE_HOP = Mask(dense=jnp.asarray(_HALVES))
+
+SINGLE_STEPS = {
+    "dot_accumulator": Single(_COARSE, dict(dot_chunk=8, **_INEXACT), ("lse",), 0.5),
+    "logits": Single(_BIT, _INEXACT, ("lse",), 0.5),
+    "shifted": Single(_BIT, _INEXACT, ("lse",), 0.5),
+    # A row's maximum cancels out, except where P leaves the range of its format.
+    "row_max": Single(
+        _BIT,
+        dict(probability=Step(number_format(2, 1)), probability_scale=0.5, block_kv=4),
+    ),
+    "row_sum": Single(_COARSE, _INEXACT, ("lse",), 0.5),
+    "correction": Single(_SHORT, _INEXACT, ("lse",), 0.5),
+    "exponentiated": Single(_SHORT, _INEXACT, ("lse",), 0.5),
+    "probability": Single(_SHORT),
+    "product": Single(_COARSE),
+    "accumulator": Single(_COARSE),
+    "output": Single(_COARSE),
+    "lse": Single(
+        _COARSE,
+        dict(lse=Step(FP32), exponential="exp", **_INEXACT),
+        ("lse",),
+        0.5,
+        scale=1.0,
+    ),
+    "softmax_probability": Single(_SHORT),
+    "backward_probability": Single(_SHORT),
+    "delta": Single(_COARSE),
+    "dprobability": Single(_BIT),
+    "dlogits": Single(_COARSE),
+    "dq_accumulator": Single(_COARSE),
+    "dk_accumulator": Single(_COARSE),
+    "dv_accumulator": Single(_COARSE),
+    "gradient": Single(_COARSE),
+    "ring_partial": Single(
+        _COARSE, dict(ring_size=2), ("out", "lse"), 0.0, _ONE_HOP, 2
+    ),
+    "ring_accumulator": Single(
+        _COARSE, dict(ring_size=2), ("out", "lse"), 0.0, _ONE_HOP, 2
+    ),
+    "ring_gradient_partial": Single(_COARSE, dict(ring_size=2, ring_merge="carry")),
+    "ring_gradient_accumulator": Single(_COARSE, dict(ring_size=2, ring_merge="carry")),
+}
+
+
+def test_every_step_has_its_single_case():
+    steps = {f.name for f in dataclasses.fields(Recipe) if f.type is Step}
+    assert steps == set(SINGLE_STEPS)
+
+
+_TRUNCATED = "row_max", "probability", "accumulator", "output", "dlogits", "gradient"
+
+
+@pytest.mark.parametrize(
+    "name, rounding",
+    [(name, Rounding.NEAREST_EVEN) for name in SINGLE_STEPS]
+    + [(name, Rounding.TOWARD_ZERO) for name in _TRUNCATED],
+)
+def test_each_step_rounds_where_the_recipe_says(name, rounding):
+    # Op by op, a chain of chunks compiles a program for every shape in it.
+    check_single_step(name, rounding, jit=name == "dot_accumulator")
+
+
+def check_single_step(name: str, rounding: Rounding, jit: bool) -> None:
+    single = SINGLE_STEPS[name]
+    base = dataclasses.replace(EXACT, **single.context)
+    recipe = dataclasses.replace(base, **{name: Step(single.fmt, rounding)})
+    inputs, dlse = powers_of_two(single.parts), exact_dlse()
+    options = dict(mask=single.mask, scale=single.scale)
+    outcome = Outcome(recipe, inputs, dlse, **options, jit=jit)
+    outcome.check_bits(single.exact)
+    outcome.check()
+    assert min(outcome.pinned(field) for field in FIELDS) >= single.pinned
+    wide = numpy_oracle.attention(*inputs, dlse, recipe=base, **options)
+    unchanged = [_all_in(outcome.got[field], getattr(wide, field)) for field in FIELDS]
+    assert not all(unchanged)
+
+
+def _all_in(x, interval: Interval) -> bool:
+    return bool(((interval.lo <= x) & (x <= interval.hi)).all())
+
+
+# On random numbers. A third of the keys' length divides by no block; two query heads
+# share one of keys.
+RANDOM = Shape(1, 40, 56, 2, 1, 16)
+BLOCKS_16 = dict.fromkeys(BLOCKS, 16)
+
+
+F32_BLOCKS = dataclasses.replace(EXACT_FP32, inputs=BF16, **BLOCKS_16)
+
+
+def small_tiles(recipe: Recipe) -> Recipe:
+    """The recipe with tiles of 16 where it has tiles."""
+    sizes = {name: 16 for name in BLOCKS if getattr(recipe, name) is not None}
+    return dataclasses.replace(recipe, **sizes)
+
+
+def random_dlse():
+    return np.random.default_rng(1).standard_normal((1, 2, 40))
+
+
+_FAMILIES = "normal", "uniform", "offset", "wide", "sink", "repeated_max"
+_FP32_RECIPES = [name for name in RECIPES if RECIPES[name].carrier == FP32]
+
+
+def check_on_every_family(name: str) -> None:
+    recipe = small_tiles(RECIPES[name])
+    for family in _FAMILIES:
+        outcome = Outcome(recipe, make_inputs(family, 0, RANDOM), random_dlse())
+        outcome.check()
+        # The bound has teeth: where O is rounded, nearly all of it is one number.
+        if recipe.output.format != FP32:
+            assert outcome.pinned("out") > 0.85
+
+
+@pytest.mark.parametrize("name", _FP32_RECIPES)
+def test_named_recipes_on_every_family(name):
+    check_on_every_family(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _FP32_RECIPES)
+def test_named_recipes_on_every_family_on_a_gpu(name):
+    check_on_every_family(name)
+
+
+@pytest.mark.gpu
+def test_exact_arithmetic_is_the_same_in_every_bit_on_a_gpu():
+    outcome = Outcome(EXACT, powers_of_two(), exact_dlse(), scale=LN2)
+    outcome.check_bits(FIELDS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["dot_accumulator", "row_max", "accumulator", "dlogits", "gradient"]
+)
+def test_single_steps_on_a_gpu(name):
+    check_single_step(name, Rounding.NEAREST_EVEN, jit=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(probability=Step(FP32)),
+        dict(delta_source="o_f32"),
+        dict(block_kv=32, accumulator=_BF16),
+        dict(backward_probability=Step(FP32)),
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_another_recipe_lies_outside(changes):
+    """The bound tells recipes apart that differ in one step."""
+    recipe = small_tiles(RECIPES["flash2"])
+    outcome = Outcome(recipe, make_inputs("uniform", 0, RANDOM))
+    outcome.check()
+    arrays = (np.asarray(x, np.float32) for x in make_inputs("uniform", 0, RANDOM))
+    other = numpy_oracle.attention(
+        *arrays, recipe=dataclasses.replace(recipe, **changes)
+    )
+    assert not all(_all_in(outcome.got[f], getattr(other, f)) for f in FIELDS)
+
+
+def test_stochastic_steps_take_a_neighbour():
+    narrow = Step(BF16, Rounding.STOCHASTIC)
+    recipe = dataclasses.replace(
+        F32_BLOCKS, probability=narrow, output=narrow, dlogits=narrow, gradient=narrow
+    )
+    inputs = make_inputs("normal", 0, RANDOM)
+    key = jax.random.key(0)
+    outcome = Outcome(recipe, inputs, random_dlse(), key=key, jit=False)
+    outcome.check()
+    nearest = dataclasses.replace(recipe, probability=_BF16, output=_BF16)
+    arrays = (np.asarray(x, np.float32) for x in inputs)
+    other = numpy_oracle.attention(*arrays, random_dlse(), recipe=nearest)
+    assert not _all_in(outcome.got["out"], other.out)
+
+
+def test_fp64_carrier(x64):
+    recipe = dataclasses.replace(
+        EXACT_FP64,
+        **BLOCKS_16,
+        inputs=BF16,
+        accumulator=Step(FP32),
+        probability=_BF16,
+        dlogits=_BF16,
+        exponential="exp2",
+        output=_BF16,
+        gradient=_BF16,
+    )
+    outcome = Outcome(recipe, make_inputs("normal", 0, RANDOM), random_dlse())
+    outcome.check()
+    exact = dataclasses.replace(EXACT.replace_format(FP32, FP64), carrier=FP64)
+    outcome = Outcome(exact, powers_of_two(), exact_dlse(), scale=LN2)
+    outcome.check_bits(FIELDS)
+
+
+_CAUSAL, _WINDOW = Mask(is_causal=True), Mask(window=(20, 3))
+_OPEN = Mask()
+KNOBS: dict[str, tuple[Mask, dict]] = {
+    "exp2, scale on the logits": (_OPEN, dict(exponential="exp2", logits=_BF16)),
+    "exp, scale in the exponent": (
+        _CAUSAL,
+        dict(scale_at="exponent", shifted=_BF16, row_max=_BF16, probability=_BF16),
+    ),
+    "reverse": (_CAUSAL, dict(kv_order="reverse", accumulator=_BF16, row_sum=_BF16)),
+    "each step": (
+        _WINDOW,
+        dict(normalise="each_step", accumulator=_BF16, product=_BF16, row_sum=_BF16),
+    ),
+    "rescale threshold": (
+        _OPEN,
+        dict(rescale_threshold=1.0, exponential="exp2", accumulator=_BF16),
+    ),
+    "row sum of rounded": (_WINDOW, dict(row_sum_of="rounded", probability=_BF16)),
+    "E4M3 saturating": (
+        _OPEN,
+        dict(
+            probability=Step(E4M3FN.saturating()),
+            probability_scale=256.0,
+            rescale_threshold=2.0,
+        ),
+    ),
+    "repeated maximum": (_OPEN, dict(repeated_max_factor=2.0, accumulator=_BF16)),
+    "o": (_CAUSAL, dict(output=_BF16, dlogits=_BF16)),
+    "o_hi_lo": (_CAUSAL, dict(output=_BF16, delta_source="o_hi_lo", dlogits=_BF16)),
+    "o_f32": (_CAUSAL, dict(output=_BF16, delta_source="o_f32", dlogits=_BF16)),
+    "p_dp": (_CAUSAL, dict(output=_BF16, delta_source="p_dp", dlogits=_BF16)),
+    "centre mean": (_WINDOW, dict(dq_centre="mean", dlogits=_BF16)),
+    "centre row": (_WINDOW, dict(dq_centre="row", dlogits=_BF16, probability=_BF16)),
+    "gradient scale on the logits": (
+        _OPEN,
+        dict(gradient_scale_at="logits", dlogits=_BF16, dq_centre="mean"),
+    ),
+    "scaled dS": (
+        _OPEN,
+        dict(dlogits=Step(FP16), dlogits_scale=1024.0, dq_accumulator=_BF16),
+    ),
+    "gradient sums": (
+        _CAUSAL,
+        dict(dq_accumulator=_BF16, dk_accumulator=_BF16, dv_accumulator=_BF16),
+    ),
+    "toward zero": (
+        _OPEN,
+        dict.fromkeys(
+            ("logits", "probability", "accumulator", "row_sum", "output", "dlogits"),
+            Step(BF16, Rounding.TOWARD_ZERO),
+        ),
+    ),
+    "chained sums": (
+        _OPEN,
+        dict(dot_accumulator=Step(number_format(8, 13)), dot_chunk=8, output=_BF16),
+    ),
+    "polynomial": (
+        _OPEN,
+        dict(exponential="exp2_polynomial", exp2_degree=4, probability=_BF16),
+    ),
+    "ring, lse": (_CAUSAL, dict(ring_size=4, ring_partial=_BF16)),
+    "ring, sigmoid": (
+        _CAUSAL,
+        dict(
+            ring_size=4,
+            ring_merge="sigmoid",
+            ring_accumulator=_BF16,
+            ring_gradient_partial=_BF16,
+        ),
+    ),
+    "ring, two_pass": (
+        _OPEN,
+        dict(
+            ring_size=2,
+            ring_merge="two_pass",
+            ring_partial=_BF16,
+            ring_gradient_accumulator=_BF16,
+            dq_centre="row",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOBS)
+def test_every_knob_on_random_numbers(name):
+    mask, changes = KNOBS[name]
+    recipe = dataclasses.replace(F32_BLOCKS, **changes)
+    family = "repeated_max" if name == "repeated maximum" else "normal"
+    inputs = make_inputs(family, 0, RANDOM)
+    jit = name == "chained sums"
+    outcome = Outcome(recipe, inputs, random_dlse(), mask=mask, jit=jit)
+    outcome.check()
