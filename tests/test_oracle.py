@@ -311,8 +311,7 @@ def _all_in(x, interval: Interval) -> bool:
     return bool(((interval.lo <= x) & (x <= interval.hi)).all())
 
 
-# On random numbers. A third of the keys' length divides by no block; two query heads
-# share one of keys.
+# Random numbers: no tile divides a length, two query heads share one of keys.
 RANDOM = Shape(1, 40, 56, 2, 1, 16)
 BLOCKS_16 = dict.fromkeys(BLOCKS, 16)
 
