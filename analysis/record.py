@@ -64,4 +64,6 @@ def show(rows: Sequence[Row], title: str) -> None:
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return ""
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,235 @@
+"""Sweeps: cells of settings, measured one by one, kept, summed up, drawn and judged.
+
+How an experiment is written (`analysis/experiments/NAME.py`):
+
+    SUMMARY = "one line"
+    PRESETS = {"toy": ..., "default": ..., "full": ...}      what each measures
+
+    @dataclasses.dataclass(frozen=True)
+    class Cell:                    # JSON values only; they become columns of each row
+        family: str
+        N: int
+
+    def add_arguments(parser):
+        sweep.add_options(parser, "NAME")
+
+    def run(options, command):
+        source = inputs.open_inputs(options, heads=1, head_dim=64)
+        cells = [Cell(label, N) for label in source.labels for N in ...]
+        def measure(cell):         # yields one row for each seed, recipe and tensor
+            problem = inputs.problem(source, cell.family, sweep.seeds(options), ...)
+            outs = deviation.forward(recipes, problem.inputs)
+            ...
+            yield {"recipe": name, "seed": seed, **deviation.measure(...)}
+        return sweep.run("NAME", cells, measure, report, options, command)
+
+`report(rows)` gets every row, cell columns included, as `store.Store` kept them, and
+returns a `Report`: tables (`summary.summarise`), panels and claims. A row needs the
+column `seed`. `run` skips the cells that an earlier run of the same command finished,
+so a killed sweep goes on where it was; it certifies the backend before its first
+number. Then it writes, beside OUT/PRESET.jsonl,
+
+    PRESET.parquet   every raw row
+    PRESET.csv       exactly the points of the figure
+    PRESET.png       the figure
+    PRESET.json      command, settings, versions, device, canaries, claims
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from analysis import ExperimentError
+from analysis.figures import Panel, plotted, write_figure
+from analysis.record import Row, environment, show, write
+from analysis.store import Store
+from attn_jax.audit.inputs import FAMILIES
+from train.config import UsageError
+
+SEEDS = {"toy": 2, "default": 4, "full": 8}
+# Options that change where rows lie, not what they are, or that are resolved.
+_NO_SETTINGS = ("name", "out", "fresh", "default_families")
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What somebody says, and what we find.
+
+    Attributes:
+      source: where it is said ("paper, Fig. 5a").
+      says: the claim, in our words.
+      recipe: under which recipe (and inputs) it was looked at.
+      found: our figures.
+      holds: whether it holds there; None if the figures cannot tell.
+    """
+
+    source: str
+    says: str
+    recipe: str
+    found: str
+    holds: bool | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a sweep shows: tables by title, panels of one figure, claims."""
+
+    tables: dict[str, list[Row]]
+    panels: list[Panel]
+    claims: list[Claim]
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    name: str,
+    families: Sequence[str] = ("normal", "uniform"),
+) -> None:
+    """The options that all sweeps share."""
+    add = parser.add_argument
+    add("--preset", choices=SEEDS, default="default", help="how much is measured")
+    add("--seeds", type=int, help="draws of each problem (default 4; full 8, toy 2)")
+    add(
+        "--families",
+        nargs="+",
+        choices=FAMILIES,
+        help=f"inputs (default {' '.join(families)})",
+    )
+    add("--inputs", metavar="run:PATH", help="inputs captured from a training run")
+    add("--out", type=Path, default=Path("results", name), help="folder")
+    add("--fresh", action="store_true", help="measure again what is there already")
+    parser.set_defaults(default_families=tuple(families))
+
+
+def run(
+    name: str,
+    cells: Sequence[Any],
+    measure: Callable[[Any], Iterable[Row]],
+    report: Callable[[list[Row]], Report],
+    options: argparse.Namespace,
+    command: str,
+) -> dict[str, Any]:
+    """Measures the cells that are missing, then writes and prints the report.
+
+    `cells` are frozen dataclasses. Without polars the run ends with the rows it
+    measured, and the same command where polars is makes the files from them.
+
+    Raises:
+      UsageError: the folder holds rows of other settings, or cannot be written.
+      ExperimentError: a canary failed, so nothing was measured.
+    """
+    settings = _settings(name, options)
+    store = Store(
+        options.out / f"{options.preset}.jsonl", settings, fresh=options.fresh
+    )
+    keys = [dataclasses.asdict(cell) for cell in cells]
+    missing = [number for number, key in enumerate(keys) if key not in store]
+    if missing:
+        store.describe(environment(command) | {"canaries": _certify()})
+    for number in missing:
+        began = time.monotonic()
+        store.add(keys[number], list(measure(cells[number])))
+        seconds = time.monotonic() - began
+        cell = " ".join(f"{k}={v}" for k, v in keys[number].items())
+        print(f"{number + 1}/{len(cells)} {cell}: {seconds:.1f} s", file=sys.stderr)
+    rows = store.rows(keys)
+    found = report(rows)
+    for title, table in found.tables.items():
+        show(table, title)
+    _show_claims(found.claims)
+    files = [str(store.path)]
+    if importlib.util.find_spec("polars") is None:
+        print(
+            f"no polars here: the rows are in {store.path}, and the same command where "
+            "polars is installed writes table and figure from them",
+            file=sys.stderr,
+        )
+    else:
+        described = {
+            "command": command,
+            "settings": settings,
+            "measured": store.environments,
+            "claims": [dataclasses.asdict(claim) for claim in found.claims],
+        }
+        files += map(str, _write(rows, found, described, store.path))
+    return {"rows": len(rows), "files": files}
+
+
+def _settings(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What the rows depend on, as JSON gives it back."""
+    chosen = {k: v for k, v in vars(options).items() if k not in _NO_SETTINGS}
+    chosen |= {"seeds": seeds(options), "families": families(options)}
+    return json.loads(json.dumps({"experiment": name, **chosen}, default=str))
+
+
+def seeds(options: argparse.Namespace) -> int:
+    """The number of draws: `--seeds`, or what the preset says.
+
+    Raises:
+      UsageError: it is below 1.
+    """
+    if options.seeds is None:
+        return SEEDS[options.preset]
+    if options.seeds < 1:
+        raise UsageError(f"--seeds must be at least 1, got {options.seeds}")
+    return options.seeds
+
+
+def families(options: argparse.Namespace) -> list[str]:
+    """The input families chosen, none where inputs come from a run.
+
+    Raises:
+      UsageError: both were given.
+    """
+    if options.inputs is None:
+        return list(options.families or options.default_families)
+    if options.families:
+        raise UsageError("give --families or --inputs, not both")
+    return []
+
+
+def _certify() -> dict[str, Any]:
+    """Runs the canaries under jit on this backend and returns their verdict."""
+    if importlib.util.find_spec("attn_jax.canaries") is None:
+        return {"backend": jax.default_backend(), "jit": True, "passed": []}
+    from attn_jax import canaries
+
+    try:
+        canaries.certify(jit=True)
+    except canaries.CanaryError as error:
+        raise ExperimentError(f"canary {error}") from error
+    return {
+        "backend": jax.default_backend(),
+        "jit": True,
+        "passed": list(canaries.CANARIES),
+    }
+
+
+def _write(
+    rows: Sequence[Row], found: Report, described: dict[str, Any], beside: Path
+) -> list[Path]:
+    import polars
+
+    parquet, picture = beside.with_suffix(".parquet"), beside.with_suffix(".png")
+    # The first rows may hold None where a later one has a number.
+    polars.DataFrame(list(rows), infer_schema_length=None).write_parquet(parquet)
+    write_figure(found.panels, picture)
+    return [parquet, *write(plotted(found.panels), described, beside), picture]
+
+
+def _show_claims(claims: Sequence[Claim]) -> None:
+    """Each claim once, and below it what was found under every recipe."""
+    said = None
+    for claim in claims:
+        if claim.says != said:
+            print(f"\n{claim.source}: {claim.says}", file=sys.stderr)
+            said = claim.says
+        verdict = {True: "holds", False: "does not hold", None: "open"}[claim.holds]
+        print(f"  {claim.recipe}: {verdict}; {claim.found}", file=sys.stderr)

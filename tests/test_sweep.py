@@ -1,0 +1,290 @@
+"""Sweeps: rows survive a kill, belong to their settings, and are summed up rightly."""
+
+import argparse
+import csv
+import dataclasses
+import json
+import math
+
+import numpy as np
+import polars
+import pytest
+from scipy import stats
+
+from analysis import deviation, inputs, store, summary, sweep
+from analysis.figures import Panel
+from attn_jax import RECIPES
+from attn_jax.audit.error import correctly_rounded
+from attn_jax.audit.inputs import Inputs
+from attn_jax.formats import BF16, E4M3FN, FP16, FP32, FP64
+from train.config import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    family: str
+    N: int
+
+
+CELLS = [Cell(family, N) for family in ("normal", "uniform") for N in (1, 2, 4)]
+
+
+@pytest.fixture(autouse=True)
+def certified(monkeypatch):
+    """The canaries have tests of their own."""
+    monkeypatch.setattr(sweep, "_certify", lambda: {"passed": ["all"]})
+
+
+def options(out, *arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    sweep.add_options(parser, "example")
+    return parser.parse_args(["--out", str(out), *arguments])
+
+
+def rows_of(cell: Cell):
+    for seed in range(3):
+        for recipe in ("a", "b"):
+            size = cell.N * (1 + seed) * (2.0 if recipe == "b" else 1.0)
+            yield {"recipe": recipe, "seed": seed, "error": size + len(cell.family)}
+
+
+def report(rows) -> sweep.Report:
+    table = summary.summarise(rows, ["family", "recipe", "N"], ["error"])
+    panel = Panel("errors", table, "N", "error", "recipe", "keys", "error")
+    claim = sweep.Claim("paper, Fig. 0", "it grows", "a", "it does", True)
+    return sweep.Report({"Errors": table}, [panel], [claim])
+
+
+def run(chosen, measure=rows_of, cells=CELLS):
+    return sweep.run("example", cells, measure, report, chosen, "python -m analysis x")
+
+
+def same_files(first, second) -> bool:
+    names = [f"default.{end}" for end in ("csv", "parquet", "png")]
+    return all((first / n).read_bytes() == (second / n).read_bytes() for n in names)
+
+
+def test_a_sweep_writes_its_rows_figure_and_origin(tmp_path, capsys):
+    result = run(options(tmp_path))
+    assert result["rows"] == 6 * 3 * 2
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [
+        ".csv",
+        ".json",
+        ".jsonl",
+        ".parquet",
+        ".png",
+    ]
+    raw = polars.read_parquet(tmp_path / "default.parquet")
+    assert raw.columns == ["family", "N", "recipe", "seed", "error"]
+    assert raw["N"].to_list() == [c.N for c in CELLS for _ in range(6)]
+    with open(tmp_path / "default.csv") as file:
+        points = list(csv.DictReader(file))
+    assert len(points) == 12
+    assert points[0]["y"] == "8.0" and points[0]["panel"] == "errors"
+    described = json.loads((tmp_path / "default.json").read_text())
+    assert described["command"] == "python -m analysis x"
+    assert described["settings"]["seeds"] == 4
+    [measured] = described["measured"]
+    assert measured["canaries"] == {"passed": ["all"]}
+    assert measured["device"] and measured["versions"]["jax"] and measured["date"]
+    said = capsys.readouterr().err
+    assert "paper, Fig. 0: it grows" in said and "a: holds; it does" in said
+
+
+def test_a_killed_sweep_goes_on_and_ends_with_the_same_files(tmp_path):
+    run(options(tmp_path / "whole"))
+    measured = []
+
+    def killed(cell):
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append(cell)
+        return rows_of(cell)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(options(tmp_path / "killed"), killed)
+
+    def counted(cell):
+        measured.append(cell)
+        return rows_of(cell)
+
+    run(options(tmp_path / "killed"), counted)
+    assert measured == CELLS
+    assert same_files(tmp_path / "whole", tmp_path / "killed")
+    # Nothing is missing now, so nothing is measured.
+    run(options(tmp_path / "killed"), killed)
+    described = json.loads((tmp_path / "killed" / "default.json").read_text())
+    assert len(described["measured"]) == 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.7, 0.999])
+def test_a_torn_last_line_is_measured_again(tmp_path, share):
+    run(options(tmp_path / "whole"))
+    text = (tmp_path / "whole" / "default.jsonl").read_text()
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "default.jsonl").write_text(text[: int(share * len(text))])
+    run(options(tmp_path / "torn"))
+    assert same_files(tmp_path / "whole", tmp_path / "torn")
+
+
+def test_rows_of_other_settings_are_refused_in_one_line(tmp_path):
+    run(options(tmp_path))
+    for other in (["--seeds", "5"], ["--families", "wide"]):
+        with pytest.raises(UsageError, match="--fresh") as refusal:
+            run(options(tmp_path, *other))
+        assert "\n" not in str(refusal.value)
+        assert other[0].removeprefix("--") in str(refusal.value)
+    # The number of draws is the same whether it is the default or given.
+    run(options(tmp_path, "--seeds", "4"))
+    run(options(tmp_path, "--seeds", "5", "--fresh"))
+    run(options(tmp_path, "--seeds", "5"))
+
+
+def test_rows_of_another_device_are_not_mixed_in(tmp_path):
+    run(options(tmp_path), cells=CELLS[:2])
+    path = tmp_path / "default.jsonl"
+    path.write_text(path.read_text().replace('"device": "cpu"', '"device": "H200"'))
+    with pytest.raises(UsageError, match="H200"):
+        run(options(tmp_path))
+    # Files can be made from finished rows anywhere.
+    run(options(tmp_path), cells=CELLS[:2])
+
+
+def test_damage_before_the_last_line_is_refused(tmp_path):
+    run(options(tmp_path))
+    path = tmp_path / "default.jsonl"
+    path.write_text(path.read_text().replace('"rows"', '"rowz"', 1))
+    with pytest.raises(UsageError, match="damaged.*--fresh"):
+        run(options(tmp_path))
+
+
+def test_without_polars_the_rows_are_kept_for_later(tmp_path, monkeypatch, capsys):
+    find_spec = sweep.importlib.util.find_spec
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            sweep.importlib.util,
+            "find_spec",
+            lambda name: None if name == "polars" else find_spec(name),
+        )
+        result = run(options(tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["default.jsonl"]
+    assert result["files"] == [str(tmp_path / "default.jsonl")]
+    assert "no polars here" in capsys.readouterr().err.splitlines()[-1]
+    run(options(tmp_path))
+    assert (tmp_path / "default.parquet").exists()
+
+
+def test_unusable_options_are_refused_in_one_line(tmp_path):
+    for arguments, reason in (
+        (["--seeds", "0"], "--seeds"),
+        (["--families", "wide", "--inputs", "run:x"], "not both"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            run(options(tmp_path, *arguments))
+    with pytest.raises(UsageError, match="run:PATH"):
+        inputs.open_inputs(options(tmp_path, "--inputs", "runs/x"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write"):
+        store.Store(tmp_path / "file" / "x.jsonl", {}, fresh=False)
+
+
+def test_intervals_are_student_s():
+    rng = np.random.default_rng(0)
+    for n in (2, 4, 9):
+        values = rng.standard_normal(n)
+        low, high = stats.t.interval(
+            0.95, n - 1, loc=values.mean(), scale=stats.sem(values)
+        )
+        assert summary.half_width(list(values)) == pytest.approx((high - low) / 2)
+    assert summary.half_width([1.0]) == math.inf
+
+
+def test_ratios_are_paired_by_seed():
+    rows = [
+        {"N": 1, "recipe": recipe, "seed": seed, "error": factor * (seed + 1)}
+        for seed in range(4)
+        for recipe, factor in (("base", 1.0), ("other", 3.0))
+    ]
+    # A missing baseline gives no ratio.
+    rows.append({"N": 2, "recipe": "other", "seed": 0, "error": 1.0})
+    base, other, alone = summary.summarise(
+        rows, ["N", "recipe"], ["error"], baseline=("recipe", "base")
+    )
+    assert base["error"] == 2.5 and base["seeds"] == 4
+    assert base["error_se"] == pytest.approx(stats.sem([1, 2, 3, 4]))
+    # The scatter of the seeds is common to both, so none of it is left.
+    assert other["error_ratio"] == 3 and other["error_ratio_ci"] == 0
+    assert alone["error_ratio"] is None and alone["error_ci"] == math.inf
+    with pytest.raises(ValueError, match="tells them apart"):
+        summary.summarise(rows, ["recipe"], ["error"])
+
+
+def test_columns_of_a_difference():
+    y = np.full((2, 2), 2.0)
+    e = np.array([[1.0, -1.0], [3.0, 1.0]])
+    assert deviation.difference(y + e, y) == pytest.approx(
+        {
+            "rel": math.sqrt(12 / 16),
+            "max_abs": 3.0,
+            "mean_abs": 1.5,
+            "std": math.sqrt(2),
+            "signed_mean": 1.0,
+            "directionality": 4 / math.sqrt(12),
+        }
+    )
+    assert deviation.difference(y, y)["directionality"] == 0
+    assert deviation.difference(y, 0 * y)["rel"] is None
+
+
+def test_one_unit_is_the_exact_result_rounded():
+    exact = np.random.default_rng(0).standard_normal((4, 8))
+    found = correctly_rounded(exact, BF16)
+    assert deviation.measure(found, exact, BF16)["units"] == pytest.approx(1)
+    assert deviation.measure(found, exact, FP64)["units"] is None
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16, FP32, E4M3FN])
+def test_inputs_lie_in_the_format_and_results_are_theirs(tmp_path, fmt):
+    source = inputs.open_inputs(options(tmp_path, "--families", "normal"), head_dim=16)
+    problem = inputs.problem(source, "normal", 3, 8, 32, fmt)
+    for x in problem.inputs:
+        assert x.dtype == np.float32 and x.shape[0] == 3
+        assert np.array_equal(x, correctly_rounded(x, fmt))
+    q, k, v = (x[:, :, 0].astype(np.float64) for x in problem.inputs[:3])
+    p = np.exp(q @ k.swapaxes(1, 2) / 4)
+    out = p / p.sum(-1, keepdims=True) @ v
+    np.testing.assert_allclose(problem.exact.out[:, :, 0], out, rtol=1e-12, atol=1e-14)
+    # Draws are independent of how many there are.
+    fewer = inputs.problem(source, "normal", 2, 8, 32, fmt)
+    assert np.array_equal(fewer.inputs.key, problem.inputs.key[:2])
+
+
+def test_captured_inputs_give_their_first_rows_and_keys():
+    rng = np.random.default_rng(0)
+    captured = Inputs(*(rng.standard_normal((2, 24, 3, 8)) for _ in range(4)))
+    source = inputs.Source(("step 1",), 3, 8, {"step 1": captured})
+    assert source.lengths([8, 16, 512]) == [8, 16]
+    assert source.lengths([512]) == [24]
+    drawn = source.draw("step 1", 1, 4, 16)
+    assert drawn.query.shape == drawn.dout.shape == (1, 4, 3, 8)
+    assert drawn.key.shape == drawn.value.shape == (1, 16, 3, 8)
+    assert np.array_equal(drawn.key[0], captured.key[1, :16].astype(np.float32))
+
+
+def test_recipes_run_together_give_what_each_gives_alone(tmp_path):
+    source = inputs.open_inputs(options(tmp_path, "--families", "normal"), head_dim=16)
+    problem = inputs.problem(source, "normal", 2, 8, 200, BF16)
+    chosen = {name: RECIPES[name] for name in ("flash2", "eager_bf16")}
+    together = deviation.forward(chosen, problem.inputs)
+    for name, recipe in chosen.items():
+        alone = deviation.forward({name: recipe}, problem.inputs)[name]
+        assert np.array_equal(together[name], alone)
+    # Two blocks of keys: the second holds the maximum in some rows; one block never.
+    counts = deviation.rescales(chosen, problem.inputs)
+    assert counts["flash2"].shape == (2, 1, 8) and set(counts["flash2"].flat) == {0, 1}
+    assert not counts["eager_bf16"].any()
+    exact = {"exact_fp64": RECIPES["exact_fp64"]}
+    wide = deviation.forward(exact, problem.inputs)["exact_fp64"]
+    assert deviation.difference(wide, problem.exact.out)["rel"] < 1e-14
+    with pytest.raises(ValueError, match="one carrier"):
+        deviation.forward(chosen | exact, problem.inputs)
