@@ -5,13 +5,14 @@ compiled program: on a CPU compiling costs more than running.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Integer
 
+from analysis.inputs import Problem
 from analysis.record import Row
 from attn_jax import emulator
 from attn_jax.audit import error
@@ -73,21 +74,48 @@ def _count(recipe: Recipe, query, key):
     return (running[..., 1:] > running[..., :-1]).sum(-1)
 
 
-def rescale_columns(counts: Integer[np.ndarray, "..."]) -> Row:
-    """Mean and largest number of rescalings over the rows of one draw."""
-    return {"rescales_mean": float(counts.mean()), "rescales_max": int(counts.max())}
+def compare(
+    problem: Problem,
+    recipes: Mapping[str, Recipe],
+    baseline: str,
+    exact: np.ndarray | None = None,
+) -> Iterator[Row]:
+    """One row for each recipe and seed: `measure`, rescalings, and `recipe`, `seed`.
+
+    `from_baseline_*` are the columns of `difference` to the result of the recipe named
+    `baseline`, without its name. `exact` takes the place of the problem's own exact
+    output, for the first queries if it has fewer.
+    """
+    outs, counts = (f(recipes, problem.inputs) for f in (forward, rescales))
+    exact = problem.exact.out if exact is None else exact
+    for name, recipe in recipes.items():
+        for seed, out in enumerate(outs[name]):
+            sums = None if problem.sums is None else problem.sums.out[seed]
+            apart = difference(out, outs[baseline][seed])
+            yield {
+                "recipe": name,
+                "seed": seed,
+                **measure(
+                    out[: exact.shape[1]], exact[seed], recipe.output.format, sums
+                ),
+                **{f"from_baseline_{column}": x for column, x in apart.items()},
+                "rescales_mean": float(counts[name][seed].mean()),
+                "rescales_max": int(counts[name][seed].max()),
+            }
 
 
-def difference(x: Float[np.ndarray, "..."], y: Float[np.ndarray, "..."]) -> Row:
-    """Columns for e = x - y of one draw.
+def difference(x: np.ndarray, y: np.ndarray) -> Row:
+    """Columns for e = x - y of one draw, computed in FP64 or what is wider.
 
     rel             Frobenius norm of e over that of y; None where y vanishes
     max_abs, mean_abs, std     largest and mean |e|, standard deviation of e
     signed_mean     mean of e
     directionality  A = |sum e| / sqrt(sum e^2); random signs give 0.8 on average
     """
-    e = x.astype(np.float64) - y
-    size, root = float(np.linalg.norm(y)), float(np.linalg.norm(e))
+    wide = np.promote_types(y.dtype, np.float64)
+    e = (x.astype(wide) - y).astype(np.float64)
+    size = float(np.linalg.norm(y.astype(np.float64)))
+    root = float(np.linalg.norm(e))
     return {
         "rel": root / size if size else None,
         "max_abs": float(np.abs(e).max()),
@@ -99,10 +127,10 @@ def difference(x: Float[np.ndarray, "..."], y: Float[np.ndarray, "..."]) -> Row:
 
 
 def measure(
-    out: Float[np.ndarray, "..."],
-    golden: Float[np.ndarray, "..."],
+    out: np.ndarray,
+    golden: np.ndarray,
     fmt: NumberFormat,
-    absolute: Float[np.ndarray, "..."] | None = None,
+    absolute: np.ndarray | None = None,
 ) -> Row:
     """The columns of `difference` to the exact result of one draw, and `units`.
 
