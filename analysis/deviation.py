@@ -8,18 +8,25 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Integer
 
 from analysis.inputs import Problem
 from analysis.record import Row
 from attn_jax import emulator
-from attn_jax.audit import error
+from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Inputs
-from attn_jax.emulator_tiles import rounded
 from attn_jax.formats import FP64, NumberFormat
 from attn_jax.recipe import Recipe
+
+# What the running maximum depends on; every other field of a recipe comes after it.
+_OF_THE_MAXIMUM = (
+    *("inputs", "carrier", "dot_accumulator", "dot_chunk", "block_kv", "kv_order"),
+    *("scale_at", "exponential", "exp2_degree", "rescale_threshold"),
+    *("repeated_max_factor", "logits", "row_max"),
+)
+_DIFFERENCE = ("rel", "max_abs", "mean_abs", "std", "signed_mean", "directionality")
+_LONG_DOUBLE_ROWS = 16
 
 
 def forward(
@@ -29,26 +36,38 @@ def forward(
 
     Raises ValueError unless all recipes have one carrier.
     """
-    return _run(_forward, recipes, inputs)
+    outs = _run(_forward, tuple(recipes.values()), inputs)
+    return dict(zip(recipes, outs, strict=True))
 
 
 def rescales(
     recipes: Mapping[str, Recipe], inputs: Inputs
 ) -> dict[str, Integer[np.ndarray, "B N T"]]:
-    """How often each row's running maximum moved after its first block of keys."""
-    return _run(_rescales, recipes, inputs)
+    """How often each row's running maximum moved after the first key it saw.
+
+    Recipes that find the maximum in the same way are counted once.
+    """
+    ways = {
+        name: Recipe(
+            name="maximum",
+            source="",
+            **{field: getattr(recipe, field) for field in _OF_THE_MAXIMUM},
+        )
+        for name, recipe in recipes.items()
+    }
+    once = tuple(dict.fromkeys(ways.values()))
+    counts = dict(zip(once, _run(_rescales, once, inputs), strict=True))
+    return {name: counts[way] for name, way in ways.items()}
 
 
-def _run(program: Callable, recipes: Mapping[str, Recipe], inputs: Inputs):
-    carriers = {recipe.carrier for recipe in recipes.values()}
+def _run(program: Callable, recipes: tuple[Recipe, ...], inputs: Inputs):
+    carriers = {recipe.carrier for recipe in recipes}
     if len(carriers) > 1:
         raise ValueError("recipes that run together must have one carrier")
     wide = carriers == {FP64}
     with jax.enable_x64(wide):
         dtype = np.float64 if wide else np.float32
-        arrays = [x.astype(dtype) for x in inputs[:3]]
-        found = jax.device_get(program(tuple(recipes.values()), *arrays))
-    return dict(zip(recipes, found, strict=True))
+        return jax.device_get(program(recipes, *(x.astype(dtype) for x in inputs[:3])))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -58,50 +77,71 @@ def _forward(recipes: tuple[Recipe, ...], query, key, value):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _rescales(recipes: tuple[Recipe, ...], query, key, value):
-    return [_count(recipe, query, key) for recipe in recipes]
-
-
-def _count(recipe: Recipe, query, key):
-    logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
-    logits = rounded(logits * query.shape[-1] ** -0.5, recipe.logits)
-    B, N, T, S = logits.shape
-    size = min(recipe.block_kv or S, S)
-    full = jnp.pad(
-        logits, ((0, 0), (0, 0), (0, 0), (0, -S % size)), constant_values=-jnp.inf
-    )
-    largest = full.reshape(B, N, T, -1, size).max(-1)
-    running = rounded(jax.lax.cummax(largest, axis=3), recipe.row_max)
-    return (running[..., 1:] > running[..., :-1]).sum(-1)
+    del value
+    return [emulator.rescales(query, key, recipe=r) for r in recipes]
 
 
 def compare(
-    problem: Problem,
-    recipes: Mapping[str, Recipe],
-    baseline: str,
-    exact: np.ndarray | None = None,
+    problem: Problem, recipes: Mapping[str, Recipe], baseline: str
 ) -> Iterator[Row]:
     """One row for each recipe and seed: `measure`, rescalings, and `recipe`, `seed`.
 
     `from_baseline_*` are the columns of `difference` to the result of the recipe named
-    `baseline`, without its name. `exact` takes the place of the problem's own exact
-    output, for the first queries if it has fewer.
+    `baseline`; `rel_over_baseline` and `max_over_baseline` are `rel` and `max_abs` over
+    those of that recipe, None where it is exact.
+
+    Recipes that carry FP64 are no worse than the FP64 result, so their errors are
+    against `long_double`, on the first queries; None where there is no such type.
     """
     outs, counts = (f(recipes, problem.inputs) for f in (forward, rescales))
-    exact = problem.exact.out if exact is None else exact
-    for name, recipe in recipes.items():
-        for seed, out in enumerate(outs[name]):
-            sums = None if problem.sums is None else problem.sums.out[seed]
-            apart = difference(out, outs[baseline][seed])
+    exact = problem.exact.out
+    if recipes[baseline].carrier == FP64:
+        exact = long_double(problem.inputs)
+
+    def error_of(name: str, seed: int) -> Row:
+        if exact is None:
+            return dict.fromkeys((*_DIFFERENCE, "units"))
+        sums = None if problem.sums is None else problem.sums.out[seed]
+        out, fmt = outs[name][seed], recipes[name].output.format
+        return measure(out[: exact.shape[1]], exact[seed], fmt, sums)
+
+    for seed in range(len(problem.exact.out)):
+        below = error_of(baseline, seed)
+        for name in recipes:
+            error = error_of(name, seed)
+            apart = difference(outs[name][seed], outs[baseline][seed])
             yield {
                 "recipe": name,
                 "seed": seed,
-                **measure(
-                    out[: exact.shape[1]], exact[seed], recipe.output.format, sums
-                ),
+                **error,
+                "rel_over_baseline": _ratio(error["rel"], below["rel"]),
+                "max_over_baseline": _ratio(error["max_abs"], below["max_abs"]),
                 **{f"from_baseline_{column}": x for column, x in apart.items()},
                 "rescales_mean": float(counts[name][seed].mean()),
                 "rescales_max": int(counts[name][seed].max()),
             }
+
+
+def long_double(inputs: Inputs) -> np.ndarray | None:
+    """The output of the first queries in NumPy's long double; None if that is FP64.
+
+    [B, up to 16, N, H]; long double has no matrix product faster than a loop.
+    """
+    if np.finfo(np.longdouble).nmant <= np.finfo(np.float64).nmant:
+        return None
+    query = inputs.query[:, :_LONG_DOUBLE_ROWS]
+    q, k, v = (
+        x.astype(np.longdouble).swapaxes(1, 2)
+        for x in (query, inputs.key, inputs.value)
+    )
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    logits = q @ k.swapaxes(2, 3) / np.sqrt(np.longdouble(q.shape[-1]))
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    return (p @ v / p.sum(-1, keepdims=True)).swapaxes(1, 2)
+
+
+def _ratio(x: float | None, of: float | None) -> float | None:
+    return x / of if x is not None and of else None
 
 
 def difference(x: np.ndarray, y: np.ndarray) -> Row:
@@ -116,14 +156,15 @@ def difference(x: np.ndarray, y: np.ndarray) -> Row:
     e = (x.astype(wide) - y).astype(np.float64)
     size = float(np.linalg.norm(y.astype(np.float64)))
     root = float(np.linalg.norm(e))
-    return {
-        "rel": root / size if size else None,
-        "max_abs": float(np.abs(e).max()),
-        "mean_abs": float(np.abs(e).mean()),
-        "std": float(e.std()),
-        "signed_mean": float(e.mean()),
-        "directionality": float(abs(e.sum()) / root) if root else 0.0,
-    }
+    columns = (
+        root / size if size else None,
+        float(np.abs(e).max()),
+        float(np.abs(e).mean()),
+        float(e.std()),
+        float(e.mean()),
+        float(abs(e.sum()) / root) if root else 0.0,
+    )
+    return dict(zip(_DIFFERENCE, columns, strict=True))
 
 
 def measure(
@@ -134,10 +175,10 @@ def measure(
 ) -> Row:
     """The columns of `difference` to the exact result of one draw, and `units`.
 
-    One unit is the error of the exact result rounded once to `fmt` (`error.unit`). It
-    is None for FP64, the format of the exact result itself.
+    One unit is the error of the exact result rounded once to `fmt`; see
+    `audit.error.unit`. It is None for FP64, the format of the exact result itself.
     """
     units = None
     if fmt != FP64:
-        units = error.unit_error(out, golden, fmt, absolute)
+        units = unit_error(out, golden, fmt, absolute)
     return {**difference(out, golden), "units": units}

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -20,18 +21,22 @@ from train.config import UsageError
 
 # The family whose exact results vanish or are machine numbers, by construction.
 _VANISHING = "zero_k_one_v"
+_HEAD_DIM = 64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
     """Where inputs come from: families of random ones, or arrays from a run.
 
-    `labels` name the families (or the captured layers and steps). `captured` is None
-    for families; else it holds for each label its arrays [B, T, N, H], and a seed is an
-    entry of B.
+    `labels` name the families (or the captured layers and steps); each is drawn `seeds`
+    times, with `queries` query rows. `captured` is None for families; else it holds for
+    each label its arrays [B, T, N, H], and a draw is one head of one example: the first
+    head of each example, then the second, and so on.
     """
 
     labels: tuple[str, ...]
+    seeds: int
+    queries: int
     heads: int
     head_dim: int
     captured: dict[str, Inputs] | None = None
@@ -43,44 +48,54 @@ class Source:
         longest = min(x.key.shape[1] for x in self.captured.values())
         return [n for n in wanted if n <= longest] or [longest]
 
-    def draw(self, label: str, seed: int, rows: int, keys: int) -> Inputs:
-        """Arrays [1, rows, N, H] and [1, keys, K, H], float32; fewer rows if captured.
+    def draw(self, label: str, seed: int, keys: int) -> Inputs:
+        """Arrays [1, queries, N, H] and [1, keys, K, H], float32.
 
-        Captured arrays give their first queries and keys.
+        Captured arrays give their first queries and keys, and all queries if they have
+        fewer.
         """
+        rows = self.queries
         if self.captured is None:
             shape = Shape(1, rows, keys, self.heads, self.heads, self.head_dim)
             return make_inputs(label, seed, shape, np.float32)
-        one = slice(seed, seed + 1)
+        arrays = self.captured[label]
+        examples, _, query_heads, _ = arrays.query.shape
+        head, example = divmod(seed, examples)
         query, key, value, dout = (
-            x[one].astype(np.float32) for x in self.captured[label]
+            x[example : example + 1, :, head * x.shape[2] // query_heads, None].astype(
+                np.float32
+            )
+            for x in arrays
         )
         return Inputs(query[:, :rows], key[:, :keys], value[:, :keys], dout[:, :rows])
 
 
-def open_inputs(
-    options: argparse.Namespace, *, heads: int = 1, head_dim: int = 64
-) -> Source:
-    """What `--families` or `--inputs` ask for; sizes are those of drawn inputs.
+def open_inputs(options: argparse.Namespace) -> Source:
+    """What `--families` or `--inputs` ask for, in the sizes of the preset.
 
     Raises:
       UsageError: both are given, `--inputs` is no run, or holds fewer draws than
         `--seeds`.
     """
+    seeds, queries = sweep.seeds(options), sweep.QUERIES[options.preset]
     families = sweep.families(options)
     if families:
-        return Source(tuple(families), heads, head_dim)
+        heads = sweep.HEADS[options.preset]
+        return Source(tuple(families), seeds, queries, heads, _HEAD_DIM)
     kind, _, path = options.inputs.partition(":")
     if kind != "run" or not path:
         raise UsageError(f"--inputs takes run:PATH, got {options.inputs!r}")
     from analysis import capture
 
-    captured = dict(capture.load(path))
-    draws = min(x.query.shape[0] for x in captured.values())
-    if draws < sweep.seeds(options):
-        raise UsageError(f"{path} holds {draws} draws: give --seeds {draws} or fewer")
-    first = next(iter(captured.values())).query
-    return Source(tuple(captured), first.shape[2], first.shape[3], captured)
+    captured = dict(capture.load(Path(path)))
+    shapes = [x.query.shape for x in captured.values()]
+    draws = min(examples * heads for examples, _, heads, _ in shapes)
+    if draws < seeds:
+        raise UsageError(
+            f"{path} holds {draws} draws (heads of examples): give --seeds {draws} or "
+            "fewer"
+        )
+    return Source(tuple(captured), seeds, queries, 1, shapes[0][-1], captured)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,14 +112,12 @@ class Problem:
 
 
 @functools.lru_cache(maxsize=4)
-def problem(
-    source: Source, label: str, seeds: int, rows: int, keys: int, fmt: NumberFormat
-) -> Problem:
-    """The first `seeds` draws in a format; the last few problems are kept.
+def problem(source: Source, label: str, keys: int, fmt: NumberFormat) -> Problem:
+    """All draws of a label in a format; the last few problems are kept.
 
     The exact result is that of the inputs as rounded.
     """
-    draws = [source.draw(label, seed, rows, keys) for seed in range(seeds)]
+    draws = [source.draw(label, seed, keys) for seed in range(source.seeds)]
     stacked = Inputs(
         *(
             correctly_rounded(np.concatenate(arrays), fmt).astype(np.float32)

@@ -93,3 +93,38 @@ def _ratios(name: str, group, other) -> list[float | None]:
         for seed, draw in group.items()
         for below in [other[seed][name]]
     ]
+
+
+def pivot(
+    rows: Iterable[Mapping[str, Any]], by: Sequence[str], column: str, value: str
+) -> list[Row]:
+    """A table to read: a line for each `by`, the values of `column` side by side."""
+    lines: dict[tuple, Row] = {}
+    for row in rows:
+        key = tuple(row[name] for name in by)
+        line = lines.setdefault(key, dict(zip(by, key, strict=True)))
+        at = row[column]
+        head = at if isinstance(at, str) else f"{column}={at}"
+        line[head] = plus_minus(row, value)
+    # A line may lack columns; a table needs them all, in their order.
+    heads = list(dict.fromkeys(head for line in lines.values() for head in line))
+    return [{head: line.get(head, "") for head in heads} for line in lines.values()]
+
+
+def plus_minus(row: Mapping[str, Any], value: str) -> str:
+    """A mean with its interval, "4.33 ± 0.29"; nothing where it is None.
+
+    Three digits of the mean and as many places of the half width; outside 0.001 to
+    10000 both before one power of ten.
+    """
+    mean, width = row[value], row[f"{value}_ci"]
+    if mean is None:
+        return ""
+    if mean == 0 or not math.isfinite(mean):
+        return f"{mean:g} ± {width:.2g}"
+    exponent = math.floor(math.log10(abs(mean)))
+    if -3 <= exponent <= 3:
+        places = max(0, 2 - exponent)
+        return f"{mean:.{places}f} ± {width:.{places}f}"
+    power = 10.0**exponent
+    return f"({mean / power:.2f} ± {width / power:.2f})e{exponent:+03d}"

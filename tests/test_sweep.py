@@ -244,9 +244,9 @@ def test_one_unit_is_the_exact_result_rounded():
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP16, FP32, E4M3FN])
-def test_inputs_lie_in_the_format_and_results_are_theirs(tmp_path, fmt):
-    source = inputs.open_inputs(options(tmp_path, "--families", "normal"), head_dim=16)
-    problem = inputs.problem(source, "normal", 3, 8, 32, fmt)
+def test_inputs_lie_in_the_format_and_results_are_theirs(fmt):
+    source = inputs.Source(("normal",), 3, 8, 1, 16)
+    problem = inputs.problem(source, "normal", 32, fmt)
     for x in problem.inputs:
         assert x.dtype == np.float32 and x.shape[0] == 3
         assert np.array_equal(x, correctly_rounded(x, fmt))
@@ -255,25 +255,29 @@ def test_inputs_lie_in_the_format_and_results_are_theirs(tmp_path, fmt):
     out = p / p.sum(-1, keepdims=True) @ v
     np.testing.assert_allclose(problem.exact.out[:, :, 0], out, rtol=1e-12, atol=1e-14)
     # Draws are independent of how many there are.
-    fewer = inputs.problem(source, "normal", 2, 8, 32, fmt)
+    fewer = inputs.problem(dataclasses.replace(source, seeds=2), "normal", 32, fmt)
     assert np.array_equal(fewer.inputs.key, problem.inputs.key[:2])
 
 
-def test_captured_inputs_give_their_first_rows_and_keys():
+def test_a_draw_of_captured_inputs_is_one_head_of_one_example():
     rng = np.random.default_rng(0)
-    captured = Inputs(*(rng.standard_normal((2, 24, 3, 8)) for _ in range(4)))
-    source = inputs.Source(("step 1",), 3, 8, {"step 1": captured})
+    query, dout = rng.standard_normal((2, 2, 24, 4, 8))
+    key, value = rng.standard_normal((2, 2, 24, 2, 8))
+    captured = Inputs(query, key, value, dout)
+    source = inputs.Source(("step 1",), 2, 4, 1, 8, {"step 1": captured})
     assert source.lengths([8, 16, 512]) == [8, 16]
     assert source.lengths([512]) == [24]
-    drawn = source.draw("step 1", 1, 4, 16)
-    assert drawn.query.shape == drawn.dout.shape == (1, 4, 3, 8)
-    assert drawn.key.shape == drawn.value.shape == (1, 16, 3, 8)
-    assert np.array_equal(drawn.key[0], captured.key[1, :16].astype(np.float32))
+    # Draw 5 is head 2 of example 1; query heads 2 and 3 share key head 1.
+    drawn = source.draw("step 1", 5, 16)
+    assert drawn.query.shape == drawn.dout.shape == (1, 4, 1, 8)
+    assert drawn.key.shape == drawn.value.shape == (1, 16, 1, 8)
+    assert np.array_equal(drawn.query[0, :, 0], query[1, :4, 2].astype(np.float32))
+    assert np.array_equal(drawn.value[0, :, 0], value[1, :16, 1].astype(np.float32))
 
 
-def test_recipes_run_together_give_what_each_gives_alone(tmp_path):
-    source = inputs.open_inputs(options(tmp_path, "--families", "normal"), head_dim=16)
-    problem = inputs.problem(source, "normal", 2, 8, 200, BF16)
+def test_recipes_run_together_give_what_each_gives_alone():
+    source = inputs.Source(("normal",), 2, 8, 1, 16)
+    problem = inputs.problem(source, "normal", 200, BF16)
     chosen = {name: RECIPES[name] for name in ("flash2", "eager_bf16")}
     together = deviation.forward(chosen, problem.inputs)
     for name, recipe in chosen.items():

@@ -11,6 +11,10 @@ from analysis.experiments import (
     emulator_speed,
     flash_attention_2,
     kernels,
+    precision,
+    sequence_length,
+    state_format,
+    tiling,
 )
 
 
@@ -41,5 +45,13 @@ EXPERIMENTS = {
         flash_attention_2.SUMMARY,
         flash_attention_2.add_arguments,
         flash_attention_2.run,
+    ),
+    "precision": Experiment(precision.SUMMARY, precision.add_arguments, precision.run),
+    "sequence-length": Experiment(
+        sequence_length.SUMMARY, sequence_length.add_arguments, sequence_length.run
+    ),
+    "tiling": Experiment(tiling.SUMMARY, tiling.add_arguments, tiling.run),
+    "state-format": Experiment(
+        state_format.SUMMARY, state_format.add_arguments, state_format.run
     ),
 }
