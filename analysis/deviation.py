@@ -154,8 +154,7 @@ def difference(x: np.ndarray, y: np.ndarray) -> Row:
     """
     wide = np.promote_types(y.dtype, np.float64)
     e = (x.astype(wide) - y).astype(np.float64)
-    size = float(np.linalg.norm(y.astype(np.float64)))
-    root = float(np.linalg.norm(e))
+    size, root = (float(np.sqrt(np.square(x).sum())) for x in (y.astype(np.float64), e))
     columns = (
         root / size if size else None,
         float(np.abs(e).max()),

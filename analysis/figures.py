@@ -15,6 +15,7 @@ class Panel:
 
     `rows` come from `summary.summarise`; `x`, `y` and `series` name columns of theirs.
     A row whose `y` is None is not shown, and its interval comes from the column Y_ci.
+    `joined` draws a line through the points of a series.
     """
 
     title: str
@@ -26,6 +27,7 @@ class Panel:
     y_label: str
     log_x: bool = True
     log_y: bool = True
+    joined: bool = True
 
 
 def plotted(panels: Sequence[Panel]) -> list[Row]:
@@ -47,44 +49,51 @@ def plotted(panels: Sequence[Panel]) -> list[Row]:
     ]
 
 
-def write_figure(panels: Sequence[Panel], path: Path) -> None:
-    """Draws the panels side by side, three to a line."""
+def write_figure(panels: Sequence[Panel], path: Path, columns: int = 2) -> None:
+    """Draws the panels, `columns` to a line; a series looks the same in all of them."""
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = min(3, len(panels))
+    columns = min(columns, len(panels))
     lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(5.2 * columns, 4.2 * lines), layout="constrained")
+    figure = Figure(figsize=(4.2 * columns + 2, 3.6 * lines), layout="constrained")
     FigureCanvasAgg(figure)
+    palette = colormaps["tab10"]
+    shown: dict[str, Any] = {}
+    styles: dict[str, Any] = {}
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(lines, columns, number + 1)
         series: dict[str, list[Row]] = {}
         for point in plotted([panel]):
             series.setdefault(str(point["series"]), []).append(point)
         for name, points in series.items():
+            turn, colour = divmod(len(styles), palette.N)
+            style = styles.setdefault(
+                name, {"color": palette(colour), "marker": "osd^v"[turn % 5]}
+            )
             # A point of one seed has no interval; it is drawn without a bar.
             bars = [
                 p["ci"] if p["ci"] is not None and math.isfinite(p["ci"]) else 0.0
                 for p in points
             ]
-            axes.errorbar(
+            shown[name] = axes.errorbar(
                 [p["x"] for p in points],
                 [p["y"] for p in points],
                 yerr=bars,
-                marker="o",
-                markersize=3,
-                linewidth=1,
+                markersize=3.5,
+                linewidth=1 if panel.joined else 0,
+                elinewidth=1,
                 capsize=2,
-                label=name,
+                **style,
             )
         if panel.log_x:
             axes.set_xscale("log", base=2)
         if panel.log_y:
             axes.set_yscale("log")
-        axes.set_title(panel.title, fontsize=10)
+        axes.set_title(panel.title, fontsize=9)
         axes.set_xlabel(panel.x_label)
-        axes.set_ylabel(panel.y_label)
+        axes.set_ylabel(panel.y_label, fontsize=9)
         axes.grid(alpha=0.3)
-        if series:
-            axes.legend(fontsize=7)
-    figure.savefig(path, dpi=150)
+    figure.legend(shown.values(), shown, loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=120)

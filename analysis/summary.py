@@ -72,8 +72,8 @@ def summarise(
     return found
 
 
-def _mean(name: str, numbers: Sequence[float | None]) -> Row:
-    known = [x for x in numbers if x is not None]
+def _mean(name: str, numbers: Sequence[float | int | None]) -> Row:
+    known = [float(x) for x in numbers if x is not None]
     if len(known) < len(numbers) or not known:
         return {name: None, f"{name}_se": None, f"{name}_ci": None}
     n = len(known)

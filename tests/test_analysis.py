@@ -33,8 +33,16 @@ def test_list_names_every_experiment(capsys):
 
 def test_every_experiment_has_a_test():
     # Capturing needs a run folder: tests/test_capture.py. Two need a GPU:
-    # tests/test_experiments_gpu.py.
-    elsewhere = {"capture", "kernels", "flash-attention-2"}
+    # tests/test_experiments_gpu.py. The sweeps: tests/test_experiments_forward.py.
+    elsewhere = {
+        "capture",
+        "kernels",
+        "flash-attention-2",
+        "precision",
+        "sequence-length",
+        "tiling",
+        "state-format",
+    }
     assert TOY_OPTIONS.keys() | elsewhere == EXPERIMENTS.keys()
 
 

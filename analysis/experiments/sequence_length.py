@@ -88,13 +88,13 @@ def report(rows: Sequence[Row]) -> sweep.Report:
         for value, words in (
             ("from_baseline_max_abs", "largest |difference|"),
             ("from_baseline_mean_abs", "mean |difference|"),
-            ("from_baseline_std", "standard deviation of the difference"),
+            ("from_baseline_std", "deviation of the difference"),
         ):
             panels.append(_panel(f"{family}: {words} from {BASELINE}", apart, value))
         with_law = [*here, *_law(here)]
         panels.append(_panel(f"{family}: error against FP64", with_law, "rel"))
     tables[f"{LAW} against flash2_op_by_op"] = _law_table(found)
-    return sweep.Report(tables, panels, _claims(rows))
+    return sweep.Report(tables, panels, _claims(rows), columns=4)
 
 
 def _panel(title: str, rows: Sequence[Row], value: str) -> Panel:
@@ -133,6 +133,8 @@ def _law_table(found: Sequence[Row]) -> list[Row]:
 
 def _claims(rows: Sequence[Row]) -> list[sweep.Claim]:
     shortest, longest = (f(row["N"] for row in rows) for f in (min, max))
+    if shortest == longest:
+        return []
     growth = [
         row
         for row in summarise(

@@ -23,7 +23,7 @@ from attn_jax.formats import BF16, FP32
 from attn_jax.recipe import Recipe, Step
 
 SUMMARY = "what each 16-bit step of a flash loop costs; where the 10x comes from"
-LENGTHS = {"toy": (128, 256), "default": (2048, 8192), "full": (2048, 8192, 32768)}
+LENGTHS = {"toy": (256,), "default": (2048, 8192), "full": (2048, 8192, 32768)}
 BLOCK = 64
 STEPS: dict[str, tuple[str, ...]] = {
     "S": ("logits", "shifted"),
@@ -126,8 +126,17 @@ def _panel(title: str, rows: Sequence[Row]) -> Panel:
             step = row["recipe"].removeprefix(f"{how} ")
             if step in STEPS and step != row["recipe"]:
                 shown.append({**row, "step": step, "how": f"{how} this in BF16"})
-    label = "relative error against FP64"
-    return Panel(title, shown, "step", "rel", "how", "step", label, log_x=False)
+    return Panel(
+        title,
+        shown,
+        "step",
+        "rel",
+        "how",
+        "step",
+        "relative error against FP64",
+        log_x=False,
+        joined=False,
+    )
 
 
 def _rescaling(family: str, N: int, rows: dict[str, Row]) -> list[sweep.Claim]:

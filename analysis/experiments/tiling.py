@@ -28,7 +28,11 @@ MEMORY = {
     "full": tuple(2**n for n in range(12, 21)),
 }
 LENGTH = {"toy": 256, "default": 4096, "full": 8192}
-FORMAT_NAMES = ("bf16", "fp16", "fp32", "fp64")
+FORMAT_NAMES = {
+    "toy": ("bf16", "fp64"),
+    "default": ("bf16", "fp16", "fp32", "fp64"),
+    "full": ("bf16", "fp16", "fp32", "fp64"),
+}
 RECIPES = ("flash1_paper", "flash2_op_by_op", "flash2")
 _BY = (
     *("family", "format", "recipe"),
@@ -86,7 +90,11 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     source = inputs.open_inputs(options)
     [keys] = source.lengths([LENGTH[options.preset]])
     shapes = tiles(MEMORY[options.preset], source.head_dim, keys)
-    cells = [Cell(label, fmt) for fmt in FORMAT_NAMES for label in source.labels]
+    cells = [
+        Cell(label, fmt)
+        for fmt in FORMAT_NAMES[options.preset]
+        for label in source.labels
+    ]
 
     def measure(cell: Cell) -> Iterator[Row]:
         fmt = FORMATS[cell.format]
@@ -115,7 +123,7 @@ def report(rows: Sequence[Row]) -> sweep.Report:
     tables, panels = {}, []
     for family in dict.fromkeys(row["family"] for row in rows):
         here = [row for row in found if row["family"] == family]
-        for fmt in FORMAT_NAMES:
+        for fmt in dict.fromkeys(row["format"] for row in here):
             in_one = [row for row in here if row["format"] == fmt]
             tables[f"{family}, {fmt}: error against FP64 over that of {BASELINE}"] = (
                 pivot(in_one, ["recipe", "layout"], "M", "rel_over_baseline")
@@ -141,7 +149,7 @@ def report(rows: Sequence[Row]) -> sweep.Report:
             if row["layout"] == "rule" and row["recipe"] == "flash1_paper"
         ]
         panels.append(_panel(f"{family}, flash1_paper: block size", shown, "format"))
-    return sweep.Report(tables, panels, _claims(rows))
+    return sweep.Report(tables, panels, _claims(rows), columns=3)
 
 
 def _panel(title: str, rows: Sequence[Row], series: str) -> Panel:
@@ -154,9 +162,10 @@ def _claims(rows: Sequence[Row]) -> list[sweep.Claim]:
     """Judged in BF16 between the tiles that differ most."""
     narrow = [row for row in rows if row["format"] == "bf16"]
     smallest, largest = (f(row["M"] for row in rows) for f in (min, max))
-    # A tile and that of the rule have one M, so they are paired by it.
+    # Where the rule gives a square block, the other layouts are the same block.
+    differ = {row["M"] for row in narrow if row["B_r"] != row["B_c"]}
     by_layout = summarise(
-        narrow,
+        [row for row in narrow if row["M"] in differ],
         ["family", "recipe", "M", "layout"],
         _VALUES,
         baseline=("layout", "rule"),
@@ -188,8 +197,8 @@ def _claims(rows: Sequence[Row]) -> list[sweep.Claim]:
                 for row in rows_here
                 if (row["family"], row["recipe"]) == (family, name)
             }
-            found = "; ".join(
-                f"M = {M}: x {plus_minus(row, 'rel_ratio')}" for M, row in mine.items()
+            found = ", ".join(
+                f"M={M} x {plus_minus(row, 'rel_ratio')}" for M, row in mine.items()
             )
             holds = sweep.larger(mine[at], "rel_ratio")
             if unlike_rule == "square":
