@@ -16,12 +16,8 @@ from analysis.figures import Panel
 from analysis.record import Row
 from analysis.summary import pivot, plus_minus, summarise
 from analysis.variants import BASELINE, CHAINED, VARIANTS, with_block
+from attn_jax.bounds import two_term_law
 from attn_jax.formats import BF16
-
-
-def two_term_law(fmt, tiles, baseline):
-    return (baseline**2 + fmt.rms_roundoff**2 * tiles * 5 / 6) ** 0.5
-
 
 SUMMARY = "forward deviation by sequence length (Fig. 5 of 2405.02803)"
 BLOCK = 64
@@ -108,7 +104,7 @@ def _law(rows: Sequence[Row]) -> list[Row]:
         {**row, "recipe": LAW, "rel": predicted, "rel_ci": None}
         for row in rows
         if row["recipe"] == BASELINE
-        for predicted in [two_term_law(BF16, row["N"] / BLOCK, row["rel"])]
+        for predicted in [float(two_term_law(BF16, row["N"] / BLOCK, row["rel"]))]
     ]
 
 
