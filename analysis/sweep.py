@@ -91,12 +91,17 @@ class Report:
 def add_options(
     parser: argparse.ArgumentParser,
     name: str,
-    families: Sequence[str] = ("normal", "uniform"),
+    families: Sequence[str] | None = ("normal", "uniform"),
 ) -> None:
-    """The options that all sweeps share."""
+    """The options that all sweeps share; none for inputs if `families` is None."""
     add = parser.add_argument
     add("--preset", choices=SEEDS, default="default", help="how much is measured")
     add("--seeds", type=int, help="draws of each problem (default 4; full 8, toy 2)")
+    add("--out", type=Path, default=Path("results", name), help="folder")
+    add("--fresh", action="store_true", help="measure again what is there already")
+    if families is None:
+        parser.set_defaults(families=None, inputs=None, default_families=())
+        return
     add(
         "--families",
         nargs="+",
@@ -104,8 +109,6 @@ def add_options(
         help=f"inputs (default {' '.join(families)})",
     )
     add("--inputs", metavar="run:PATH", help="inputs captured from a training run")
-    add("--out", type=Path, default=Path("results", name), help="folder")
-    add("--fresh", action="store_true", help="measure again what is there already")
     parser.set_defaults(default_families=tuple(families))
 
 

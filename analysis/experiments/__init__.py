@@ -8,10 +8,14 @@ from typing import Any
 from analysis import capture
 from analysis.experiments import (
     accuracy,
+    attribution,
+    backward,
+    bias,
     emulator_speed,
     flash_attention_2,
     kernels,
     precision,
+    saturation,
     sequence_length,
     state_format,
     tiling,
@@ -54,4 +58,12 @@ EXPERIMENTS = {
     "state-format": Experiment(
         state_format.SUMMARY, state_format.add_arguments, state_format.run
     ),
+    "backward": Experiment(backward.SUMMARY, backward.add_arguments, backward.run),
+    "attribution": Experiment(
+        attribution.SUMMARY, attribution.add_arguments, attribution.run
+    ),
+    "saturation": Experiment(
+        saturation.SUMMARY, saturation.add_arguments, saturation.run
+    ),
+    "bias": Experiment(bias.SUMMARY, bias.add_arguments, bias.run),
 }
