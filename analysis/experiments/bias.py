@@ -210,8 +210,9 @@ def report(rows: Sequence[Row]) -> sweep.Report:
         line = {"recipe": row["recipe"]}
         for name in _VALUES:
             line[name] = f"{1e4 * row[name]:+.2f} ± {1e4 * row[f'{name}_ci']:.2f}"
+        sized = max(draw["delta_error_square"] for draw in draws) > _NO_SIZE**2
         for name in ("A", "typical_A"):
-            line[name] = f"{row[name]:.1f}"
+            line[name] = f"{row[name]:.1f}" if sized else ""
         tables.setdefault(f"{row['scenario']}: x 1e-4", []).append(line)
         claims += _claims(row)
     claims.sort(key=lambda claim: claim.says)
@@ -234,9 +235,9 @@ def _claims(row: Row) -> list[sweep.Claim]:
         return []
     size, width = row["delta_error"], row["delta_error_ci"]
     biased = abs(size) > max(width, _NO_SIZE) and row["A"] > DIRECTIONALITY_NULL_95
-    cured = row["recipe"].endswith(("o_f32", "p_dp"))
+    cured = row["recipe"].endswith(("o_f32", "o_hi_lo", "p_dp"))
     if cured:
-        says = "delta from O in FP32, or rowsum(P dP), is without the bias."
+        says = "delta from a finer O, or rowsum(P dP), is without the bias."
     else:
         says = "The error of delta has one sign: low-precision O is biased."
     return [
