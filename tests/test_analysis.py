@@ -33,7 +33,8 @@ def test_list_names_every_experiment(capsys):
 
 def test_every_experiment_has_a_test():
     # Capturing needs a run folder: tests/test_capture.py. Two need a GPU:
-    # tests/test_experiments_gpu.py. The sweeps: tests/test_experiments_forward.py.
+    # tests/test_experiments_gpu.py. The sweeps:
+    # tests/test_experiments_forward.py and _backward.py.
     elsewhere = {
         "capture",
         "kernels",
@@ -42,6 +43,10 @@ def test_every_experiment_has_a_test():
         "sequence-length",
         "tiling",
         "state-format",
+        "backward",
+        "attribution",
+        "saturation",
+        "bias",
     }
     assert TOY_OPTIONS.keys() | elsewhere == EXPERIMENTS.keys()
 
