@@ -93,6 +93,9 @@ def write_figure(panels: Sequence[Panel], path: Path, columns: int = 2) -> None:
             axes.set_yscale("log")
         axes.set_title(panel.title, fontsize=9)
         axes.set_xlabel(panel.x_label)
+        if any(isinstance(row[panel.x], str) for row in panel.rows):
+            # Names side by side would run into each other.
+            axes.tick_params("x", labelrotation=90, labelsize=7)
         axes.set_ylabel(panel.y_label, fontsize=9)
         axes.grid(alpha=0.3)
     figure.legend(shown.values(), shown, loc="outside right upper", fontsize=8)

@@ -129,12 +129,14 @@ def _largest(found: Sequence[Row]) -> list[Row]:
 
 
 def _panel(found: Sequence[Row], tensor: str, variants: Sequence[str]) -> Panel:
-    # A result without error has no place on a logarithmic axis.
+    # Results without error have no place on a logarithmic axis.
     shown = [
         row
         for name in variants
         for row in found
-        if row["variant"] == name and row["tensor"] == tensor and row["units"]
+        if row["variant"] == name
+        and row["tensor"] == tensor
+        and (row["units"] or 0) > 0.01
     ]
     length = max(row["N"] for row in found)
     shown = [row for row in shown if row["N"] == length]
