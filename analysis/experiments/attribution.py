@@ -133,11 +133,10 @@ def report(rows: Sequence[Row]) -> sweep.Report:
         title = f"{here[0]['recipe']}, {family}, {N} keys: {tensor}"
         tables[f"{title}, relative error x 1000"] = _table(here)
         # Casts that change nothing would only stretch the axis.
-        shown = [
-            row
-            for row in here
-            if row["how"] in ("alone", "all but") and (row["rel"] or 0) > _NOTHING
-        ]
+        alone = {
+            row["cast"]: row["rel"] or 0.0 for row in here if row["how"] == "alone"
+        }
+        shown = [row for row in here if alone.get(row["cast"], 0.0) > _NOTHING]
         label = "relative error"
         panels.append(Panel(title, shown, "cast", "rel", "how", "", label, log_x=False))
         claims += _claims(title, here)
