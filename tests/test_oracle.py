@@ -5,9 +5,7 @@ arithmetic is exact or a rounding after it leaves no choice, and elsewhere all t
 another order of additions can give. The emulator must lie within it everywhere.
 """
 
-import contextlib
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -15,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attn_jax import emulator
 from attn_jax.audit.inputs import Inputs, Shape, make_inputs
 from attn_jax.formats import (
     BF16,
@@ -31,78 +28,14 @@ from attn_jax.formats import (
 from attn_jax.mask import Mask
 from attn_jax.recipe import EXACT_FP32, EXACT_FP64, RECIPES, Recipe, Step
 from tests import numpy_oracle
-from tests.enclosure import Arithmetic, Interval
+from tests.enclosure import Interval
+from tests.oracle_outcome import FIELDS, Outcome
 
-FIELDS = numpy_oracle.Result._fields
 SHAPE = Shape(1, 16, 32, 2, 1, 4)
 BLOCKS = {
     name: 10  # divides neither length
     for name in ("block_q", "block_kv", "backward_block_q", "backward_block_kv")
 }
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def emulated(recipe, scale, mask, rounding_key, query, key, value, dout, dlse):
-    def attend(query, key, value):
-        return emulator.attention(
-            query,
-            key,
-            value,
-            recipe=recipe,
-            mask=mask,
-            scale=scale,
-            rounding_key=rounding_key,
-        )
-
-    (out, lse), vjp = jax.vjp(attend, query, key, value)
-    return out, lse, *vjp((dout, dlse))
-
-
-class Outcome:
-    """Emulator and oracle on the same inputs, by field of `numpy_oracle.Result`."""
-
-    def __init__(
-        self, recipe, inputs, dlse=None, *, mask=Mask(), scale=None, jit=True, key=None
-    ):
-        dtype = Arithmetic(recipe.carrier).dtype
-        B, T, N, _ = inputs.query.shape
-        arrays = [np.asarray(x).astype(dtype) for x in inputs]
-        dlse = np.zeros((B, N, T), dtype) if dlse is None else dlse.astype(dtype)
-        with contextlib.nullcontext() if jit else jax.disable_jit():
-            results = emulated(
-                recipe, scale, mask, key, *map(jnp.asarray, (*arrays, dlse))
-            )
-        self.got = dict(zip(FIELDS, (np.asarray(x, np.float64) for x in results)))
-        want = numpy_oracle.attention(
-            *arrays, dlse, recipe=recipe, mask=mask, scale=scale
-        )
-        self.want: dict[str, Interval] = want._asdict()
-
-    def inside(self, field: str) -> np.ndarray:
-        got, want = self.got[field], self.want[field]
-        same_nan = np.isnan(got) & np.isnan(want.lo) & np.isnan(want.hi)
-        return ((want.lo <= got) & (got <= want.hi)) | same_nan
-
-    def pinned(self, field: str) -> float:
-        """The share of entries that the oracle allows one value only."""
-        return float(self.want[field].is_point.mean())
-
-    def check(self, fields=FIELDS) -> None:
-        for field in fields:
-            outside = ~self.inside(field)
-            if outside.any():
-                at = tuple(int(i) for i in np.argwhere(outside)[0])
-                want = self.want[field].at(*at)
-                raise AssertionError(
-                    f"{field}: {outside.sum()} of {outside.size} outside, first {at}: "
-                    f"{self.got[field][at]!r} not in [{want.lo!r}, {want.hi!r}]"
-                )
-
-    def check_bits(self, fields) -> None:
-        """Every entry pinned, so `check` compares bits (but for the sign of zero)."""
-        self.check(fields)
-        pinned = {field: self.pinned(field) for field in fields}
-        assert set(pinned.values()) == {1.0}, pinned
 
 
 def powers_of_two(parts=1) -> Inputs:
