@@ -17,6 +17,7 @@ from analysis import ExperimentError
 from attn_jax import canaries, emulator
 from attn_jax.audit import error
 from attn_jax.audit.inputs import Inputs, Shape, make_inputs
+from attn_jax.bounds import order_bound
 from attn_jax.formats import BF16, FP16, FP32, NumberFormat
 from attn_jax.mask import Mask
 from attn_jax.recipe import Recipe
@@ -131,8 +132,6 @@ def order_sizes(recipe: Recipe, problem: Problem, inputs: Inputs) -> Results:
 
     The RMS over all entries of `bounds.order_bound`, in the results' own scale.
     """
-    from attn_jax.bounds import order_bound
-
     found = _results(order_bound(recipe, *inputs, mask=problem.mask))
     return Results(*(rms(x) for x in found))
 

@@ -132,7 +132,9 @@ def order_bound(
     products and sums, and in the last bits of exp and log, all of the carrier's size;
     and in the roundings of steps that fall to the other side because of that. A
     difference d before a rounding to spacing h is a whole spacing after it with
-    probability |d| / h, so that mean squares grow from s^2 to s^2 + h s.
+    probability |d| / h, so that mean squares grow from s^2 to s^2 + h s. Tensor cores
+    truncate their sums, which moves LSE by up to sum_j P_ij d_ij, d_ij the bits cut off
+    a logit (left out for a ring).
 
     An expected size under random roundings and not a bound of each entry: compare RMS
     values over many entries. Errors common to an output's channels are added up as if

@@ -29,6 +29,9 @@ from attn_jax.bounds_arithmetic import (
 )
 from attn_jax.recipe_schema import Recipe
 
+# Products of 16-bit numbers that one tensor core instruction adds (k16).
+_TENSOR_CORE_DEPTH = 16
+
 
 class Head(NamedTuple):
     """Exact inputs of one query head: [T, H], [S, H], [S, H], [T, S] or None each."""
@@ -90,7 +93,31 @@ def forward(arithmetic: Arithmetic, head: Head, columns: np.ndarray) -> Forward:
     """O, LSE, and the result for more `columns` [S, ...] beside those of V."""
     state = start(head, head.query.shape[-1] + columns.shape[-1])
     wide, lse = finish(arithmetic, add_keys(arithmetic, head, columns, state))
+    if arithmetic.kind == "order":
+        lse = lse._replace(spread=np.hypot(lse.spread, _truncated(arithmetic, head)))
     return completed(arithmetic, wide, lse, head.query.shape[-1])
+
+
+def _truncated(arithmetic: Arithmetic, head: Head) -> np.ndarray:
+    """sum_j P_ij d_ij [T, 1]: how far tensor cores that truncate move LSE.
+
+    They cut off a partial sum of q_i k_j after every 16 products, each time less than
+    2 u of it, and toward zero: the errors d of one row's logits have one sign where
+    the logits have. O does not feel a common shift, LSE moves by all of it.
+    """
+    n = head.query.shape[-1]
+    cuts = math.ceil(n / _TENSOR_CORE_DEPTH)
+    y = head.query @ head.key.T
+    squares = head.query**2 @ (head.key**2).T
+    # The partial sums' mean square over all orders, as in `carrier_sum`.
+    partial = np.sqrt((n + 1) / n * (squares / 6 + y**2 / 3))
+    d = cuts * 2 * arithmetic.roundoff * partial * head.scale
+    x = y * head.scale + (0.0 if head.bias is None else head.bias)
+    x = np.where(head.visible, x, -np.inf)
+    top = x.max(-1, keepdims=True)
+    weights = np.exp(x - np.where(np.isfinite(top), top, 0.0))
+    total = weights.sum(-1, keepdims=True)
+    return (weights * d).sum(-1, keepdims=True) / np.where(total > 0, total, 1.0)
 
 
 def completed(arithmetic: Arithmetic, wide: Ball, lse: Ball, H: int) -> Forward:
