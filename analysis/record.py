@@ -60,7 +60,7 @@ def show(rows: Sequence[Row], title: str) -> None:
         )
     for row in rows:
         table.add_row(*(_text(value) for value in row.values()))
-    Console(stderr=True, width=120).print(table)
+    Console(stderr=True, width=180).print(table)
 
 
 def _text(value: Any) -> str:
