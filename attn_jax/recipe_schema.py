@@ -47,7 +47,8 @@ class Recipe:
     'exp'; else E(y) = 2^y and u = log2(e), so that logits x, row maxima m and shifts
     are in units of log2. E(-inf) = 0. [i:j] is a block of keys.
     FREE are the order of additions inside one chunk of a sum, whether a product and the
-    addition next to it round once or twice, and the last ulp or two of E, log and tanh.
+    addition next to it round once or twice, and the last ulp or two of E, log, tanh and
+    division (XLA on a CPU divides rows by way of a rounded reciprocal).
     A chunk is the whole sum unless `dot_chunk` says otherwise.
 
     SUMS. dot(a, b) and rowsum(a) mean: t = 0; for each run of `dot_chunk` products, in
@@ -107,11 +108,12 @@ class Recipe:
     g = scale / dlogits_scale, or 1 / dlogits_scale for gradient_scale_at 'logits':
         dQ = gradient((dQ - (sum of dS over the row - its exact value) centre) g)
         dK = gradient(dK g)         dV = gradient(dV)
-    The centre is 0 for dq_centre 'none'; the mean of the keys that the row sees (how
-    it is taken: `emulator.attention`); or, for 'row', the row's own sum_j P_ij K_j,
-    made in the forward pass as O before `output` is, with K in the place of V.
+    The centre is 0 for dq_centre 'none'; for 'mean' the mean of the keys that any query
+    of the same block of `backward_block_q` sees (of those that the row itself sees under
+    a dense mask or segment ids: `emulator.attention`); or, for 'row', the row's own
+    sum_j P_ij K_j, made in the forward pass as O before `output` is, with K for V.
     In exact arithmetic it subtracts 0: a row of dS sums to dLSE, less a sink's share.
-    The mean does not help where a few equal keys share a row.
+    The mean does not help where a row's weight lies on few keys, far from their mean.
     The gradient of a sink is -sum of E(sink u - LSE u) (delta - dLSE), unrounded.
 
     A RING of `ring_size` W > 1 devices: T and S are cut into W equal shares in order;
