@@ -109,8 +109,8 @@ class Recipe:
         dQ = gradient((dQ - (sum of dS over the row - its exact value) centre) g)
         dK = gradient(dK g)         dV = gradient(dV)
     The centre is 0 for dq_centre 'none'; for 'mean' the mean of the keys that any query
-    of the same block of `backward_block_q` sees (of those that the row itself sees under
-    a dense mask or segment ids: `emulator.attention`); or, for 'row', the row's own
+    of the same block of `backward_block_q` sees (under a dense mask or segment ids of
+    those that the row itself sees: `emulator.attention`); or, for 'row', the row's own
     sum_j P_ij K_j, made in the forward pass as O before `output` is, with K for V.
     In exact arithmetic it subtracts 0: a row of dS sums to dLSE, less a sink's share.
     The mean does not help where a row's weight lies on few keys, far from their mean.
