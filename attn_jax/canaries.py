@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attn_jax import emulator, emulator_exponential, emulator_sums, formats
+from attn_jax import emulator, formats
 from attn_jax.audit.error import correctly_rounded
+from attn_jax.emulator import exponential, sums
 from attn_jax.formats import BF16, E4M3FN, E5M2, FP16, FP32, FP64, TF32, NumberFormat
 from attn_jax.recipe import EAGER_BF16, FLASH2, Step
 
@@ -140,7 +141,7 @@ def _rounded_product(run: Run) -> Faults:
     def product(subscripts):
         def multiply(x, y):
             x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-            wide = emulator_sums.dot(subscripts, x, y)
+            wide = sums.dot(subscripts, x, y)
             return wide, formats.round_to(wide, BF16)
 
         return multiply
@@ -214,7 +215,7 @@ def _fused_attention(run: Run) -> Faults:
         return forward
 
     def observed(q, k, v):
-        logits = emulator_sums.dot(
+        logits = sums.dot(
             "btnh,bsnh->bnts", q.astype(jnp.float32), k.astype(jnp.float32)
         )
         logits = formats.round_to(logits, BF16) * _FUSED_SCALE
@@ -354,7 +355,7 @@ def _accurate_functions(run: Run) -> Faults:
         up = np.geomspace(1, 2**20, 4001)
         for name, function, exact, x in (
             ("exp", jnp.exp, np.exp, 0.69 * down),
-            ("exp2", emulator_exponential.exp2, np.exp2, down),
+            ("exp2", exponential.exp2, np.exp2, down),
             ("log", jnp.log, np.log, up),
         ):
             x = x.astype(dtype)
@@ -467,7 +468,7 @@ def _full_precision_dot(run: Run) -> Faults:
         ("left", x, place, x[:, ::-1]),
         ("right", place, x, x.T[::-1]),
     ):
-        got = run(lambda x, y: emulator_sums.dot("th,sh->ts", x, y), left, right)
+        got = run(lambda x, y: sums.dot("th,sh->ts", x, y), left, right)
         yield _differs(f"{name} operand of an FP32 product", got, want, meaning)
 
 

@@ -148,7 +148,7 @@ class Recipe:
       carrier             FP32, or FP64 (needs x64)
       block_q, block_kv   tile sizes, clamped to the length; None is the whole length.
                           block_q and loop_order change no bit of the forward pass
-      exp2_degree         2 to 5; polynomials in `emulator_exponential`
+      exp2_degree         2 to 5; polynomials in `emulator.exponential`
       repeated_max_factor Qiu & Yao's fix; None for none. As in their paper equal means
                           equal. A large factor r makes e underflow: all of a row where
                           (factor - 1) r exceeds 87 (natural units, FP32)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attn_jax.emulator_exponential import POLYNOMIALS
+from attn_jax.emulator.exponential import POLYNOMIALS
 from attn_jax.mask import Mask
 from attn_jax.recipe import Recipe, Step
 from tests.enclosure import Arithmetic, Interval, hull, maximum, negative, where

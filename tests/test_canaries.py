@@ -12,14 +12,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from attn_jax import (
-    canaries,
-    emulator,
-    emulator_exponential,
-    emulator_sums,
-    emulator_tiles,
-    formats,
-)
+from attn_jax import canaries, emulator, formats
+from attn_jax.emulator import exponential, sums, tiles
 from attn_jax.formats import BF16, E4M3FN, E5M2, FP16, FP32, Rounding
 from attn_jax.recipe import Step
 
@@ -72,8 +66,8 @@ def test_no_fp32_error_decides_a_rounding(monkeypatch):
 
 
 exact_round = formats.round_to
-exact_step = emulator_tiles.Operands.round
-exact_dot = emulator_sums.dot
+exact_step = tiles.Operands.round
+exact_dot = sums.dot
 
 
 def elided(x, fmt, rounding=Rounding.NEAREST_EVEN, *, key=None):
@@ -146,22 +140,22 @@ wide_probability = steps("probability", lambda x, rounded: x)
 narrow_dprobability = steps("dprobability", lambda x, rounded: exact_round(x, BF16))
 # O - round(O) simplified to zero.
 no_low_part = steps("output", lambda x, y: jnp.where(jnp.abs(x) < 2.0**-8, 0.0, y))
-Operands = emulator_tiles.Operands
+Operands = tiles.Operands
 
 FAULTS = {
     "elided casts": ("rounding_survives", formats, "round_to", elided),
     "product unrounded": ("rounded_product", formats, "round_to", wide_matrices),
-    "narrow product": ("rounded_product", emulator_sums, "dot", bf16_dot),
+    "narrow product": ("rounded_product", sums, "dot", bf16_dot),
     "fused rounding": ("fused_attention", Operands, "round", wide_probability),
     "FP16 flushed": ("subnormals", formats, "round_to", reduced(FP16)),
     "E5M2 flushed": ("subnormals", formats, "round_to", reduced(E5M2)),
     "E4M3 saturated": ("fp8_overflow", formats, "round_to", saturated),
     "wide sum": ("narrow_sum", formats, "round_to", wide_scalars),
-    "poor exp2": ("accurate_functions", emulator_exponential, "exp2", jnp.exp2),
+    "poor exp2": ("accurate_functions", exponential, "exp2", jnp.exp2),
     "dP rounded": ("backward_rounding", Operands, "round", narrow_dprobability),
     "differentiable": ("backward_rounding", formats, "round_to", straight_through),
     "no low part": ("low_part", Operands, "round", no_low_part),
-    "TF32": ("full_precision_dot", emulator_sums, "dot", tf32_dot),
+    "TF32": ("full_precision_dot", sums, "dot", tf32_dot),
 }
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attn_jax.emulator_exponential import (
+from attn_jax.emulator.exponential import (
     POLYNOMIAL_ERRORS,
     POLYNOMIALS,
     exp2,

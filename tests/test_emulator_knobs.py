@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attn_jax import dot_product_attention, emulator, emulator_tiles, reference
+from attn_jax import dot_product_attention, emulator, reference
 from attn_jax.audit.error import correctly_rounded
+from attn_jax.emulator import tiles
 from attn_jax.formats import BF16, FP32, Rounding
 from attn_jax.mask import Mask
 from attn_jax.recipe import EXACT_FP32, FLASH2, QIU_YAO, RECIPES, Step
@@ -214,8 +215,8 @@ def test_a_stochastic_ring_is_reproducible():
 def test_no_two_places_share_their_random_bits():
     steps = dict(probability=STOCHASTIC, logits=STOCHASTIC)
     recipe = dataclasses.replace(FLASH2, **steps, ring_size=2)
-    static = emulator_tiles.Static(recipe, 1.0, None, None)
-    x = emulator_tiles.Operands(static, *small(), None, None, Mask())
+    static = tiles.Static(recipe, 1.0, None, None)
+    x = tiles.Operands(static, *small(), None, None, Mask())
     x = x.drawing(jax.random.key(0), 0)
     third = jnp.full((64,), 1 / 3)
     made = [

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attn_jax import emulator, emulator_sums
+from attn_jax import emulator
 from attn_jax.audit.error import correctly_rounded
+from attn_jax.emulator import sums
 from attn_jax.formats import BF16, NumberFormat, round_to
 from attn_jax.recipe import EXACT_FP32, FLASH2, Step
 
@@ -38,7 +39,7 @@ def whole_numbers(seed, *shape):
 @pytest.mark.parametrize("chunk", [None, 1, 4, 5, 30])
 def test_a_chained_product_is_bit_equal_to_its_definition(chunk):
     x, y = whole_numbers(0, 3, 7, 22), whole_numbers(1, 3, 5, 22)
-    run = jax.jit(lambda x, y: emulator_sums.dot("bth,bsh->bts", x, y, chunk, KEEP))
+    run = jax.jit(lambda x, y: sums.dot("bth,bsh->bts", x, y, chunk, KEEP))
     products = x[:, :, None, :] * y[:, None, :, :]
     want = chain(np.moveaxis(products, -1, 0), chunk)
     np.testing.assert_array_equal(run(jnp.asarray(x), jnp.asarray(y)), want)
@@ -49,9 +50,7 @@ def test_a_chained_product_is_bit_equal_to_its_definition(chunk):
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_two_contracted_axes_are_one_with_the_first_slowest(chunk):
     x, y = whole_numbers(0, 2, 3, 6, 5), whole_numbers(1, 2, 3, 6, 4)
-    got = emulator_sums.dot(
-        "kgts,kgth->ksh", jnp.asarray(x), jnp.asarray(y), chunk, KEEP
-    )
+    got = sums.dot("kgts,kgth->ksh", jnp.asarray(x), jnp.asarray(y), chunk, KEEP)
     products = x[..., :, None] * y[..., None, :]  # [k, g, t, s, h]
     products = products.reshape(2, 18, 5, 4).swapaxes(0, 1)
     np.testing.assert_array_equal(got, chain(products, chunk))
@@ -63,7 +62,7 @@ def test_two_contracted_axes_are_one_with_the_first_slowest(chunk):
 @pytest.mark.parametrize("chunk", [None, 1, 4])
 def test_a_chained_row_sum_is_bit_equal_to_its_definition(chunk):
     x = whole_numbers(0, 6, 50)
-    got = emulator_sums.row_sum(jnp.asarray(x), chunk, KEEP)
+    got = sums.row_sum(jnp.asarray(x), chunk, KEEP)
     np.testing.assert_array_equal(got[:, 0], chain(x.T, chunk))
 
 

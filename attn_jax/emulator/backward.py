@@ -6,11 +6,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from attn_jax.emulator_centre import mean_centre
-from attn_jax.emulator_forward import softmax_block, start
-from attn_jax.emulator_ring import over_hops
-from attn_jax.emulator_sums import read, walk, write
-from attn_jax.emulator_tiles import Operands, divide_or_zero, finite_shift
+from attn_jax.emulator.centre import mean_centre
+from attn_jax.emulator.forward import softmax_block, start
+from attn_jax.emulator.ring import over_hops
+from attn_jax.emulator.sums import read, walk, write
+from attn_jax.emulator.tiles import Operands, divide_or_zero, finite_shift
 from attn_jax.mask import slice_tile
 
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_jax import emulator_sums
-from attn_jax.emulator_exponential import exp2, exp2_polynomial
-from attn_jax.emulator_sums import read
+from attn_jax.emulator import sums
+from attn_jax.emulator.exponential import exp2, exp2_polynomial
+from attn_jax.emulator.sums import read
 from attn_jax.formats import Rounding, carrier_dtype, round_to
 from attn_jax.mask import Mask, slice_tile
 from attn_jax.recipe_schema import Recipe
@@ -96,11 +96,11 @@ class Operands:
 
     def dot(self, subscripts: str, x, y, *at, site: str):
         chunk, keep = self._chained(site, at)
-        return emulator_sums.dot(subscripts, x, y, chunk, keep)
+        return sums.dot(subscripts, x, y, chunk, keep)
 
     def row_sum(self, x, *at, site: str):
         chunk, keep = self._chained(site, at)
-        return emulator_sums.row_sum(x, chunk, keep)
+        return sums.row_sum(x, chunk, keep)
 
     def _chained(self, site, at):
         if self.recipe.dot_accumulator.format == self.recipe.carrier:

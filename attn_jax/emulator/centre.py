@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-from attn_jax.emulator_sums import dot, read, walk
-from attn_jax.emulator_tiles import Operands, divide_or_zero
+from attn_jax.emulator.sums import dot, read, walk
+from attn_jax.emulator.tiles import Operands, divide_or_zero
 
 
 def mean_centre(x: Operands):

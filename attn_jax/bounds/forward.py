@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attn_jax.bounds_arithmetic import (
+from attn_jax.bounds.arithmetic import (
     ONE,
     Arithmetic,
     Ball,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attn_jax.bounds_arithmetic import (
+from attn_jax.bounds.arithmetic import (
     ONE,
     Arithmetic,
     Ball,
@@ -24,13 +24,13 @@ from attn_jax.bounds_arithmetic import (
     plus,
     scaled,
 )
-from attn_jax.bounds_forward import (
+from attn_jax.bounds.forward import (
     Forward,
     Head,
     blocks,
 )
-from attn_jax.bounds_ring import joined, shares
-from attn_jax.bounds_rows import Rows, rows_of, with_shared
+from attn_jax.bounds.ring import joined, shares
+from attn_jax.bounds.rows import Rows, rows_of, with_shared
 from attn_jax.recipe_schema import Recipe
 
 

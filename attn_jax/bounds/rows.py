@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attn_jax.bounds_arithmetic import (
+from attn_jax.bounds.arithmetic import (
     ONE,
     Arithmetic,
     Ball,
@@ -15,7 +15,7 @@ from attn_jax.bounds_arithmetic import (
     scaled,
     where,
 )
-from attn_jax.bounds_forward import (
+from attn_jax.bounds.forward import (
     Forward,
     Head,
     blocks,
@@ -24,7 +24,7 @@ from attn_jax.bounds_forward import (
     softmax_block,
     start,
 )
-from attn_jax.bounds_ring import shares
+from attn_jax.bounds.ring import shares
 
 
 class Shared(NamedTuple):

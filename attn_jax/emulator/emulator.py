@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from attn_jax import emulator_forward, emulator_ring
-from attn_jax.emulator_checks import check_recipe
-from attn_jax.emulator_sums import walk
-from attn_jax.emulator_tiles import Operands, Static
-from attn_jax.emulator_vjp import gradients
+from attn_jax.emulator import forward, ring
+from attn_jax.emulator.backward import gradients
+from attn_jax.emulator.checks import check_recipe
+from attn_jax.emulator.sums import walk
+from attn_jax.emulator.tiles import Operands, Static
 from attn_jax.mask import Mask
 from attn_jax.recipe_schema import Recipe
 from attn_jax.reference import check_arguments, default_scale
@@ -121,11 +121,11 @@ def _forward(x: Operands):
     """O before its last rounding, LSE [B, K, G, T, 1] and the rows' own centres."""
     H = x.shape[-1]
     if x.recipe.ring_size > 1:
-        out, lse = emulator_ring.forward(x)
+        out, lse = ring.forward(x)
     else:
-        columns = emulator_forward.values_and_keys(x).shape[-1]
-        state = emulator_forward.start(x, columns)
-        out, lse = emulator_forward.finish(x, emulator_forward.add_keys(x, state))
+        columns = forward.values_and_keys(x).shape[-1]
+        state = forward.start(x, columns)
+        out, lse = forward.finish(x, forward.add_keys(x, state))
     return out[..., :H], lse, out[..., H:] if out.shape[-1] > H else None
 
 
@@ -158,10 +158,10 @@ def rescales(
     def step(state, start, size):
         m, count = state
         logits, _ = x.logits(0, start, x.shape[3], size)
-        new_m = emulator_forward.renewed_max(x, logits, m, 0, start)
+        new_m = forward.renewed_max(x, logits, m, 0, start)
         return new_m, count + ((new_m != m) & ~jnp.isneginf(m))
 
-    first = emulator_forward.start(x, 0).row_max
+    first = forward.start(x, 0).row_max
     carry = first, jnp.zeros_like(first, jnp.int32)
     backwards = recipe.kv_order == "reverse"
     _, count = walk(step, carry, x.key_length, recipe.block_kv, backwards)

@@ -6,8 +6,8 @@ outputs by exp(LSE_h - LSE), whose relative error is that of the exponent.
 
 import numpy as np
 
-from attn_jax.bounds_arithmetic import Arithmetic, Ball, exact, plus, where
-from attn_jax.bounds_forward import (
+from attn_jax.bounds.arithmetic import Arithmetic, Ball, exact, plus, where
+from attn_jax.bounds.forward import (
     Forward,
     Head,
     State,

@@ -2,7 +2,7 @@
 
 Known beforehand are the recipe and the exact quantities; no computed result is looked
 at. Each operation of the recipe is followed with its exact result and a bound of the
-computed one's error (`bounds_arithmetic.Ball`). With u the unit roundoff of the format
+computed one's error (`arithmetic.Ball`). With u the unit roundoff of the format
 a result is kept in (2u for rounding toward zero or stochastic), eta half its smallest
 positive number, and hats on what is computed:
 
@@ -42,10 +42,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from attn_jax.audit.error import correctly_rounded
-from attn_jax.bounds_arithmetic import Arithmetic, Ball, Kind
-from attn_jax.bounds_backward import backward, centre_of
-from attn_jax.bounds_forward import Head, forward
-from attn_jax.bounds_ring import forward as ring_forward
+from attn_jax.bounds.arithmetic import Arithmetic, Ball, Kind
+from attn_jax.bounds.backward import backward, centre_of
+from attn_jax.bounds.forward import Head, forward
+from attn_jax.bounds.ring import forward as ring_forward
 from attn_jax.formats import NumberFormat
 from attn_jax.mask import Mask
 from attn_jax.recipe_schema import Recipe

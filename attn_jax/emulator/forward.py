@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from attn_jax.emulator_sums import read, walk
-from attn_jax.emulator_tiles import Operands, divide_or_zero, finite_shift
+from attn_jax.emulator.sums import read, walk
+from attn_jax.emulator.tiles import Operands, divide_or_zero, finite_shift
 
 
 class State(NamedTuple):

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attn_jax import emulator_forward
-from attn_jax.emulator_forward import State
-from attn_jax.emulator_sums import read, write
-from attn_jax.emulator_tiles import Operands
+from attn_jax.emulator import forward as blocks
+from attn_jax.emulator.forward import State
+from attn_jax.emulator.sums import read, write
+from attn_jax.emulator.tiles import Operands
 
 
 def over_hops(x: Operands, step, carry):
@@ -26,7 +26,7 @@ def over_hops(x: Operands, step, carry):
 
 def forward(x: Operands):
     """O [B, K, G, T, H or more] before its last rounding and LSE [B, K, G, T, 1]."""
-    columns = emulator_forward.values_and_keys(x).shape[-1]
+    columns = blocks.values_and_keys(x).shape[-1]
     if x.recipe.ring_merge == "carry":
         return _forward_carried(x, columns)
     B, K, G, T, _ = x.shape
@@ -43,21 +43,21 @@ def _forward_carried(x: Operands, columns: int):
     def hop(whole: State, share: Operands):
         queries = 3, share.origin[0]
         state = State(*(read(part, *queries, share.shape[3]) for part in whole))
-        state = emulator_forward.add_keys(share, state)
+        state = blocks.add_keys(share, state)
         kept = share.round(state.total, "ring_accumulator")
         state = state._replace(total=kept)
         return State(*(write(old, new, *queries) for old, new in zip(whole, state)))
 
-    state = over_hops(x, hop, emulator_forward.start(x, columns))
-    return emulator_forward.finish(x, state)
+    state = over_hops(x, hop, blocks.start(x, columns))
+    return blocks.finish(x, state)
 
 
 def _partial(share: Operands):
     """O_h as handed over, and LSE_h, of one device at one hop."""
-    columns = emulator_forward.values_and_keys(share).shape[-1]
+    columns = blocks.values_and_keys(share).shape[-1]
     # The sink is a key of its own and must count once: in the device's first hop.
-    state = emulator_forward.start(share, columns, with_sink=share.hop == 0)
-    out, lse = emulator_forward.finish(share, emulator_forward.add_keys(share, state))
+    state = blocks.start(share, columns, with_sink=share.hop == 0)
+    out, lse = blocks.finish(share, blocks.add_keys(share, state))
     return share.round(out, "ring_partial"), lse
 
 
