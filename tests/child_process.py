@@ -42,5 +42,5 @@ def in_child_process(function: Callable, *arguments: Any, seconds: float) -> Any
 def _call(sender: Connection, function: Callable, arguments: tuple) -> None:
     try:
         sender.send((True, function(*arguments)))
-    except Exception:
+    except Exception:  # Whatever it is, the parent raises it with its traceback.
         sender.send((False, traceback.format_exc()))

@@ -196,6 +196,8 @@ def test_fp64_is_judged_by_long_double(monkeypatch):
     longer = deviation.long_double(grouped)
     assert longer is not None and longer.shape == (2, 16, 2, 16)
     both = problem.exact.out[:, :16].repeat(2, axis=2)
+    # FP64's own error: logits are sums of 16 products, weights sums of 96, of terms
+    # below 4: 112 * 4 * 2^-53 = 5e-14 at the worst.
     np.testing.assert_allclose(longer.astype(np.float64), both, rtol=1e-13, atol=1e-15)
     recipe = {BASELINE: in_format(VARIANTS[BASELINE], FP64)}
     first = next(deviation.compare(problem, recipe, BASELINE))

@@ -25,36 +25,21 @@ from jax import lax
 from jaxtyping import Array, Bool
 
 from analysis import ExperimentError
+from analysis.agreement import FORMATS, VANISHING, Problem
 from analysis.record import Row, environment, show, write
-from attn_jax import IMPLEMENTATIONS, RECIPES, Mask, dot_product_attention
+from attn_jax import IMPLEMENTATIONS, RECIPES, dot_product_attention
 from attn_jax.api import Implementation
 from attn_jax.audit import error
 from attn_jax.audit.inputs import FAMILIES, Inputs, Shape, make_inputs
-from attn_jax.formats import BF16, FP16
+from attn_jax.formats import BF16
 from attn_jax.reference import Golden, golden
 from train.config import UsageError
 
 SUMMARY = "error of out, dQ, dK and dV against FP64, by implementation and inputs"
-FORMATS = {"bfloat16": BF16, "float16": FP16}
 # Those that promise the same bits on every run.
 REPRODUCIBLE = ("pallas", "emulated", "reference", "xla")
-# The family whose exact results vanish or are machine numbers, by construction.
-_VANISHING = "zero_k_one_v"
 # Column -> field of the exact result.
 _FIELDS = {"out": "out", "dq": "dquery", "dk": "dkey", "dv": "dvalue"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """Lengths T and S, head counts N and K, head dim H, mask and input format."""
-
-    T: int
-    S: int
-    N: int
-    K: int
-    H: int
-    is_causal: bool
-    dtype: str
 
 
 def _problems(
@@ -216,10 +201,10 @@ def measure(
                 float16_cotangent if problem.dtype == "float16" else 1.0
             )
             found = {name: _run(program, inputs) for name, program in programs.items()}
-            mask = Mask(is_causal=problem.is_causal)
+            mask = problem.mask
             exact = golden(*inputs, mask=mask)
             sums = None
-            if family == _VANISHING:
+            if family == VANISHING:
                 sums = golden(*inputs, mask=mask, absolute=True)
             measured.append(pool.submit(_rows, problem, common, found, exact, sums))
             if len(measured) > _CELLS_AHEAD:

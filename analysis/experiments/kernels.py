@@ -73,12 +73,13 @@ PRESETS = {
 # Where the difference of a wrong recipe must show. An unrounded P is seen wherever P
 # takes other values than 1, or 1 / (a power of two), at weights that matter: where two
 # keys of P = 1 carry a row (repeated_max) dV alone shows it, where all keys are equal
-# (zero_k_one_v) nothing does; and where every logit is near -140 or 140 (lse-130,
-# lse+150), what tensor cores cut off it flips as many roundings of P. A delta from the
-# rounded O shifts all of a row's dS by the same, which shows where K and V have a mean,
-# in dQ most if nothing is subtracted.
+# (zero_k_one_v) nothing does. A delta from the rounded O shifts all of a row's dS by
+# the same, which shows where K and V have a mean, in dQ most if nothing is subtracted.
 _WITH_MEAN = ("uniform", "offset")
-_ORDINARY = ("normal", "uniform", "offset", "outlier", "wide", "sink")
+_ORDINARY = (
+    *("normal", "uniform", "offset", "outlier", "wide"),
+    *("lse-130", "lse+150", "sink"),
+)
 MUST_SHOW: dict[str, dict[str, tuple[str, ...]]] = {
     "P unrounded": {"out": _ORDINARY, "dv": (*_ORDINARY, "repeated_max")},
     "delta from O": {"dk": _WITH_MEAN},
