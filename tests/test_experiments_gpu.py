@@ -17,8 +17,8 @@ from attn_jax import api
 from attn_jax.kernels.internals import interpreted
 from tests.child_process import in_child_process
 
-RAGGED = Problem(T=70, S=130, N=2, K=1, H=64, is_causal=False)
 SQUARE = Problem(T=96, S=96, N=8, K=8, H=64, is_causal=False)
+EVEN = Problem(T=64, S=128, N=2, K=1, H=64, is_causal=False)
 
 
 def verdicts(rows, **columns):
@@ -32,7 +32,7 @@ def verdicts(rows, **columns):
 def interpreted_rows():
     api._device = lambda: SimpleNamespace(compute_capability="9.0")
     with interpreted():
-        return list(kernels.measure([RAGGED], ["uniform"], 1))
+        return list(kernels.measure([EVEN], ["uniform"], 1))
 
 
 def test_kernels_pass_and_wrong_recipes_are_told_apart():
@@ -45,14 +45,32 @@ def test_kernels_pass_and_wrong_recipes_are_told_apart():
     assert verdicts(rows, recipe="delta from O and no centre") == ["PASS"] * 2
 
 
+def played_by_the_emulator(recipe):
+    """In place of the kernels, the emulator under one of their comparisons' recipes."""
+
+    def lowered(problem, seeds):
+        followed = kernels.recipes(kernels._own_recipe(problem))[recipe]
+        return kernels._lower_emulator(followed, problem, seeds)
+
+    return lowered
+
+
+def test_unrounded_p_is_told_apart_on_tensor_cores_at_large_lse(monkeypatch):
+    kernel = played_by_the_emulator(kernels.ON_TENSOR_CORES)
+    monkeypatch.setattr(kernels, "_lower_kernels", kernel)
+    rows = list(kernels.measure([EVEN], ["lse+150"], 1))
+    assert verdicts(rows, recipe="P unrounded") == ["PASS"] * 2
+    # Against sums to nearest it hardly is: cut-off sums alone turn half as many
+    # roundings of P as there are.
+    out = {row["recipe"]: row["rms"] for row in rows if row["tensor"] == "out"}
+    assert out["P unrounded"] < 1.5 * kernels.TOLD_APART * out[kernels.OWN]
+
+
 @pytest.mark.parametrize("recipe", ["P unrounded", "delta from O and no centre"])
 def test_kernels_of_another_recipe_fail(recipe, tmp_path, monkeypatch, capsys):
-    def other(problem, seeds):
-        followed = kernels.recipes(kernels._own_recipe(problem))[recipe]
-        return lower(emulated(followed, problem), problem, seeds)
-
-    monkeypatch.setattr(kernels, "_lower_kernels", other)
-    monkeypatch.setattr(kernels, "PRESETS", {"toy": [RAGGED], "default": []})
+    kernel = played_by_the_emulator(recipe)
+    monkeypatch.setattr(kernels, "_lower_kernels", kernel)
+    monkeypatch.setattr(kernels, "PRESETS", {"toy": [EVEN], "default": []})
     options = ["--preset", "toy", "--families", "uniform", "--out", str(tmp_path)]
     assert main(["kernels", *options]) == 1
     message = capsys.readouterr().err.splitlines()[-1]

@@ -4,7 +4,10 @@ What the recipe leaves open, the order of additions and the last bits of exp2, m
 FP32 values a little and turns a rounding now and then. `bounds.order_bound` derives how
 far two correct implementations of one recipe then lie apart; the kernels must not lie
 further from the emulator. That this can fail is shown with recipes that differ in one
-decision: the kernels must lie at least twice as far from those as from their own.
+decision: the kernels must lie at least twice as far from those as from their own. For
+that comparison the emulator adds as tensor cores do, who cut their FP32 sum off, toward
+zero, after every 16 products. Where LSE is large this turns roundings of P, and an
+emulator that adds to nearest would lie almost as far off as a wrong recipe.
 """
 
 import argparse
@@ -36,13 +39,14 @@ from analysis.agreement import (
 from analysis.record import Row, environment, show, write
 from attn_jax import dot_product_attention
 from attn_jax.audit.inputs import FAMILIES, Inputs
-from attn_jax.formats import FP32
+from attn_jax.formats import FP32, FP64, Rounding
 from attn_jax.recipe import Recipe, Step
 from train.config import UsageError
 
 SUMMARY = "the Pallas kernels against the emulator under their recipe and wrong ones"
-OWN = "own"
-# A wrong recipe must lie at least so many times as far from the kernels as their own.
+OWN, ON_TENSOR_CORES = "own", "own on tensor cores"
+# A wrong recipe must lie at least so many times as far from the kernels as their own,
+# all of them on tensor cores.
 TOLD_APART = 2.0
 
 # (T, S, N, K): no length a multiple of all blocks; grouped heads in the second.
@@ -88,13 +92,24 @@ MUST_SHOW: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def recipes(own: Recipe) -> dict[str, Recipe]:
-    """The kernels' recipe, and others that differ from it in one decision or two."""
+    """The kernels' recipe, and others that differ from it in one decision or two.
+
+    All but the first add as tensor cores do, which takes an FP64 carrier: sums of 16
+    products are exact in it but for the last bits, and so is the sum before it is cut.
+    """
     wide = Step(FP32)
-    delta = dataclasses.replace(own, delta_source="o")
+    on_cores = dataclasses.replace(
+        own,
+        carrier=FP64,
+        dot_accumulator=Step(FP32, Rounding.TOWARD_ZERO),
+        dot_chunk=16,
+    )
+    delta = dataclasses.replace(on_cores, delta_source="o")
     return {
         OWN: own,
+        ON_TENSOR_CORES: on_cores,
         "P unrounded": dataclasses.replace(
-            own, probability=wide, backward_probability=wide
+            on_cores, probability=wide, backward_probability=wide
         ),
         "delta from O": delta,
         "delta from O and no centre": dataclasses.replace(delta, dq_centre="none"),
@@ -127,6 +142,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     except (ImportError, NotImplementedError) as reason:
         raise UsageError(f"compares the kernels with the emulator: {reason}") from None
     described = environment(command) | {"canaries": certified()}
+    with jax.enable_x64(True):
+        described["canaries, x64"] = certified()
     began = time.monotonic()
     rows = list(measure(problems, options.families, options.seeds))
     described["seconds"] = round(time.monotonic() - began, 1)
@@ -154,9 +171,7 @@ def measure(
             compiled[problem] = (
                 kernels,
                 {
-                    name: pool.submit(
-                        lower(emulated(r, problem), problem, seeds).compile
-                    )
+                    name: pool.submit(_lower_emulator(r, problem, seeds).compile)
                     for name, r in recipes(_own_recipe(problem)).items()
                 },
             )
@@ -193,6 +208,13 @@ def _lower_kernels(problem: Problem, seeds: int) -> jax.stages.Lowered:
     return lower(attend, problem, seeds)
 
 
+def _lower_emulator(
+    recipe: Recipe, problem: Problem, seeds: int
+) -> jax.stages.Lowered:
+    with jax.enable_x64(recipe.carrier == FP64):
+        return lower(emulated(recipe, problem), problem, seeds)
+
+
 def _own_recipe(problem: Problem) -> Recipe:
     # Imported on use: the kernels refuse a JAX that they do not know.
     from attn_jax.kernels.attention import declared_recipe
@@ -223,8 +245,9 @@ def _rows(
             row["bound"] = getattr(bounds, tensor) / unit
             row["verdict"] = ""
             if name == OWN:
-                distance[tensor] = row["rms"]
                 row["verdict"] = _verdict(row["rms"] <= row["bound"])
+            elif name == ON_TENSOR_CORES:
+                distance[tensor] = row["rms"]
             elif family in MUST_SHOW[name].get(tensor, ()):
                 further = row["rms"] > TOLD_APART * distance[tensor]
                 row["verdict"] = _verdict(further)
