@@ -208,9 +208,7 @@ def _lower_kernels(problem: Problem, seeds: int) -> jax.stages.Lowered:
     return lower(attend, problem, seeds)
 
 
-def _lower_emulator(
-    recipe: Recipe, problem: Problem, seeds: int
-) -> jax.stages.Lowered:
+def _lower_emulator(recipe: Recipe, problem: Problem, seeds: int) -> jax.stages.Lowered:
     with jax.enable_x64(recipe.carrier == FP64):
         return lower(emulated(recipe, problem), problem, seeds)
 
