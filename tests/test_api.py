@@ -1,5 +1,6 @@
 """The public function: signature, shapes, transformations, refusals, gradients."""
 
+import functools
 import inspect
 
 import jax
@@ -26,6 +27,13 @@ def draw(shape, seed, dtype=jnp.bfloat16):
 def inputs(B=2, T=40, S=56, N=4, K=2, H=64, dtype=jnp.bfloat16):
     query, dout = draw((B, T, N, H), 0, dtype), draw((B, T, N, H), 3, dtype)
     return query, draw((B, S, K, H), 1, dtype), draw((B, S, K, H), 2, dtype), dout
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(attend, query, key, value, dout):
+    """(out, gradients) in one program; `test_output_and_gradients...` goes op by op."""
+    out, vjp = jax.vjp(attend, query, key, value)
+    return out, vjp(dout)
 
 
 def test_takes_the_whole_signature_of_jax_nn_in_its_order():
@@ -88,14 +96,13 @@ def test_segments_separate_documents_in_every_implementation():
     query, key, value, _ = inputs(T=48, S=48)
     ids = jnp.repeat(jnp.array([[0, 1, 2]] * 2), 16, axis=1)
     for implementation in CPU_IMPLEMENTATIONS:
-        packed = attn_jax.dot_product_attention(
-            query,
-            key,
-            value,
+        attend = functools.partial(
+            attn_jax.dot_product_attention,
             query_segment_ids=ids,
             key_value_segment_ids=ids,
             implementation=implementation,
         )
+        packed = jax.jit(attend)(query, key, value)
         alone = attn_jax.dot_product_attention(
             query[:, 16:32], key[:, 16:32], value[:, 16:32], implementation="reference"
         )
@@ -141,7 +148,7 @@ def test_the_residual_is_differentiable(implementation):
         )
         return jnp.sum(lse * dlse)
 
-    dquery, dkey, dvalue = jax.grad(total, (0, 1, 2))(query, key, value)
+    dquery, dkey, dvalue = jax.jit(jax.grad(total, (0, 1, 2)))(query, key, value)
     golden = reference.golden(
         query, key, value, jnp.zeros_like(query), dlse.swapaxes(1, 2)
     )
@@ -208,16 +215,12 @@ def test_runs_inside_shard_map(implementation):
 @pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS)
 def test_works_with_x64_on(implementation):
     query, key, value, dout = inputs()
+
+    def attend(*args):
+        return attn_jax.dot_product_attention(*args, implementation=implementation)
+
     with jax.enable_x64(True):
-        out, vjp = jax.vjp(
-            lambda *args: attn_jax.dot_product_attention(
-                *args, implementation=implementation
-            ),
-            query,
-            key,
-            value,
-        )
-        grads = vjp(dout)
+        out, grads = with_gradients(attend, query, key, value, dout)
     assert out.dtype == jnp.bfloat16
     assert [g.dtype for g in grads] == [jnp.bfloat16] * 3
 
@@ -234,13 +237,13 @@ def test_emulated_follows_the_recipe_it_is_given():
     golden = reference.golden(query, key, value, dout)
 
     def error(recipe):
-        _, vjp = jax.vjp(
-            lambda q: attn_jax.dot_product_attention(
-                q, key, value, implementation="emulated", recipe=recipe
-            ),
-            query,
-        )
-        return unit_error(vjp(dout)[0], golden.dquery, BF16)
+        def attend(*args):
+            return attn_jax.dot_product_attention(
+                *args, implementation="emulated", recipe=recipe
+            )
+
+        _, gradients = with_gradients(attend, query, key, value, dout)
+        return unit_error(gradients[0], golden.dquery, BF16)
 
     assert error(None) <= 1.7 < 10 < error(FLASH2)
 
@@ -318,10 +321,10 @@ def test_queries_without_keys_give_zero(implementation):
             implementation=implementation,
         )
 
-    out, vjp = jax.vjp(attend, query, key, value)
+    out, gradients = with_gradients(attend, query, key, value, dout)
     assert not np.any(np.asarray(out[0], np.float32))
     assert np.all(np.isfinite(np.asarray(out[1], np.float32)))
-    for gradient in vjp(dout):
+    for gradient in gradients:
         assert not np.any(np.asarray(gradient[0], np.float32))
 
 
