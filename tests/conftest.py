@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jaxtyping
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CPU_DEVICES = 8
@@ -79,6 +80,38 @@ def as_users_call_it() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this session, the same in all its workers."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
+
+
+@pytest.fixture(scope="module")
+def shared_programs(programs: Path) -> Iterator[None]:
+    """Compiled programs are kept on disk, for tests that compile the same ones.
+
+    Found there is what this session compiled on this machine from the very same HLO, so
+    a changed function is compiled anew. Not for programs with a `custom_partitioning`:
+    it is in the HLO as an address, which another function may have later.
+    """
+    settings = {
+        "jax_compilation_cache_dir": str(programs),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            # For the processes that tests start.
+            patch.setenv(name.upper(), str(value))
+        compilation_cache.reset_cache()
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,9 @@ from attn_jax.emulator import exponential, sums, tiles
 from attn_jax.formats import BF16, E4M3FN, E5M2, FP16, FP32, Rounding
 from attn_jax.recipe import Step
 
+# Most of what a replaced function leaves alone is the same for every fault.
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 @pytest.fixture(autouse=True)
 def fresh_programs():

@@ -14,11 +14,13 @@ from train.gpu import prefer_cpu_without_driver
 from train.presets import PRESETS
 from train.validate import validate
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 REPOSITORY = Path(__file__).resolve().parent.parent
+# The programs of tests/test_train.py, compiled once for both.
 SMALL_RUN = (
-    "--attn=xla --steps=2 --batch-size=8 --model.width=64 --model.heads=1 "
-    "--model.depth=1 --eval.examples=8 --eval.captions=8 --eval.novel=0 "
-    "--eval.batch-size=8 --eval.grid=4 --eval.sampler-steps=2"
+    "--attn=xla --steps=8 --batch-size=8 --model.width=64 --model.heads=1 "
+    "--model.depth=1 --optimizer.warmup=2 --eval.examples=8 --eval.captions=8 "
+    "--eval.novel=0 --eval.batch-size=8 --eval.grid=4 --eval.sampler-steps=2"
 ).split()
 
 

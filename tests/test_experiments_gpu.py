@@ -17,6 +17,7 @@ from attn_jax import api
 from attn_jax.kernels.internals import interpreted
 from tests.child_process import in_child_process
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 SQUARE = Problem(T=96, S=96, N=8, K=8, H=64, is_causal=False)
 EVEN = Problem(T=64, S=128, N=2, K=1, H=64, is_causal=False)
 
@@ -29,14 +30,16 @@ def verdicts(rows, **columns):
     ]
 
 
-def interpreted_rows():
+def interpreted_rows(devices):
+    # As many as here, so that the emulator's programs are the same.
+    jax.config.update("jax_num_cpu_devices", devices)
     api._device = lambda: SimpleNamespace(compute_capability="9.0")
     with interpreted():
         return list(kernels.measure([EVEN], ["uniform"], 1))
 
 
 def test_kernels_pass_and_wrong_recipes_are_told_apart():
-    rows = in_child_process(interpreted_rows, seconds=180)
+    rows = in_child_process(interpreted_rows, jax.device_count(), seconds=180)
     assert verdicts(rows, recipe=kernels.OWN) == ["PASS"] * 5
     # On these inputs every wrong recipe must show: P in out and dV, delta in dK, and
     # in dQ too without a centre.

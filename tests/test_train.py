@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image
 
 from train.assemble import assemble
@@ -33,6 +32,7 @@ from train.loop import run
 from train.precision import make_policy
 from train.presets import PRESETS
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 REPOSITORY = Path(__file__).resolve().parent.parent
 TINY = PRESETS["tiny"]
 CONFIG = dataclasses.replace(
@@ -86,26 +86,6 @@ def assert_same_bits(one: dict, other: dict) -> None:
 def figures(folder: Path) -> list[dict]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     return [{key: row[key] for key in row if key != "images_per_s"} for row in rows]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs(tmp_path_factory):
-    """Compiled programs are kept on disk: most runs here compile the same ones."""
-    folder = str(tmp_path_factory.mktemp("programs"))
-    settings = {
-        "jax_compilation_cache_dir": folder,
-        "jax_persistent_cache_min_compile_time_secs": 0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-        os.environ[name.upper()] = str(value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-        del os.environ[name.upper()]
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
