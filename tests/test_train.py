@@ -194,14 +194,14 @@ def test_another_run_in_the_folder_is_refused_with_the_difference(finished):
         run(at(dataclasses.replace(CONFIG, steps=4), finished))
 
 
-def test_more_steps_and_other_intervals_go_on(tmp_path, capfd):
-    run(at(dataclasses.replace(CONFIG, steps=4), tmp_path))
-    longer = dataclasses.replace(CONFIG, steps=6, log_every=2)
-    result = run(at(longer, tmp_path))
-    assert "resuming from step 4" in capfd.readouterr().err
-    assert result["steps"] == 6
-    steps = [row["step"] for row in figures(tmp_path) if "loss" in row]
-    assert steps == [1, 2, 3, 4, 6]
+def test_more_steps_and_other_intervals_go_on(finished, tmp_path, capfd):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    longer = dataclasses.replace(CONFIG, steps=11, log_every=2)
+    result = run(at(longer, folder))
+    assert "resuming from step 8" in capfd.readouterr().err
+    assert result["steps"] == 11
+    steps = [row["step"] for row in figures(folder) if "loss" in row]
+    assert steps == [*range(1, 9), 10, 11]
 
 
 def test_new_run_starts_from_the_weights_of_another(finished, tmp_path, capfd):
@@ -209,7 +209,11 @@ def test_new_run_starts_from_the_weights_of_another(finished, tmp_path, capfd):
     shutil.copytree(finished / "checkpoints", source / "checkpoints")
     # So small a rate that the first step leaves the weights where they are.
     start = dataclasses.replace(
-        CONFIG, init_from=str(source), steps=1, seed=5, lr=1e-30
+        CONFIG,
+        init_from=str(source),
+        steps=2,
+        lr=1e-30,
+        checkpoint=dataclasses.replace(CONFIG.checkpoint, every=1),
     )
     run(at(start, folder))
     err = capfd.readouterr().err
@@ -231,7 +235,9 @@ def test_new_run_starts_from_the_weights_of_another(finished, tmp_path, capfd):
 
     # Its own checkpoint comes first, wherever the weights once came from.
     shutil.rmtree(source)
-    run(at(dataclasses.replace(start, steps=2), folder))
+    shutil.rmtree(folder / "checkpoints" / "2")
+    (folder / "DONE").unlink()
+    run(at(start, folder))
     assert "resuming from step 1" in capfd.readouterr().err
 
 
