@@ -212,6 +212,7 @@ def test_new_run_starts_from_the_weights_of_another(finished, tmp_path, capfd):
         CONFIG,
         init_from=str(source),
         steps=2,
+        seed=5,
         lr=1e-30,
         checkpoint=dataclasses.replace(CONFIG.checkpoint, every=1),
     )
