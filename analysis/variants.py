@@ -24,7 +24,11 @@ from attn_jax.recipe import RECIPES, Recipe, Step
 
 BASELINE = "eager_bf16"
 _BF16, _FP32 = Step(BF16), Step(FP32)
-_CHAIN = {"dot_accumulator": _BF16, "dot_chunk": 1}
+_CHAIN = {
+    "dot_accumulator": _BF16,
+    "dot_chunk": 1,
+    "rowsum_accumulator": _BF16,
+}
 # Loops over single keys, and long ones: each takes seconds where the others take none.
 CHAINED = ("eager_chained", "flash2_chained")
 

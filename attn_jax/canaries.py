@@ -300,7 +300,11 @@ def _narrow_sum(run: Run) -> Faults:
         (
             "chained products",
             dataclasses.replace(
-                FLASH2, block_kv=None, dot_accumulator=Step(BF16), dot_chunk=1
+                FLASH2,
+                block_kv=None,
+                dot_accumulator=Step(BF16),
+                dot_chunk=1,
+                rowsum_accumulator=Step(BF16),
             ),
         ),
     ):

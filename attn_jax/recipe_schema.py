@@ -53,7 +53,8 @@ class Recipe:
 
     SUMS. dot(a, b) and rowsum(a) mean: t = 0; for each run of `dot_chunk` products, in
     order, t = dot_accumulator(t + sum of the run), where None is one run for all; the
-    last run may be shorter. They are used where written below and nowhere else.
+    last run may be shorter. rowsum, which no matrix unit makes, has rowsum_accumulator
+    instead. They are used where written below and nowhere else.
 
     INPUTS. Q, K, V and dO are rounded to `inputs`, to nearest; wider arrays may come.
 
@@ -161,6 +162,7 @@ class Recipe:
     carrier: NumberFormat = FP32
     dot_accumulator: Step = _FP32
     dot_chunk: int | None = None
+    rowsum_accumulator: Step = _FP32
     block_q: int | None = 64
     block_kv: int | None = 64
     loop_order: Literal["q_outer", "kv_outer"] = "q_outer"

@@ -109,12 +109,13 @@ class _Oracle:
         return self.a.dot(x, y, self.r.dot_accumulator, self.r.dot_chunk)
 
     def row_sums(self, x: Interval) -> Interval:
-        ones = self.a.point(np.ones((x.lo.shape[1], 1)))
-        return self.dot(x, ones)
+        return self.a.sum(x, self.r.rowsum_accumulator, self.r.dot_chunk)
 
     def row_dots(self, x: Interval, y: Interval) -> Interval:
+        """rowsum(x y), whose products may be contracted with the additions."""
         rows = [slice(i, i + 1) for i in range(x.lo.shape[0])]
-        return _concatenate([self.dot(x.at(i), y.at(i).T) for i in rows])
+        kept = self.r.rowsum_accumulator, self.r.dot_chunk
+        return _concatenate([self.a.dot(x.at(i), y.at(i).T, *kept) for i in rows])
 
     def stored(self, x: Interval, step: Step) -> Interval:
         """x as a number of the carrier: what is returned is no part of anything."""

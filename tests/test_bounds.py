@@ -130,6 +130,7 @@ KNOBS: dict[str, list] = {
     "dq_accumulator": [_WIDE, _BF16],
     "dk_accumulator": [_WIDE, _BF16],
     "dot_accumulator": [_WIDE, _BF16, Step(FP16)],
+    "rowsum_accumulator": [_WIDE, _BF16, Step(FP16)],
     "dot_chunk": [None, 1, 4],
     "ring_size": [1, 2],
     "ring_merge": ["lse", "sigmoid", "two_pass", "carry"],

@@ -232,6 +232,8 @@ def test_observation_that_changes_the_result_is_seen(monkeypatch):
         ({"row_sum": Step(FP32)}, "blocks of one key: row sum: got 512"),
         ({"accumulator": Step(FP32)}, "blocks of one key: out: got 1.5"),
         ({"dot_chunk": None}, "chained products: row sum: got 512"),
+        ({"rowsum_accumulator": Step(FP32)}, "chained products: row sum: got 512"),
+        ({"dot_accumulator": Step(FP32)}, "chained products: out: got 1.5"),
     ],
 )
 def test_a_sum_wider_than_its_recipe_is_seen(change, fault, monkeypatch):

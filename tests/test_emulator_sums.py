@@ -70,7 +70,11 @@ def test_a_chained_row_sum_is_bit_equal_to_its_definition(chunk):
 def test_a_narrow_row_sum_stagnates(chunk, counted):
     """301 keys of equal weight: BF16 counts in steps of 1 up to 256, then of 2."""
     recipe = dataclasses.replace(
-        EXACT_FP32, block_kv=None, dot_accumulator=Step(BF16), dot_chunk=chunk
+        EXACT_FP32,
+        block_kv=None,
+        dot_accumulator=Step(BF16),
+        dot_chunk=chunk,
+        rowsum_accumulator=Step(BF16),
     )
     q, k = jnp.ones((1, 1, 1, 4)), jnp.zeros((1, 301, 1, 4))
     out, lse = emulator.attention(q, k, jnp.ones_like(k), recipe=recipe)
@@ -79,6 +83,18 @@ def test_a_narrow_row_sum_stagnates(chunk, counted):
     np.testing.assert_allclose(lse, np.log(counted), rtol=2.0**-22)
     # The product stagnates with the sum, so that V = 1 gives 1 all the same.
     np.testing.assert_array_equal(out, jnp.ones_like(out))
+
+
+@pytest.mark.parametrize("narrow", ["dot_accumulator", "rowsum_accumulator"])
+def test_products_and_row_sums_have_accumulators_of_their_own(narrow):
+    recipe = dataclasses.replace(
+        EXACT_FP32, block_kv=None, dot_chunk=1, **{narrow: Step(BF16)}
+    )
+    q, k = jnp.ones((1, 1, 1, 4)), jnp.zeros((1, 301, 1, 4))
+    out, lse = emulator.attention(q, k, jnp.ones_like(k), recipe=recipe)
+    products, row_sum = (256, 301) if narrow == "dot_accumulator" else (301, 256)
+    np.testing.assert_allclose(lse, np.log(row_sum), rtol=2.0**-22)
+    np.testing.assert_allclose(out, products / row_sum, rtol=2.0**-22)
 
 
 @pytest.mark.parametrize(("chunk", "delta_source"), [(None, "p_dp"), (3, "o")])

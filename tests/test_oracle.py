@@ -166,6 +166,7 @@ _ONE_HOP = Mask(dense=jnp.asarray(_HALVES))
 
 SINGLE_STEPS = {
     "dot_accumulator": Single(_COARSE, dict(dot_chunk=8, **_INEXACT), ("lse",), 0.5),
+    "rowsum_accumulator": Single(_COARSE, dict(dot_chunk=8, **_INEXACT), ("lse",), 0.5),
     "logits": Single(_BIT, _INEXACT, ("lse",), 0.5),
     "shifted": Single(_BIT, _INEXACT, ("lse",), 0.5),
     # A row's maximum cancels out, except where P leaves the range of its format.
@@ -222,7 +223,7 @@ _TRUNCATED = "row_max", "probability", "accumulator", "output", "dlogits", "grad
 )
 def test_each_step_rounds_where_the_recipe_says(name, rounding):
     # Op by op, a chain of chunks compiles a program for every shape in it.
-    check_single_step(name, rounding, jit=name == "dot_accumulator")
+    check_single_step(name, rounding, jit="dot" in name or "rowsum" in name)
 
 
 def check_single_step(name: str, rounding: Rounding, jit: bool) -> None:
@@ -413,7 +414,12 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
     ),
     "chained sums": (
         _OPEN,
-        dict(dot_accumulator=Step(number_format(8, 13)), dot_chunk=8, output=_BF16),
+        dict(
+            dot_accumulator=Step(number_format(8, 13)),
+            rowsum_accumulator=Step(number_format(8, 11)),
+            dot_chunk=8,
+            output=_BF16,
+        ),
     ),
     "polynomial": (
         _OPEN,

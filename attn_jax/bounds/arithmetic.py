@@ -275,14 +275,20 @@ class Arithmetic:
             )
         )
         result = Ball(x.value @ y, worst, fixed, np.sqrt(variance))
-        return self.summed(
-            result, absolute, x.value**2 @ y**2, x.value.shape[-1], name, unit
-        )
+        n = x.value.shape[-1]
+        return self.summed(result, absolute, x.value**2 @ y**2, n, name, unit)
 
     def row_sum(self, x: Ball, name: str, unit: Unit = ONE) -> Ball:
-        """x summed over its last axis, as `dot` with ones; keeps the axis."""
-        ones = np.ones((x.value.shape[-1], 1))
-        return self.dot(x, ones, name, unit)
+        """x summed over its last axis, which stays; errors are independent along it."""
+
+        def over(terms):
+            return terms.sum(-1, keepdims=True)
+
+        spread = np.sqrt(over(x.spread**2))
+        result = Ball(over(x.value), over(x.worst), over(x.fixed), spread)
+        n = x.value.shape[-1]
+        squares = over(x.value**2)
+        return self.summed_row(result, over(x.size), squares, n, name, unit)
 
     def carrier_sum(self, x: Ball, absolute, squares, n: int, unit=ONE) -> Ball:
         """A sum x of n products in any order, of absolute values adding to `absolute`.
@@ -304,15 +310,28 @@ class Arithmetic:
         self, x: Ball, absolute, squares, n: int, name: str, unit: Unit = ONE
     ) -> Ball:
         """As `carrier_sum`, and rounded on its way as `dot_accumulator` says."""
-        u = SUM_ROUNDOFFS * self.roundoff
         x = self.carrier_sum(x, absolute, squares, n, unit)
-        kept = self.recipe.dot_accumulator
+        return self._chained("dot_accumulator", x, absolute, n, name, unit)
+
+    def summed_row(
+        self, x: Ball, absolute, squares, n: int, name: str, unit: Unit = ONE
+    ) -> Ball:
+        """As `summed`, by `rowsum_accumulator`."""
+        x = self.carrier_sum(x, absolute, squares, n, unit)
+        return self._chained("rowsum_accumulator", x, absolute, n, name, unit)
+
+    def _chained(
+        self, step: str, x: Ball, absolute, n: int, name: str, unit: Unit
+    ) -> Ball:
+        """The sum x rounded to `step` after every run of n products."""
+        kept = getattr(self.recipe, step)
         if kept.format == self.recipe.carrier:
             return x
+        u = SUM_ROUNDOFFS * self.roundoff
         grown = np.expm1(n * math.log1p(u)) * absolute
         rounds = math.ceil(n / (self.recipe.dot_chunk or n))
         if rounds == 1:
-            return self.step("dot_accumulator", x, unit)
+            return self.step(step, x, unit)
         nearest = kept.rounding is Rounding.NEAREST_EVEN
         u = kept.format.unit_roundoff * (1 if nearest else 2)
         growth = np.exp(rounds * math.log1p(u))
@@ -320,7 +339,7 @@ class Arithmetic:
         total = absolute + grown
         error = (growth - 1) * total + np.where(total, rounds * growth * tiny, 0.0)
         if np.any(growth * total > kept.format.max_finite * unit.low):
-            self.overflows.add(f"dot_accumulator of {name}")
+            self.overflows.add(f"{step} of {name}")
             over = growth * total > kept.format.max_finite * unit.low
             error = np.where(over, np.inf, error)
         if kept.rounding is Rounding.TOWARD_ZERO and self.kind != "order":

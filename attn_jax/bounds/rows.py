@@ -164,7 +164,7 @@ def _delta_from_output(arithmetic: Arithmetic, fwd: Forward, dout: np.ndarray) -
     )
     absolute = (size * out.size).sum(-1, keepdims=True)
     squares = (terms**2).sum(-1, keepdims=True)
-    return arithmetic.summed(delta, absolute, squares, dout.shape[-1], "delta")
+    return arithmetic.summed_row(delta, absolute, squares, dout.shape[-1], "delta")
 
 
 def _delta_from_probabilities(

@@ -95,21 +95,21 @@ class Operands:
         return round_to(x, step.format, step.rounding, key=key)
 
     def dot(self, subscripts: str, x, y, *at, site: str):
-        chunk, keep = self._chained(site, at)
-        return sums.dot(subscripts, x, y, chunk, keep)
+        keep = self._keep("dot_accumulator", site, at)
+        return sums.dot(subscripts, x, y, self.recipe.dot_chunk, keep)
 
     def row_sum(self, x, *at, site: str):
-        chunk, keep = self._chained(site, at)
-        return sums.row_sum(x, chunk, keep)
+        keep = self._keep("rowsum_accumulator", site, at)
+        return sums.row_sum(x, self.recipe.dot_chunk, keep)
 
-    def _chained(self, site, at):
-        if self.recipe.dot_accumulator.format == self.recipe.carrier:
-            return None, None
+    def _keep(self, field: str, site: str, at) -> sums.RoundSum | None:
+        if getattr(self.recipe, field).format == self.recipe.carrier:
+            return None
 
         def keep(total, start):
-            return self.round(total, "dot_accumulator", *at, start, site=site)
+            return self.round(total, field, *at, start, site=site)
 
-        return self.recipe.dot_chunk, keep
+        return keep
 
     def take_in(self, x):
         return round_to(x.astype(self.static.carrier), self.recipe.inputs)
