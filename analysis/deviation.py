@@ -21,9 +21,9 @@ from attn_jax.recipe import Recipe
 
 # What the running maximum depends on; every other field of a recipe comes after it.
 _OF_THE_MAXIMUM = (
-    *("inputs", "carrier", "dot_accumulator", "dot_chunk", "block_kv", "kv_order"),
-    *("scale_at", "exponential", "exp2_degree", "rescale_threshold"),
-    *("repeated_max_factor", "logits", "row_max"),
+    *("inputs", "carrier", "dot_accumulator", "dot_chunk", "dot_alignment"),
+    *("block_kv", "kv_order", "scale_at", "exponential", "exp2_degree"),
+    *("rescale_threshold", "repeated_max_factor", "logits", "row_max"),
 )
 _DIFFERENCE = ("rel", "max_abs", "mean_abs", "std", "signed_mean", "directionality")
 _LONG_DOUBLE_ROWS = 16

@@ -2,7 +2,7 @@
 
 from attn_jax.api import IMPLEMENTATIONS, dot_product_attention
 from attn_jax.mask import Mask
-from attn_jax.recipe import RECIPES, Recipe
+from attn_jax.recipe import RECIPES, Recipe, on_tensor_cores
 
 __version__ = "0.1.0"
 
@@ -12,4 +12,5 @@ __all__ = [
     "Mask",
     "Recipe",
     "dot_product_attention",
+    "on_tensor_cores",
 ]

@@ -5,8 +5,9 @@ tests hold kernel and emulator together.
 """
 
 import dataclasses
+from typing import Literal, get_args
 
-from attn_jax.formats import BF16, E4M3FN, FP32, FP64
+from attn_jax.formats import BF16, E4M3FN, FP32, FP64, Rounding
 from attn_jax.recipe_schema import Recipe, Step
 
 _BF16 = Step(BF16)
@@ -256,3 +257,42 @@ RECIPES: dict[str, Recipe] = {
         TE_RING,
     )
 }
+
+Architecture = Literal["ampere", "hopper"]
+# Products that one addition takes at once, and the bits it keeps below the largest.
+_TENSOR_CORES: dict[Architecture, tuple[int, int]] = {
+    "ampere": (8, 24),
+    "hopper": (16, 25),
+}
+
+
+def on_tensor_cores(recipe: Recipe, architecture: Architecture) -> Recipe:
+    """The recipe with the sums of its products as NVIDIA's tensor cores make them.
+
+    dot(a, b) of 16-bit a and b takes 8 products at a time on Ampere and 16 on Hopper.
+    They and the running sum are shifted to one exponent, the largest (of a product: the
+    sum of its operands', not normalised), and what lies more than 24 (25) bits below it
+    is cut off; the exact sum of the rest is cut off to FP32, toward zero. In a recipe:
+    `dot_chunk` 8 (16), `dot_alignment` 24 (25), `dot_accumulator` FP32 toward zero, and
+    `carrier` FP64, in which this is exact; so the emulator needs x64. Row sums are made
+    by ordinary additions and stay as they are. Other operands (TF32, FP8) are summed
+    with other numbers, which are not in here.
+
+    Found by measurement, not documented by NVIDIA: Xie et al., MMA-Sim, arXiv
+    2511.10909; Khattak & Mikaitis, arXiv 2512.07004.
+
+    Raises ValueError for another architecture.
+    """
+    if architecture not in _TENSOR_CORES:
+        raise ValueError(
+            f"architecture must be one of {', '.join(get_args(Architecture))}, got "
+            f"{architecture!r}"
+        )
+    chunk, alignment = _TENSOR_CORES[architecture]
+    return dataclasses.replace(
+        recipe,
+        carrier=FP64,
+        dot_accumulator=Step(FP32, Rounding.TOWARD_ZERO),
+        dot_chunk=chunk,
+        dot_alignment=alignment,
+    )

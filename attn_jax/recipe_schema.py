@@ -55,6 +55,12 @@ class Recipe:
     order, t = dot_accumulator(t + sum of the run), where None is one run for all; the
     last run may be shorter. rowsum, which no matrix unit makes, has rowsum_accumulator
     instead. They are used where written below and nowhere else.
+    With dot_alignment F, dot adds as matrix units do: t and the products of a run are
+    cut off toward zero to multiples of 2^(z - F) and then added, exactly. z is the
+    largest of exponent(t) and of exponent(a) + exponent(b) over the run's products a b;
+    zeros are left out. exponent(y) is floor(log2|y|), but at least that of the least
+    normal number of y's format: for t dot_accumulator's, for a and b that of the step
+    or of `inputs` that rounded them.
 
     INPUTS. Q, K, V and dO are rounded to `inputs`, to nearest; wider arrays may come.
 
@@ -104,8 +110,9 @@ class Recipe:
         dQ = dq_accumulator(dQ + dot(dS, K))
         dbias += D summed over its broadcast axes, unrounded
     dot over queries runs over (query head of the group, query), heads slowest. If
-    dot_accumulator, dk_accumulator and dv_accumulator are the carrier's format, query
-    blocks cannot matter and the emulator takes all queries at once. At the end, with
+    dot_accumulator, dk_accumulator and dv_accumulator are the carrier's format, and
+    dot_alignment is None, query blocks cannot matter and the emulator takes all queries
+    at once. At the end, with
     g = scale / dlogits_scale, or 1 / dlogits_scale for gradient_scale_at 'logits':
         dQ = gradient((dQ - (sum of dS over the row - its exact value) centre) g)
         dK = gradient(dK g)         dV = gradient(dV)
@@ -162,6 +169,7 @@ class Recipe:
     carrier: NumberFormat = FP32
     dot_accumulator: Step = _FP32
     dot_chunk: int | None = None
+    dot_alignment: int | None = None
     rowsum_accumulator: Step = _FP32
     block_q: int | None = 64
     block_kv: int | None = 64
@@ -216,6 +224,16 @@ class Recipe:
                 raise ValueError(
                     f"{field.name} must be {fault}, got {getattr(self, field.name)!r}"
                 )
+        # Addends below 2^(z + 2), multiples of 2^(z - F): their sums fit 53 bits.
+        if self.dot_alignment is not None and not (
+            self.carrier == FP64
+            and self.dot_chunk is not None
+            and self.dot_chunk <= 2 ** (50 - self.dot_alignment)
+        ):
+            raise ValueError(
+                "dot_alignment needs sums that are exact: set carrier=FP64, and "
+                "dot_chunk to at most 2**(50 - dot_alignment)"
+            )
         if self.normalise == "before_product" and self.block_kv is not None:
             raise ValueError(
                 "normalise='before_product' needs the whole row: set block_kv=None"
@@ -282,6 +300,9 @@ def _fault(field: dataclasses.Field, value: Any) -> str | None:
             return "positive and finite"
     if field.name == "dlogits_scale" and math.frexp(value)[0] != 0.5:
         return "a power of two"  # So that undoing it is exact.
+    if field.name == "dot_alignment":
+        fits = value is None or (isinstance(value, int) and 1 <= value <= 40)
+        return None if fits else "a whole number from 1 to 40, or None"
     if field.name == "rescale_threshold" and not 0 <= value < math.inf:
         return "finite and at least 0"
     if field.name == "exp2_degree" and value not in (None, 2, 3, 4, 5):

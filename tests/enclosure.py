@@ -224,18 +224,47 @@ class Arithmetic:
     def log1p(self, x: Interval) -> Interval:
         return self._evaluated(Interval(np.log1p(x.lo), np.log1p(x.hi)), LOG_ULP)
 
-    def dot(self, x: Interval, y: Interval, step: Step, chunk: int | None) -> Interval:
-        """x @ y with the running sum rounded to `step` after every `chunk` terms."""
+    def dot(
+        self,
+        x: Interval,
+        y: Interval,
+        step: Step,
+        chunk: int | None,
+        bits: int | None = None,
+        formats: tuple[NumberFormat, ...] = (),
+    ) -> Interval:
+        """x @ y with the running sum rounded to `step` after every `chunk` terms.
+
+        With `bits`, the sum and a run's terms are cut off that far below the largest
+        exponent; `formats`, of x, y and the sum, say which exponents there are.
+        """
         n = x.lo.shape[-1]
-        if step.format == self.carrier:
+        if step.format == self.carrier and bits is None:
             return self._sum_in_any_order(x, y)
-        total = None
+        total = self.point(np.zeros((x.lo.shape[0], y.lo.shape[1])))
         for start in range(0, n, chunk or n):
             part = slice(start, start + (chunk or n))
-            term = self._sum_in_any_order(x.at(slice(None), part), y.at(part))
-            total = term if total is None else self.add(total, term)
+            a, b = x.at(slice(None), part), y.at(part)
+            if bits is None:
+                term = self._sum_in_any_order(a, b)
+                total = self.add(total, term) if start else term
+            else:
+                total = self._add_aligned(total, a, b, bits, formats)
             total = self.round(total, step)
         return total
+
+    def _add_aligned(self, total, x: Interval, y: Interval, bits, formats) -> Interval:
+        a, b = x.at(slice(None), slice(None), None), y.at(None)
+        exponents = (_exponents(z, fmt) for z, fmt in zip((a, b, total), formats))
+        unit = Interval(
+            *(np.maximum((p + q).max(1), t) - bits for p, q, t in zip(*exponents))
+        )
+        terms, kept = (
+            _cut(self.mul(a, b), unit.at(slice(None), None)),
+            _cut(total, unit),
+        )
+        ends = (of_terms.sum(1) + k for of_terms, k in zip(terms, kept))
+        return self._evaluated(Interval(*ends))
 
     def sum(self, x: Interval, step: Step, chunk: int | None) -> Interval:
         """Row sums, [R, C] to [R, 1]."""
@@ -273,6 +302,30 @@ class Arithmetic:
         columns = y.is_point.all(0)
         q = _quantum(x.lo).min(1)[:, None] * _quantum(y.lo).min(0)[None]
         return (rows[:, None] & columns[None] & (size * self.unit <= q)) | (size == 0)
+
+
+def _exponents(x: Interval, fmt: NumberFormat) -> Interval:
+    """Those of |x|, from the least normal one of `fmt` on; for zero far below all."""
+    ends = np.abs(x.lo), np.abs(x.hi)
+    least = np.where((x.lo <= 0) & (x.hi >= 0), 0, np.minimum(*ends))
+    return Interval(
+        *(
+            np.where(y == 0, -4000, np.maximum(np.frexp(y)[1] - 1, fmt.min_exponent))
+            for y in (least, np.maximum(*ends))
+        )
+    )
+
+
+def _cut(x: Interval, unit: Interval) -> Interval:
+    """x cut off toward zero to a multiple of 2**unit; a larger unit cuts off more."""
+
+    def cut(y, inward):
+        def to(exponent):
+            return np.ldexp(np.trunc(np.ldexp(y, -exponent)), exponent)
+
+        return np.where(inward, to(unit.hi), to(unit.lo))
+
+    return Interval(cut(x.lo, x.lo > 0), cut(x.hi, x.hi < 0))
 
 
 def _middle(x: Interval):

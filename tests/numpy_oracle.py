@@ -105,14 +105,16 @@ class _Oracle:
         wide = self.a.point(np.asarray(x).astype(np.float64))
         return self.a.round(wide, Step(self.r.inputs))
 
-    def dot(self, x: Interval, y: Interval) -> Interval:
-        return self.a.dot(x, y, self.r.dot_accumulator, self.r.dot_chunk)
+    def dot(self, x: Interval, y: Interval, made: Step | None = None) -> Interval:
+        """x @ y; `made` rounded x unless it is an input, as y always is."""
+        r, step = self.r, self.r.dot_accumulator
+        formats = made.format if made else r.inputs, r.inputs, step.format
+        return self.a.dot(x, y, step, r.dot_chunk, r.dot_alignment, formats)
 
     def row_sums(self, x: Interval) -> Interval:
         return self.a.sum(x, self.r.rowsum_accumulator, self.r.dot_chunk)
 
     def row_dots(self, x: Interval, y: Interval) -> Interval:
-        """rowsum(x y), whose products may be contracted with the additions."""
         rows = [slice(i, i + 1) for i in range(x.lo.shape[0])]
         kept = self.r.rowsum_accumulator, self.r.dot_chunk
         return _concatenate([self.a.dot(x.at(i), y.at(i).T, *kept) for i in rows])
@@ -208,7 +210,8 @@ class _Oracle:
             if r.normalise == "before_product":
                 operand = a.round(a.div(p, divisor), r.probability)
             for i, values in enumerate((v, k)):
-                product = a.round(self.dot(operand, values.at(block)), r.product)
+                product = self.dot(operand, values.at(block), r.probability)
+                product = a.round(product, r.product)
                 if r.normalise == "before_product":
                     sums[i] = product
                     continue
@@ -441,19 +444,16 @@ class _Oracle:
                     p.append(self.probability(x, lse[n].at(ib)))
                     dp = a.round(self.dot(dout[n].at(ib), vb.T), r.dprobability)
                     ds.append(self.dlogits(p[n], a.sub(dp, offset[n].at(ib))))
-                    dq[n] = self.put(dq[n], ib, self.dot(ds[n], kb), r.dq_accumulator)
-                    row_sum = a.dot(
-                        ds[n],
-                        a.point(np.ones((kb.lo.shape[0], 1))),
-                        Step(a.carrier),
-                        None,
-                    )
+                    product = self.dot(ds[n], kb, r.dlogits)
+                    dq[n] = self.put(dq[n], ib, product, r.dq_accumulator)
+                    row_sum = a.sum(ds[n], Step(a.carrier), None)
                     excess[n] = self.put(excess[n], ib, row_sum, Step(a.carrier))
                 q, do = (_concatenate([x.at(ib) for x in xs]) for xs in (queries, dout))
-                product = self.dot(_concatenate(ds).T, q)
+                product = self.dot(_concatenate(ds).T, q, r.dlogits)
                 dk = self.put(dk, jb, product, r.dk_accumulator)
                 operand = a.round(_concatenate(p), r.backward_probability)
-                dv = self.put(dv, jb, self.dot(operand.T, do), r.dv_accumulator)
+                product = self.dot(operand.T, do, r.backward_probability)
+                dv = self.put(dv, jb, product, r.dv_accumulator)
         return _Gradients(dq, excess, dk, dv)
 
     def dlogits(self, p: Interval, inner: Interval) -> Interval:

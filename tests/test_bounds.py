@@ -13,9 +13,16 @@ import pytest
 from attn_jax import emulator, reference
 from attn_jax.audit.inputs import FAMILIES, Shape, make_inputs
 from attn_jax.bounds import Bounds, bound, order_bound, two_term_law
-from attn_jax.formats import BF16, E4M3FN, E5M2, FP16, FP32, FP64, Rounding
+from attn_jax.formats import BF16, E4M3FN, E5M2, FP16, FP32, Rounding
 from attn_jax.mask import Mask
-from attn_jax.recipe import ATTN_JAX, EAGER_BF16, FLASH2, FLASH2_OP_BY_OP, RECIPES
+from attn_jax.recipe import (
+    ATTN_JAX,
+    EAGER_BF16,
+    FLASH2,
+    FLASH2_OP_BY_OP,
+    RECIPES,
+    on_tensor_cores,
+)
 from attn_jax.recipe_schema import Recipe, Step
 
 RESULTS = ("out", "lse", "dquery", "dkey", "dvalue")
@@ -204,6 +211,23 @@ def test_no_result_exceeds_its_bound(recipe, family, seed, head_dim, mask, bias)
         # that equal keys break: a few hundred entries of random ones show none.
         if kind == "deterministic" or family not in ("zero_k_one_v", "repeated_max"):
             assert max(worst.values()) <= 1, (kind, worst)
+
+
+def test_addends_cut_off_are_bounded_and_need_their_term(x64):
+    # Kept to eight bits, so that nothing else comes near; P in FP16 is often subnormal.
+    inputs = make_inputs("normal", 0, Shape(1, 8, 24, 2, 1, 16), np.float16)
+    recipe = on_tensor_cores(FLASH2.with_inputs(FP16), "ampere")
+    recipe = dataclasses.replace(recipe, dot_alignment=8, backward_block_q=4)
+    attend = jax.jit(functools.partial(run, recipe=recipe))
+    results = attend(*map(jnp.asarray, inputs), {"mask": Mask()}, None)
+    results = {k: np.asarray(v).astype(np.float64) for k, v in results.items()}
+    found = errors(results, reference.golden(*inputs))
+    for kind in ("deterministic", "probabilistic"):
+        worst = excess(found, bound(recipe, *inputs, kind=kind, confidence=0.9999))
+        assert max(worst.values()) <= 1 and min(worst.values()) > 0.002, (kind, worst)
+    uncut = dataclasses.replace(recipe, dot_alignment=None)
+    worst = excess(found, bound(uncut, *inputs))
+    assert min(worst.values()) > 1, worst
 
 
 LARGER = Shape(1, 48, 256, 2, 1, 64)
@@ -397,22 +421,14 @@ def test_order_bound_tells_another_order_from_another_recipe(family):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_order_bound_allows_for_tensor_cores_that_truncate(head_dim):
-    """On the H200, LSE near 130 lies ten times as far off as random order would put it.
-
-    Such cores, as data: sums cut to 24 bits after every 16 products, held in FP64.
-    """
+    """On the H200, LSE near 130 is ten times as far off as random order puts it."""
     inputs = make_inputs("lse-130", 0, Shape(1, 64, 96, 2, 2, head_dim))
     limits = order_bound(ATTN_JAX, *inputs)
     arrays = [jnp.asarray(x) for x in inputs[:3]]
     attend = jax.jit(emulator.attention, static_argnames="recipe")
     plain = attend(*arrays, recipe=ATTN_JAX)[1]
     with jax.enable_x64(True):
-        cores = dataclasses.replace(
-            ATTN_JAX,
-            carrier=FP64,
-            dot_accumulator=Step(FP32, Rounding.TOWARD_ZERO),
-            dot_chunk=16,
-        )
+        cores = on_tensor_cores(ATTN_JAX, "hopper")
         cut = np.asarray(attend(*arrays, recipe=cores)[1])
     apart = rms(np.asarray(cut, np.float64) - np.asarray(plain))
     assert 0.25 * rms(limits.lse) < apart <= rms(limits.lse)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,8 @@ import pytest
 from attn_jax import emulator
 from attn_jax.audit.error import correctly_rounded
 from attn_jax.emulator import sums
-from attn_jax.formats import BF16, NumberFormat, round_to
-from attn_jax.recipe import EXACT_FP32, FLASH2, Step
+from attn_jax.formats import BF16, FP16, FP32, FP64, NumberFormat, Rounding, round_to
+from attn_jax.recipe import EXACT_FP32, FLASH2, Step, on_tensor_cores
 
 KEEP = lambda total, start: round_to(total, BF16)  # noqa: E731
 E8M2 = NumberFormat("e8m2", 8, 2, 2.0**127)
@@ -130,3 +132,117 @@ def test_a_carrier_wide_accumulator_is_one_plain_product():
     assert program(chunked).count("dot_general") == 2
     narrow = dataclasses.replace(chunked, dot_accumulator=Step(BF16))
     assert "scan" in program(narrow)
+
+
+# ------------------------------------------------------------------ tensor cores
+
+
+def cut(y: Fraction, exponent: int) -> Fraction:
+    """y cut off toward zero to a multiple of 2**exponent."""
+    unit = Fraction(2) ** exponent
+    whole = abs(y) // unit * unit
+    return whole if y > 0 else -whole
+
+
+def on_cores(x, y, chunk: int, bits: int, fmt: NumberFormat) -> float:
+    """x . y by the definition, with numbers of Python: FP32 sums, operands in `fmt`."""
+
+    def exponent(z: float, fmt: NumberFormat) -> int:
+        return max(math.frexp(z)[1] - 1, fmt.min_exponent)
+
+    total = 0.0
+    for i in range(0, len(x), chunk):
+        run = list(zip(x[i : i + chunk], y[i : i + chunk]))
+        exponents = [exponent(a, fmt) + exponent(b, fmt) for a, b in run if a * b]
+        if total:
+            exponents.append(exponent(total, FP32))
+        if exponents:
+            lowest = max(exponents) - bits
+            addends = [Fraction(total), *(Fraction(a) * Fraction(b) for a, b in run)]
+            exact = sum(cut(z, lowest) for z in addends)
+            total = float(cut(exact, exponent(float(exact), FP32) - 23))
+    return total
+
+
+def aligned(x, y, chunk, bits, fmt=BF16, kept=FP32):
+    """[m, n] and [k, n] to [m, k], by the emulator."""
+    keep = lambda total, start: round_to(total, kept, Rounding.TOWARD_ZERO)  # noqa: E731
+    exponents = fmt.min_exponent, fmt.min_exponent, kept.min_exponent
+    alignment = sums.Alignment(bits, *exponents)
+
+    def run(x, y):
+        return sums.dot("th,sh->ts", x, y, chunk, keep, alignment)
+
+    return np.asarray(jax.jit(run)(*(jnp.asarray(z, jnp.float64) for z in (x, y))))
+
+
+E = 2.0**-26
+KNOWN = {
+    # (x, y, bits, sum): in runs of 4.
+    "below the last bit": ([1, E], [1, 1.125], 25, 1.0),
+    "many below the last bit": ([1, E, E, E], [1, 1.5, 1.5, 1.5], 25, 1.0),
+    "above the last bit": ([1, E, -1, 0], [1, 1.125, 1, 0], 26, E),
+    "toward zero": ([-1, -E, 1, 0], [1, 1.75, 1, 0], 26, -E),
+    # 2.25 counts as 2^0, not as 2^1: two bits more than FP32 has are kept.
+    "not normalised": ([1.5, -1.5, 2.0**-24, 0], [1.5, 1.5, 1, 0], 24, 2.0**-24),
+    "normalised": ([2, -2, 2.0**-24, 0], [1.125, 1.125, 1, 0], 24, 0.0),
+    "cancellation": ([2.0**20, 2.0**-6, -(2.0**20), 0], [1, 1, 1, 0], 25, 0.0),
+    "cancellation, a bit more": (
+        *([2.0**20, 2.0**-6, -(2.0**20), 0], [1, 1, 1, 0]),
+        *(26, 2.0**-6),
+    ),
+    # The running sum of the first run counts in the second.
+    "a large sum": ([2.0**20, 0, 0, 0, -(2.0**20), 2.0**-6], [1] * 6, 25, 0.0),
+    "the sum itself is cut": ([E, 0, 0, 0, 1, -1], [1.5] + [1] * 5, 26, E),
+    # 0 times a large number does not count; nor does a sum of 0.
+    "zeros": (
+        [2.0**20, -(2.0**20), 0, 0, 2.0**-20, 0],
+        [1] * 5 + [2.0**20],
+        25,
+        2**-20,
+    ),
+    "nothing": ([0, 0], [2.0**20, 0], 25, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_sums_of_tensor_cores_known_by_hand(name, x64):
+    x, y, bits, want = KNOWN[name]
+    assert aligned([x], [y], 4, bits)[0, 0] == want
+    assert on_cores(x, y, 4, bits, BF16) == want
+
+
+def test_subnormal_operands_have_the_least_exponent(x64):
+    # 2^-24 counts as 2^-14, so that with ten bits nothing below 2^-24 is left.
+    x, y = [2.0**-24, 2.0**-26], [1, 1]
+    assert aligned([x], [y], 2, 10, FP16)[0, 0] == 2.0**-24
+    assert aligned([x], [y], 2, 10, BF16)[0, 0] == 2.0**-24 + 2.0**-26
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16])
+@pytest.mark.parametrize(("chunk", "bits"), [(8, 24), (16, 25), (5, 13)])
+def test_sums_of_tensor_cores_are_bit_equal_to_fractions(chunk, bits, fmt, x64):
+    rng = np.random.default_rng(0)
+
+    def numbers(rows):
+        x = rng.standard_normal((rows, 52)) * 2.0 ** rng.integers(-16, 3, (rows, 52))
+        x[rng.random(x.shape) < 0.1] = 0
+        return correctly_rounded(x, fmt)
+
+    x, y = numbers(7), numbers(6)
+    want = [[on_cores(a, b, chunk, bits, fmt) for b in y.tolist()] for a in x.tolist()]
+    got = aligned(x, y, chunk, bits, fmt)
+    np.testing.assert_array_equal(got, want)
+    for other in (aligned(x, y, chunk, 40, fmt), aligned(x, y, chunk, bits - 1, fmt)):
+        assert (got != other).mean() > 0.2
+
+
+def test_cut_addends_need_no_rounded_sum(x64):
+    """Two runs, each of which cuts, in an accumulator as wide as the carrier."""
+    ones, small = jnp.ones((1, 2, 1, 2)), jnp.asarray([1, 2.0**-11])
+    recipe = on_tensor_cores(EXACT_FP32.replace_format(FP32, FP64), "ampere")
+    recipe = dataclasses.replace(
+        recipe, dot_accumulator=Step(FP64), dot_alignment=10, inputs=BF16
+    )
+    _, lse = emulator.attention(ones * small, ones, ones, scale=1.0, recipe=recipe)
+    np.testing.assert_allclose(lse, 1 + np.log(2), rtol=2.0**-50)

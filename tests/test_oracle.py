@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attn_jax import on_tensor_cores
 from attn_jax.audit.inputs import Inputs, Shape, make_inputs
 from attn_jax.formats import (
     BF16,
@@ -358,6 +359,42 @@ def test_fp64_carrier(x64):
     exact = dataclasses.replace(EXACT.replace_format(FP32, FP64), carrier=FP64)
     outcome = Outcome(exact, powers_of_two(), exact_dlse(), scale=LN2)
     outcome.check_bits(FIELDS)
+
+
+_ON_CORES = dict.fromkeys(BLOCKS, 8) | dict(
+    dot_chunk=4,  # two runs in a tile
+    dot_alignment=10,
+    output=_BF16,
+    gradient=_BF16,
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # P and dS are mostly subnormal, and each in a format of its own.
+        dict(
+            inputs=FP16,
+            probability=Step(number_format(3, 8)),
+            backward_probability=Step(number_format(2, 8)),
+            dlogits=Step(number_format(4, 8)),
+        ),
+        dict(dot_accumulator=Step(FP64), probability=_BF16, dlogits=_BF16),
+    ],
+    ids=["subnormal", "unrounded sums"],
+)
+def test_tensor_cores(changes, x64):
+    """Sums of cut addends leave no freedom: all results are one number."""
+    recipe = on_tensor_cores(SMALL, "hopper")
+    recipe = dataclasses.replace(recipe, **(_ON_CORES | changes))
+    inputs = make_inputs("normal", 0, SHAPE)
+    outcome = Outcome(recipe, inputs, random_dlse(SHAPE))
+    outcome.check_bits(FIELDS)
+    arrays = [np.asarray(x, np.float64) for x in inputs]
+    for wrong in (dict(dot_alignment=None), dict(dot_alignment=11)):
+        other = dataclasses.replace(recipe, **wrong)
+        others = numpy_oracle.attention(*arrays, random_dlse(SHAPE), recipe=other)
+        assert not any(_all_in(outcome.got[f], getattr(others, f)) for f in FIELDS)
 
 
 _CAUSAL, _WINDOW = Mask(is_causal=True), Mask(window=(9, 3))

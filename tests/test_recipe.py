@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import pytest
 
 from attn_jax.formats import BF16, FP16, FP32, FP64
-from attn_jax.recipe import ATTN_JAX, FLASH1_PAPER, FLASH2, RECIPES, Recipe, Step
+from attn_jax.recipe import (
+    ATTN_JAX,
+    FLASH1_PAPER,
+    FLASH2,
+    RECIPES,
+    Recipe,
+    Step,
+    on_tensor_cores,
+)
 
 
 def steps(recipe: Recipe) -> dict[str, Step]:
@@ -102,6 +110,14 @@ def test_contradictions_are_refused():
         dataclasses.replace(FLASH2, probability_from="softmax")
     with pytest.raises(ValueError, match="exp2_degree"):
         dataclasses.replace(FLASH2, exponential="exp2_polynomial")
+    for changes in (
+        dict(dot_chunk=16, dot_alignment=25),
+        dict(carrier=FP64, dot_alignment=25),
+        dict(carrier=FP64, dot_alignment=40, dot_chunk=1025),
+    ):
+        with pytest.raises(ValueError, match="dot_alignment needs .* carrier=FP64"):
+            dataclasses.replace(FLASH2, **changes)
+    dataclasses.replace(FLASH2, carrier=FP64, dot_alignment=40, dot_chunk=1024)
     with pytest.raises(ValueError, match="ring_size above 1 needs"):
         dataclasses.replace(RECIPES["jax_nn"], ring_size=2)
     with pytest.raises(ValueError, match="ring_merge='carry' needs"):
@@ -126,6 +142,8 @@ def test_contradictions_are_refused():
         (dict(dlogits_scale=3.0), "power of two"),
         (dict(probability_scale=float("nan")), "positive"),
         (dict(rescale_threshold=-1.0), "at least 0"),
+        (dict(dot_alignment=0), "1 to 40, or None"),
+        (dict(dot_alignment=25.0), "1 to 40, or None"),
         (dict(ring_size=0), "at least 1"),
         (dict(ring_merge="sum"), "two_pass"),
         (dict(repeated_max_factor=0.5), "at least 1"),
@@ -139,6 +157,22 @@ def test_a_setting_without_meaning_is_refused_in_one_line(changes, hint):
         dataclasses.replace(FLASH2, **changes)
     assert next(iter(changes)) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+def test_tensor_cores_change_the_sums_of_products_alone():
+    cores = on_tensor_cores(ATTN_JAX, "hopper")
+    changed = {
+        field.name
+        for field in dataclasses.fields(Recipe)
+        if getattr(cores, field.name) != getattr(ATTN_JAX, field.name)
+    }
+    assert changed == {"carrier", "dot_accumulator", "dot_chunk", "dot_alignment"}
+    with pytest.raises(ValueError, match="ampere, hopper, got 'volta'"):
+        on_tensor_cores(
+            ATTN_JAX,
+            "volta",  # pyright: ignore[reportArgumentType]
+        )
 
 
 @pytest.mark.usefixtures("as_users_call_it")

@@ -43,6 +43,14 @@ SUM_ROUNDOFFS = 2
 # that of the best one that is 1 at 0, and of FlashAttention-4's own cubic.
 EXP2_POLYNOMIAL_ERROR = {2: 2.1e-3, 3: 9e-5, 4: 3e-6, 5: 9e-8}
 
+# The step that rounds the first operand of a product; all others are inputs.
+_MADE_BY = {
+    "product": "probability",
+    "dq_accumulator": "dlogits",
+    "dk_accumulator": "dlogits",
+    "dv_accumulator": "backward_probability",
+}
+
 
 class Ball(NamedTuple):
     value: np.ndarray
@@ -275,8 +283,22 @@ class Arithmetic:
             )
         )
         result = Ball(x.value @ y, worst, fixed, np.sqrt(variance))
-        n = x.value.shape[-1]
-        return self.summed(result, absolute, x.value**2 @ y**2, n, name, unit)
+        n, squares = x.value.shape[-1], x.value**2 @ y**2
+        aligned = self.aligned(x.size, size, name, unit)
+        return self.summed(result, absolute, squares, n, name, unit, aligned)
+
+    def aligned(self, x, y, name: str, unit: Unit = ONE) -> Size:
+        """At least 2^(sum of exponents) of every product, in a ball's units.
+
+        `x` and `y` are the operands' sizes. The exponents are at most those of the
+        operands themselves or, below their formats' normal range, of its lower end.
+        """
+        if self.recipe.dot_alignment is None:
+            return 0.0
+        made_by = _MADE_BY.get(name)
+        made = getattr(self.recipe, made_by).format if made_by else self.recipe.inputs
+        x = np.maximum(x, made.min_normal * unit.high)
+        return x @ np.maximum(y, self.recipe.inputs.min_normal)
 
     def row_sum(self, x: Ball, name: str, unit: Unit = ONE) -> Ball:
         """x summed over its last axis, which stays; errors are independent along it."""
@@ -307,10 +329,22 @@ class Arithmetic:
         return self._add(x, error, size, error - n * u * absolute)
 
     def summed(
-        self, x: Ball, absolute, squares, n: int, name: str, unit: Unit = ONE
+        self,
+        x: Ball,
+        absolute,
+        squares,
+        n: int,
+        name: str,
+        unit: Unit = ONE,
+        aligned: Size = 0.0,
     ) -> Ball:
-        """As `carrier_sum`, and rounded on its way as `dot_accumulator` says."""
+        """As `carrier_sum`, and rounded on its way as `dot_accumulator` says.
+
+        `aligned`, of the operands, is for `dot_alignment`.
+        """
         x = self.carrier_sum(x, absolute, squares, n, unit)
+        if self.recipe.dot_alignment is not None:
+            x = self._cut(x, absolute, n, unit, aligned)
         return self._chained("dot_accumulator", x, absolute, n, name, unit)
 
     def summed_row(
@@ -319,6 +353,27 @@ class Arithmetic:
         """As `summed`, by `rowsum_accumulator`."""
         x = self.carrier_sum(x, absolute, squares, n, unit)
         return self._chained("rowsum_accumulator", x, absolute, n, name, unit)
+
+    def _cut(self, x: Ball, absolute, n: int, unit: Unit, aligned: Size) -> Ball:
+        """The sum x of addends that `dot_alignment` F cuts off: n, and one for a run.
+
+        Each loses less than 2^(E - F) and 2^E is at most the largest of the running
+        sum, the least normal number of its format and `aligned`. What was cut from the
+        running sum, or rounded, left it no larger than all products' sizes rounded up.
+        """
+        assert self.recipe.dot_alignment is not None and self.recipe.dot_chunk
+        rounds = math.ceil(n / self.recipe.dot_chunk)
+        kept = self.recipe.dot_accumulator.format
+        grown = np.exp(rounds * 2 * kept.unit_roundoff) * (
+            absolute + rounds * kept.min_normal * unit.high
+        )
+        bit = 2.0**-self.recipe.dot_alignment * np.maximum(grown, aligned)
+        error = np.where(absolute, (n + rounds) * bit, 0.0)
+        # All are cut toward zero: not centred, whatever the kind of bound.
+        if self.kind != "order":
+            return self._add(x, error, None, error)
+        size = math.sqrt(n + rounds) * bit / 2
+        return self._add(x, error, np.where(absolute, size, 0.0), 0.0)
 
     def _chained(
         self, step: str, x: Ball, absolute, n: int, name: str, unit: Unit

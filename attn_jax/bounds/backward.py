@@ -58,6 +58,7 @@ def backward(
     rows = [rows_of(arithmetic, *args) for args in zip(heads, forwards, douts)]
     kept = recipe.dk_accumulator, recipe.dv_accumulator, recipe.dot_accumulator
     narrow = {step.format for step in kept} != {recipe.carrier}
+    narrow = narrow or recipe.dot_alignment is not None
     block_q = recipe.backward_block_q if narrow else None
     query = [head.query for head in heads]
     dlogits = [with_shared(r, r.dlogits, r.dlogits.value, r.factor) for r in rows]
@@ -193,6 +194,9 @@ def _sum_over_keys(
                 values**2 @ key[block] ** 2,
                 values.shape[-1],
                 "dq_accumulator",
+                aligned=arithmetic.aligned(
+                    terms.size[:, block], size[block], "dq_accumulator"
+                ),
             )
             extra = extra + terms.worst[:, block] @ size[block]
             variance = variance + terms.spread[:, block] ** 2 @ key[block] ** 2

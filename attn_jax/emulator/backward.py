@@ -179,6 +179,7 @@ def _sum_tiles(x: Operands, rows: _Rows, sums: _Sums) -> _Sums:
     # carrier-wide accumulator takes all queries in one product.
     kept = recipe.dk_accumulator, recipe.dv_accumulator, recipe.dot_accumulator
     narrow = {step.format for step in kept} != {recipe.carrier}
+    narrow = narrow or recipe.dot_alignment is not None
     block_q = recipe.backward_block_q if narrow else None
 
     def over_keys(sums, kv_start, block_kv):

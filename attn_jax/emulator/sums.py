@@ -1,24 +1,46 @@
 """Loops over blocks, and sums that a narrow accumulator rounds on their way."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
+from attn_jax.formats import FP64
+
 # (running sum, number of the first product in the chunk just added) -> rounded sum.
 RoundSum = Callable[[Any, Any], Any]
+# Stands for the exponent of zero, which no sum of two others reaches.
+_NO_EXPONENT = -5000
 
 
-def dot(subscripts: str, x, y, chunk: int | None = None, keep: RoundSum | None = None):
+class Alignment(NamedTuple):
+    """`dot_alignment` and the least exponents of both operands and the running sum."""
+
+    bits: int
+    left: int
+    right: int
+    total: int
+
+
+def dot(
+    subscripts: str,
+    x,
+    y,
+    chunk: int | None = None,
+    keep: RoundSum | None = None,
+    alignment: Alignment | None = None,
+):
     """einsum(subscripts, x, y) in the carrier; without HIGHEST a GPU takes TF32.
 
     With `keep`, the running sum is rounded after every `chunk` products, or once at
     the end for None. Two contracted axes count as one, the first of them slowest.
+    With `alignment`, which needs a chunk, addends are cut off before they are added.
     """
-    if keep is None:
+    if keep is None and alignment is None:
         return jnp.einsum(subscripts, x, y, precision=lax.Precision.HIGHEST)
     if chunk is None:
+        assert keep is not None and alignment is None
         return keep(dot(subscripts, x, y), 0)
     operands, result = subscripts.split("->")
     left, right = operands.split(",")
@@ -28,8 +50,13 @@ def dot(subscripts: str, x, y, chunk: int | None = None, keep: RoundSum | None =
     inner = f"z{left},z{right}->{result}"
 
     def add(total, start, size):
-        part = dot(inner, read(x, 0, start, size), read(y, 0, start, size))
-        return keep(total + part, start)
+        run = read(x, 0, start, size), read(y, 0, start, size)
+        if alignment is None:
+            total = total + dot(inner, *run)
+        else:
+            run = _spread(run[0], left, result), _spread(run[1], right, result)
+            total = _add_aligned(total, *run, alignment)
+        return total if keep is None else keep(total, start)
 
     sizes = dict(zip(left + right, x.shape[1:] + y.shape[1:]))
     total = jnp.zeros([sizes[axis] for axis in result], x.dtype)
@@ -54,6 +81,42 @@ def _contracted_first(x, axes: str, summed: list[str]):
     order = [axes.index(axis) for axis in (*summed, *kept)]
     x = x.transpose(order)
     return x.reshape(-1, *x.shape[len(summed) :]), kept
+
+
+def _spread(x, axes: str, result: str):
+    """[run, axes] to [run, result], of size 1 where x lacks an axis."""
+    order = sorted(range(len(axes)), key=lambda i: result.index(axes[i]))
+    x = x.transpose(0, *(1 + i for i in order))
+    return jnp.expand_dims(
+        x, [1 + i for i, axis in enumerate(result) if axis not in axes]
+    )
+
+
+def _add_aligned(total, x, y, alignment: Alignment):
+    """total + sum of x y over the first axis, each addend cut off as aligned.
+
+    In FP64 a sum of addends that were cut off is exact, in any order. The products are
+    held for one run alone.
+    """
+    exponents = _exponent(x, alignment.left) + _exponent(y, alignment.right)
+    largest = jnp.maximum(exponents.max(0), _exponent(total, alignment.total))
+    # Where all are zero any unit does, if it and its reciprocal are in range.
+    shift = alignment.bits - jnp.clip(largest, -900, 900)
+    up = _power_of_two(shift)
+    whole = jnp.trunc(total * up) + jnp.trunc(x * y * up).sum(0)
+    return whole * _power_of_two(-shift)
+
+
+def _exponent(x, least: int):
+    """That of FP64 numbers, read from their bits: compiles faster than frexp."""
+    bits = lax.bitcast_convert_type(x, jnp.int64)
+    field = (bits >> FP64.mantissa_bits).astype(jnp.int32) & 2047
+    return jnp.where(x == 0, _NO_EXPONENT, jnp.maximum(field - 1023, least))
+
+
+def _power_of_two(exponent):
+    field = (exponent + 1023).astype(jnp.int64)
+    return lax.bitcast_convert_type(field << FP64.mantissa_bits, jnp.float64)
 
 
 def walk(

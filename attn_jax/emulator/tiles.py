@@ -16,6 +16,14 @@ from attn_jax.formats import Rounding, carrier_dtype, round_to
 from attn_jax.mask import Mask, slice_tile
 from attn_jax.recipe_schema import Recipe
 
+# The step that rounds the first operand of a product; all others are inputs.
+_MADE_BY = {
+    "product": "probability",
+    "dquery": "dlogits",
+    "dkey": "dlogits",
+    "dvalue": "backward_probability",
+}
+
 
 class Static(NamedTuple):
     """The hashable part of a call; `out_dtype` is None if the caller gave none."""
@@ -96,7 +104,9 @@ class Operands:
 
     def dot(self, subscripts: str, x, y, *at, site: str):
         keep = self._keep("dot_accumulator", site, at)
-        return sums.dot(subscripts, x, y, self.recipe.dot_chunk, keep)
+        return sums.dot(
+            subscripts, x, y, self.recipe.dot_chunk, keep, self._alignment(site)
+        )
 
     def row_sum(self, x, *at, site: str):
         keep = self._keep("rowsum_accumulator", site, at)
@@ -110,6 +120,17 @@ class Operands:
             return self.round(total, field, *at, start, site=site)
 
         return keep
+
+    def _alignment(self, site: str) -> sums.Alignment | None:
+        recipe = self.recipe
+        if recipe.dot_alignment is None:
+            return None
+        made_by = _MADE_BY.get(site)
+        made = getattr(recipe, made_by).format if made_by else recipe.inputs
+        formats = made, recipe.inputs, recipe.dot_accumulator.format
+        return sums.Alignment(
+            recipe.dot_alignment, *(fmt.min_exponent for fmt in formats)
+        )
 
     def take_in(self, x):
         return round_to(x.astype(self.static.carrier), self.recipe.inputs)
