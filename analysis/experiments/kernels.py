@@ -5,9 +5,10 @@ FP32 values a little and turns a rounding now and then. `bounds.order_bound` der
 far two correct implementations of one recipe then lie apart; the kernels must not lie
 further from the emulator. That this can fail is shown with recipes that differ in one
 decision: the kernels must lie at least twice as far from those as from their own. For
-that comparison the emulator adds as tensor cores do, who cut their FP32 sum off, toward
-zero, after every 16 products. Where LSE is large this turns roundings of P, and an
-emulator that adds to nearest would lie almost as far off as a wrong recipe.
+that comparison the emulator adds as Hopper's tensor cores do, who cut off, toward zero,
+the addends of every 16 products and the FP32 sum after them (`recipe.on_tensor_cores`).
+Where LSE is large this turns roundings of P, and an emulator that adds to nearest would
+lie almost as far off as a wrong recipe.
 """
 
 import argparse
@@ -39,8 +40,8 @@ from analysis.agreement import (
 from analysis.record import Row, environment, show, write
 from attn_jax import dot_product_attention
 from attn_jax.audit.inputs import FAMILIES, Inputs
-from attn_jax.formats import FP32, FP64, Rounding
-from attn_jax.recipe import Recipe, Step
+from attn_jax.formats import FP32, FP64
+from attn_jax.recipe import Recipe, Step, on_tensor_cores
 from train.config import UsageError
 
 SUMMARY = "the Pallas kernels against the emulator under their recipe and wrong ones"
@@ -94,16 +95,10 @@ MUST_SHOW: dict[str, dict[str, tuple[str, ...]]] = {
 def recipes(own: Recipe) -> dict[str, Recipe]:
     """The kernels' recipe, and others that differ from it in one decision or two.
 
-    All but the first add as tensor cores do, which takes an FP64 carrier: sums of 16
-    products are exact in it but for the last bits, and so is the sum before it is cut.
+    All but the first add as tensor cores do, which takes an FP64 carrier.
     """
     wide = Step(FP32)
-    on_cores = dataclasses.replace(
-        own,
-        carrier=FP64,
-        dot_accumulator=Step(FP32, Rounding.TOWARD_ZERO),
-        dot_chunk=16,
-    )
+    on_cores = on_tensor_cores(own, "hopper")
     delta = dataclasses.replace(on_cores, delta_source="o")
     return {
         OWN: own,
