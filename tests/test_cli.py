@@ -246,11 +246,13 @@ def test_train_then_sample(tmp_path, capfd):
     assert f"sample grid  {folder}/samples.png" in err
 
     picture = tmp_path / "one.png"
-    drawn = ["sample", f"--run-dir={folder}", f"--out={picture}", "--caption"]
+    drawn = ["sample", f"--run-dir={folder}", "--caption"]
     assert main([*drawn, "a red circle in the center"]) == 0
-    assert capfd.readouterr().out.strip() == str(picture)
-    assert Image.open(picture).size == (32, 32)
-    first = picture.read_bytes()
+    beside = folder / "sample.png"
+    assert capfd.readouterr().out.strip() == str(beside)
+    assert Image.open(beside).size == (32, 32)
+    first = beside.read_bytes()
+    drawn.insert(1, f"--out={picture}")
     assert main([*drawn, "a red circle in the center"]) == 0
     assert picture.read_bytes() == first
     assert main([*drawn, "a red circle in the center", "a blue cross"]) == 0

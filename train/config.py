@@ -205,8 +205,8 @@ class SampleConfig:
     """Folder of the run."""
     caption: tuple[str, ...]
     """One caption or several."""
-    out: str = "sample.png"
-    """PNG to write."""
+    out: str | None = None
+    """PNG to write; default sample.png in the folder of the run."""
     seed: int = 0
     """Seed of the starting noise."""
     sampler_steps: int | None = None

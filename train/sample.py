@@ -28,9 +28,10 @@ def sample_run(command: SampleConfig) -> str:
         has no checkpoint, or a caption the tokenizer does not know; raised before
         anything is drawn.
     """
-    root, out = Path(command.run_dir), Path(command.out)
-    _check(command)
+    root = Path(command.run_dir)
     config = load(root / "config.json")
+    out = root / "sample.png" if command.out is None else Path(command.out)
+    _check(command, out)
     captions = list(command.caption)
     evaluation = dataclasses.replace(
         config.eval,
@@ -78,8 +79,7 @@ def sample_run(command: SampleConfig) -> str:
     return str(out)
 
 
-def _check(command: SampleConfig) -> None:
-    out = Path(command.out)
+def _check(command: SampleConfig, out: Path) -> None:
     if out.suffix.lower() != ".png":
         raise UsageError(f"--out {out} must end in .png")
     if not out.parent.is_dir() or out.is_dir():
