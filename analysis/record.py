@@ -1,13 +1,15 @@
 """Tables with what is needed to make them again, and how they are shown."""
 
+import contextlib
 import csv
 import datetime
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from train.config import UsageError
 from train.record import environment as general_environment
 
 Row = dict[str, Any]
@@ -32,16 +34,53 @@ def _driver() -> str | None:
 
 
 def write(rows: Sequence[Row], described: dict[str, Any], stem: Path) -> list[Path]:
-    """Writes STEM.csv, numbers to five digits, and STEM.json; returns their paths."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    table, beside = stem.with_suffix(".csv"), stem.with_suffix(".json")
-    with table.open("w", newline="") as file:
+    """Writes STEM.csv, numbers to five digits, and STEM.json; returns their paths.
+
+    Raises:
+      UsageError: they cannot be written.
+    """
+    table, beside = _paths(stem)
+    with written(table), table.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
         for row in rows:
             writer.writerow({key: _short(value) for key, value in row.items()})
-    beside.write_text(json.dumps(described, indent=2) + "\n")
+    with written(beside):
+        beside.write_text(json.dumps(described, indent=2) + "\n")
     return [table, beside]
+
+
+def check_writable(stem: Path) -> None:
+    """Makes sure of STEM.csv and STEM.json before a measurement that takes long.
+
+    Raises:
+      UsageError: `write` could not write them.
+    """
+    for path in _paths(stem):
+        there = path.exists()
+        with written(path), path.open("a"):
+            pass
+        if not there:
+            path.unlink()
+
+
+def _paths(stem: Path) -> list[Path]:
+    with written(stem.parent):
+        stem.parent.mkdir(parents=True, exist_ok=True)
+    return [stem.with_suffix(suffix) for suffix in (".csv", ".json")]
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Says in one line that a file cannot be written.
+
+    Raises:
+      UsageError: an OSError was raised inside.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _short(value: Any) -> Any:

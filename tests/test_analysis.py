@@ -2,13 +2,15 @@
 
 import csv
 import json
+import subprocess
 
 import jax.numpy as jnp
 import pytest
 
 from analysis.__main__ import main
-from analysis.experiments import EXPERIMENTS
+from analysis.experiments import EXPERIMENTS, emulator_speed
 from analysis.experiments.accuracy import PRESETS, Problem, _same_bits, measure
+from train import record
 
 TOY = Problem(T=64, S=48, N=4, K=2, H=64, is_causal=False, dtype="bfloat16")
 # Experiment -> options that run it in seconds on a CPU.
@@ -97,6 +99,54 @@ def test_unusable_value_is_exit_2_and_one_line(capsys):
     assert main(["accuracy", "--seeds", "0"]) == 2
     error = capsys.readouterr().err
     assert one_line(error) and "--seeds" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--recipe", "te_ring", "--lengths", "8", "6"], "--lengths 6"),
+        (["--lengths", "8", "--out", "pyproject.toml"], "cannot write"),
+    ],
+)
+def test_speed_is_refused_before_anything_is_timed(
+    options, reason, capsys, monkeypatch
+):
+    monkeypatch.setattr(emulator_speed, "_row", lambda *_: pytest.fail("timed"))
+    assert main(["emulator-speed", "--heads", "1", *options]) == 2
+    error = capsys.readouterr().err
+    assert one_line(error) and reason in error
+
+
+def test_speed_of_fp64_and_of_each_length_once(tmp_path, capsys):
+    options = ["--recipe", "exact_fp64", "--heads", "1", "--lengths", "8", "8"]
+    assert main(["emulator-speed", *options, "--out", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 1
+
+
+def test_an_accuracy_table_that_cannot_be_written_is_refused_at_once(capsys):
+    assert main(["accuracy", "--preset", "toy", "--out", "pyproject.toml"]) == 2
+    error = capsys.readouterr().err
+    assert one_line(error) and "cannot write" in error
+
+
+def test_results_do_not_make_the_program_a_changed_one(tmp_path, monkeypatch):
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=x", "-c", "user.email=x")
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True)
+
+    program, table = tmp_path / "train" / "record.py", tmp_path / "results" / "x.csv"
+    for file in (program, table):
+        file.parent.mkdir()
+        file.write_text("1\n")
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "all")
+    monkeypatch.setattr(record, "__file__", str(program))
+    assert not record.environment()["git_dirty"]
+    table.write_text("2\n")
+    assert not record.environment()["git_dirty"]
+    program.write_text("2\n")
+    assert record.environment()["git_dirty"]
 
 
 def test_implementation_that_runs_nowhere_is_an_error(tmp_path, capsys):

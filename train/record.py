@@ -8,6 +8,7 @@
       samples/STEP.png   sample grids
       loss.png           loss curve, drawn again at every evaluation
       samples.png        sample grid of the finished run
+      sample.png         what `python -m train sample` drew last, unless told where
       log.txt            what went to stderr
       DONE               written last: steps and final figures as JSON
 
@@ -40,6 +41,7 @@ _VERSIONS_OF = (
     "nvidia-cudnn-cu13",
     "nvidia-cudnn-cu12",
 )
+_STATUS = ("status", "--porcelain", "--untracked-files=no")
 
 
 class RunFolder:
@@ -231,7 +233,8 @@ def environment() -> dict[str, Any]:
             continue
     return {
         "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        # What a program wrote there before says nothing of the program.
+        "git_dirty": bool(_git(*_STATUS, "--", ".", ":(exclude)results")),
         "python": platform.python_version(),
         "versions": versions,
         "platform": device.platform,
@@ -250,7 +253,7 @@ def _git(*arguments: str) -> str | None:
     try:
         result = subprocess.run(
             ["git", *arguments],
-            cwd=Path(__file__).parent,
+            cwd=Path(__file__).parent.parent,
             capture_output=True,
             text=True,
             check=True,

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool
 
 from analysis import ExperimentError
 from analysis.agreement import FORMATS, VANISHING, Problem
-from analysis.record import Row, environment, show, write
+from analysis.record import Row, check_writable, environment, show, write
 from attn_jax import IMPLEMENTATIONS, RECIPES, dot_product_attention
 from attn_jax.api import Implementation
 from attn_jax.audit import error
@@ -113,15 +113,17 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     if options.seeds < 1:
         raise UsageError(f"--seeds must be at least 1, got {options.seeds}")
     arms = _arms(options.implementations, options.recipes)
+    families = list(dict.fromkeys(options.families))
     began = time.monotonic()
     described = environment(command)
     device = str(described["device"]).lower().replace(" ", "-")
+    check_writable(options.out / f"{device}-{options.preset}")
     rows: list[Row] = []
     files: list[Path] = []
     for row in measure(
         PRESETS[options.preset],
         arms,
-        options.families,
+        families,
         seeds=options.seeds,
         float16_cotangent=options.float16_cotangent,
     ):

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from analysis.record import Row, environment, show, write
+from analysis.record import Row, check_writable, environment, show, write
 from attn_jax import RECIPES, emulator
 from attn_jax.audit.inputs import Shape, make_inputs
+from attn_jax.formats import FP64
 from train.config import UsageError
 
 SUMMARY = "seconds and memory of the emulator's forward pass, by length"
@@ -36,28 +37,51 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """Times the forward pass at each length and writes the table.
 
     Raises:
-      UsageError: a length or a head count is below 1.
+      UsageError: a length or a head count is below 1 or the recipe takes none of that
+        length, or the table cannot be written; raised before anything is timed.
     """
     if min(*options.lengths, options.heads) < 1:
         raise UsageError("--lengths and --heads must be at least 1")
-    described = environment(command)
-    rows = [_row(options.recipe, length, options.heads) for length in options.lengths]
-    device = str(described["device"]).lower().replace(" ", "-")
+    lengths = list(dict.fromkeys(options.lengths))
+    # As in a sweep: 64-bit types only for a recipe that carries them.
+    with jax.enable_x64(RECIPES[options.recipe].carrier == FP64):
+        for length in lengths:
+            _check(options.recipe, length, options.heads)
+        described = environment(command)
+        device = str(described["device"]).lower().replace(" ", "-")
+        check_writable(options.out / device)
+        rows = [_row(options.recipe, length, options.heads) for length in lengths]
     files = write(rows, described, options.out / device)
     show(rows, f"Forward pass of {options.recipe}, H = {HEAD_DIM}")
     return {"rows": len(rows), "files": [str(path) for path in files]}
 
 
-def _row(recipe: str, length: int, heads: int) -> Row:
-    inputs = make_inputs("normal", 0, Shape(1, length, length, heads, heads, HEAD_DIM))
-    arrays = [jnp.asarray(x) for x in inputs[:3]]
-
+def _forward(recipe: str):
     @jax.jit
     def forward(q, k, v):
         return emulator.attention(q, k, v, recipe=RECIPES[recipe])
 
+    return forward
+
+
+def _check(recipe: str, length: int, heads: int) -> None:
+    x = jax.ShapeDtypeStruct((1, length, heads, HEAD_DIM), _dtype(recipe))
+    try:
+        jax.eval_shape(_forward(recipe), x, x, x)
+    except (ValueError, NotImplementedError) as error:
+        raise UsageError(f"--lengths {length}: {error}") from error
+
+
+def _dtype(recipe: str):
+    return jnp.float64 if RECIPES[recipe].carrier == FP64 else jnp.float32
+
+
+def _row(recipe: str, length: int, heads: int) -> Row:
+    shape = Shape(1, length, length, heads, heads, HEAD_DIM)
+    inputs = make_inputs("normal", 0, shape)
+    arrays = [jnp.asarray(x, _dtype(recipe)) for x in inputs[:3]]
     began = time.perf_counter()
-    compiled = forward.lower(*arrays).compile()
+    compiled = _forward(recipe).lower(*arrays).compile()
     compiling = time.perf_counter() - began
     memory = compiled.memory_analysis()
     assert memory is not None  # Every backend that JAX ships with reports it.

@@ -45,7 +45,7 @@ from analysis.agreement import (
     lower,
     order_sizes,
 )
-from analysis.record import Row, environment, show, write
+from analysis.record import Row, check_writable, environment, show, write
 from attn_jax.audit.inputs import FAMILIES, Inputs
 from attn_jax.recipe import RECIPES, Recipe
 from train.config import UsageError
@@ -120,13 +120,14 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     torch = _import_torch()
     described = environment(command) | {"canaries": certified()}
     described["torch"] = torch.__version__
-    began = time.monotonic()
-    rows = list(
-        measure(PRESETS[options.preset], options.families, options.seeds, _flash)
-    )
-    described["seconds"] = round(time.monotonic() - began, 1)
     device = str(described["device"]).lower().replace(" ", "-")
-    files = write(rows, described, options.out / f"{device}-{options.preset}")
+    stem = options.out / f"{device}-{options.preset}"
+    check_writable(stem)
+    began = time.monotonic()
+    families = list(dict.fromkeys(options.families))
+    rows = list(measure(PRESETS[options.preset], families, options.seeds, _flash))
+    described["seconds"] = round(time.monotonic() - began, 1)
+    files = write(rows, described, stem)
     show(largest(rows), "FlashAttention-2: errors in units, furthest from predicted")
     failed = failures(rows, ("tensor", "family", "dtype", "H", "is_causal"))
     if failed:
