@@ -12,20 +12,27 @@ Step 0 is the freshly initialised model. Its dO is zero: the gates start closed.
 
 import argparse
 import dataclasses
-import json
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jaxtyping import Array
 
-from analysis.record import Row, environment, show, write
+from analysis.capture_file import (
+    CAPTURE,
+    Capture,
+    Captured,
+    captured,
+    label,
+    read,
+    save,
+)
+from analysis.record import Row, check_writable, environment, show, write, written
 from attn_jax.audit.inputs import Inputs
 from train.assemble import Assembly, assemble, open_split
 from train.checkpoint import load_state, saved_steps
@@ -35,7 +42,6 @@ from train.config import (
     attention_format,
     head_dim,
     image_tokens,
-    to_json,
 )
 from train.config import load as load_config
 from train.data.loader import batch_at
@@ -48,30 +54,6 @@ SUMMARY = "Q, K, V and dO of the attention layers of a training run"
 DEFAULT_LAYERS = "first,middle,last"
 DEFAULT_EXAMPLES = 2
 _LARGEST_FILE = 15.0
-# NumPy stores no bfloat16: its bits are kept as integers of the same width.
-_STORED_AS = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
-_TYPES = {
-    "bfloat16": ml_dtypes.bfloat16,
-    "float16": np.float16,
-    "float32": np.float32,
-}
-
-
-class Capture(NamedTuple):
-    """The arrays of one layer at one step, [examples, tokens, heads, head dim].
-
-    `loss` is the mean loss of the captured examples.
-    """
-
-    step: int
-    layer: int
-    loss: float
-    inputs: Inputs
-
-    @property
-    def label(self) -> str:
-        """Such as 'step 5000, layer 4'; layers count from 0."""
-        return f"step {self.step}, layer {self.layer}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_EXAMPLES,
         help=f"examples of the batch (default {DEFAULT_EXAMPLES})",
     )
-    add("--out", type=Path, help="file to write; default RUN/capture.npz")
+    add("--out", type=Path, help=f"file to write; default RUN/{CAPTURE}")
     add(
         "--max-megabytes",
         type=float,
@@ -114,18 +96,22 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """Writes the captures, and beside them a table of their sizes.
 
     Raises:
-      UsageError: the run, a step or a layer does not exist, or the file would be too
-        large; raised before anything is computed.
+      UsageError: the run, a step or a layer does not exist, the file would be too
+        large or cannot be written; raised before anything is computed.
     """
     config = load_config(options.run / "config.json")
-    out = options.run / "capture.npz" if options.out is None else options.out
+    out = options.run / CAPTURE if options.out is None else options.out
     if out.suffix != ".npz":
         raise UsageError(f"--out {out} must end in .npz")
     steps, layers = _wanted(options.run, config, options.steps, options.layers)
     _check_size(config, steps, layers, options.batch, options.max_megabytes)
+    _check_examples(config, options.batch)
+    check_writable(out)
+    if out.is_dir():
+        raise UsageError(f"--out {out} is a folder")
     captures = capture(options.run, steps, layers, options.batch)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    save(captures, config, out)
+    with written(out):
+        save(captures, config, out)
     rows = [_row(one) for one in captures]
     show(rows, f"Attention inputs of {options.run}")
     files = write(rows, environment(command), out.with_suffix(""))
@@ -137,27 +123,37 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     }
 
 
-def load(path: Path) -> list[tuple[str, Inputs]]:
-    """Labels and inputs from a file that `save` wrote, or captured from a run folder.
+def load(path: Path) -> Captured:
+    """What a file that `save` wrote holds, or what a run folder will give.
 
     Of a run folder, every checkpoint kept, its first, middle and last layer and two
-    examples are taken.
+    examples are taken. They are captured when the arrays are first asked for.
 
     Raises:
       UsageError: the path is neither.
     """
     if path.is_dir():
-        config = load_config(path / "config.json")
-        steps, layers = _wanted(path, config, "all", DEFAULT_LAYERS)
-        captures = capture(path, steps, layers, DEFAULT_EXAMPLES)
-        return [(one.label, one.inputs) for one in captures]
-    try:
-        return [(one.label, one.inputs) for one in read(path)]
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(
-            f"{path} is neither a run folder of python -m train nor a file of python "
-            f"-m analysis capture: {error}"
-        ) from error
+        return _to_capture(path)
+    return captured({one.label: one.inputs for one in read(path)})
+
+
+def _to_capture(root: Path) -> Captured:
+    config = load_config(root / "config.json")
+    steps, layers = _wanted(root, config, "all", DEFAULT_LAYERS)
+    _check_examples(config, DEFAULT_EXAMPLES)
+
+    @cache
+    def arrays() -> Mapping[str, Inputs]:
+        captures = capture(root, steps, layers, DEFAULT_EXAMPLES)
+        return {one.label: one.inputs for one in captures}
+
+    return Captured(
+        tuple(label(step, layer) for step in steps for layer in layers),
+        DEFAULT_EXAMPLES * config.model.heads,
+        config.model.text_length + image_tokens(config),
+        head_dim(config),
+        arrays,
+    )
 
 
 def capture(
@@ -172,10 +168,7 @@ def capture(
       UsageError: a checkpoint is damaged or the data cannot be read.
     """
     config = load_config(root / "config.json")
-    if not 1 <= examples <= config.batch_size:
-        raise UsageError(
-            f"--batch {examples}: the run has batches of 1 to {config.batch_size}"
-        )
+    _check_examples(config, examples)
     # One device, like drawing samples; recomputation would hide the values of a
     # layer from the function around it.
     config = dataclasses.replace(
@@ -273,42 +266,6 @@ def _observed(
     return attention
 
 
-def save(captures: Sequence[Capture], config: Config, path: Path) -> None:
-    """Writes captures as one .npz: bits of each array, and a description as JSON."""
-    kind = np.dtype(captures[0].inputs.query.dtype).name
-    described = {
-        "config": json.loads(to_json(config)),
-        "dtype": kind,
-        "captures": [
-            {"step": one.step, "layer": one.layer, "loss": one.loss} for one in captures
-        ],
-    }
-    arrays = {
-        f"{number}_{name}": np.asarray(array).view(_STORED_AS[kind])
-        for number, one in enumerate(captures)
-        for name, array in one.inputs._asdict().items()
-    }
-    with path.open("wb") as file:
-        description = np.array(json.dumps(described))
-        np.savez_compressed(file, allow_pickle=False, description=description, **arrays)
-
-
-def read(path: Path) -> list[Capture]:
-    """The captures that `save` wrote."""
-    with np.load(path) as stored:
-        described = json.loads(str(stored["description"]))
-        kind = _TYPES[described["dtype"]]
-        return [
-            Capture(
-                one["step"],
-                one["layer"],
-                one["loss"],
-                Inputs(*(stored[f"{number}_{x}"].view(kind) for x in Inputs._fields)),
-            )
-            for number, one in enumerate(described["captures"])
-        ]
-
-
 def _wanted(
     root: Path, config: Config, steps: str, layers: str
 ) -> tuple[list[int], list[int]]:
@@ -337,6 +294,13 @@ def _choose(option: str, text: str, all_of: list[int], allowed: set[int]) -> lis
             )
         chosen.update(numbers)
     return sorted(chosen)
+
+
+def _check_examples(config: Config, examples: int) -> None:
+    if not 1 <= examples <= config.batch_size:
+        raise UsageError(
+            f"--batch {examples}: the run has batches of 1 to {config.batch_size}"
+        )
 
 
 def _check_size(

@@ -8,6 +8,9 @@ from typing import Any
 
 from analysis.record import Row
 
+# Where an interval that reaches zero ends on a logarithmic axis, as a share of y.
+_SHORTEST = 0.1
+
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
@@ -59,7 +62,9 @@ def write_figure(panels: Sequence[Panel], path: Path, columns: int = 2) -> None:
     lines = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(4.2 * columns + 2, 3.6 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    palette = colormaps["tab10"]
+    pairs = colormaps["tab20"]
+    # The dark ones first; a series past the last light one has another marker.
+    palette = [pairs(i) for first in (0, 1) for i in range(first, pairs.N, 2)]
     shown: dict[str, Any] = {}
     styles: dict[str, Any] = {}
     for number, panel in enumerate(panels):
@@ -68,19 +73,14 @@ def write_figure(panels: Sequence[Panel], path: Path, columns: int = 2) -> None:
         for point in plotted([panel]):
             series.setdefault(str(point["series"]), []).append(point)
         for name, points in series.items():
-            turn, colour = divmod(len(styles), palette.N)
+            turn, colour = divmod(len(styles), len(palette))
             style = styles.setdefault(
-                name, {"color": palette(colour), "marker": "osd^v"[turn % 5]}
+                name, {"color": palette[colour], "marker": "osd^v"[turn % 5]}
             )
-            # A point of one seed has no interval; it is drawn without a bar.
-            bars = [
-                p["ci"] if p["ci"] is not None and math.isfinite(p["ci"]) else 0.0
-                for p in points
-            ]
             shown[name] = axes.errorbar(
                 [p["x"] for p in points],
                 [p["y"] for p in points],
-                yerr=bars,
+                yerr=_bars(points, panel.log_y),
                 markersize=3.5,
                 linewidth=1 if panel.joined else 0,
                 elinewidth=1,
@@ -100,3 +100,17 @@ def write_figure(panels: Sequence[Panel], path: Path, columns: int = 2) -> None:
         axes.grid(alpha=0.3)
     figure.legend(shown.values(), shown, loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=120)
+
+
+def _bars(points: Sequence[Row], log_y: bool) -> list[list[float]]:
+    """Lengths of the bars below and above each point."""
+    # A point of one seed has no interval; it is drawn without a bar.
+    above = [
+        p["ci"] if p["ci"] is not None and math.isfinite(p["ci"]) else 0.0
+        for p in points
+    ]
+    if not log_y:
+        return [above, above]
+    # Zero has no place on the axis, and a bar that reaches it would not be drawn.
+    most = [(1 - _SHORTEST) * max(p["y"], 0.0) for p in points]
+    return [[min(pair) for pair in zip(above, most, strict=True)], above]

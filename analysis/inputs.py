@@ -8,11 +8,10 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from analysis import sweep
+from analysis import capture, sweep
 from attn_jax.audit.error import correctly_rounded
 from attn_jax.audit.inputs import Inputs, Shape, make_inputs
 from attn_jax.formats import NumberFormat
@@ -29,7 +28,7 @@ class Source:
     """Where inputs come from: families of random ones, or arrays from a run.
 
     `labels` name the families (or the captured layers and steps); each is drawn `seeds`
-    times, with `queries` query rows. `captured` is None for families; else it holds for
+    times, with `queries` query rows. `captured` is None for families; else it gives for
     each label its arrays [B, T, N, H], and a draw is one head of one example: the first
     head of each example, then the second, and so on.
     """
@@ -39,13 +38,13 @@ class Source:
     queries: int
     heads: int
     head_dim: int
-    captured: dict[str, Inputs] | None = None
+    captured: capture.Captured | None = None
 
     def lengths(self, wanted: Sequence[int]) -> list[int]:
         """Those of the lengths that there are keys for; the longest, if none is."""
         if self.captured is None:
             return list(wanted)
-        longest = min(x.key.shape[1] for x in self.captured.values())
+        longest = self.captured.keys
         return [n for n in wanted if n <= longest] or [longest]
 
     def draw(self, label: str, seed: int, keys: int) -> Inputs:
@@ -58,7 +57,7 @@ class Source:
         if self.captured is None:
             shape = Shape(1, rows, keys, self.heads, self.heads, self.head_dim)
             return make_inputs(label, seed, shape, np.float32)
-        arrays = self.captured[label]
+        arrays = self.captured.arrays()[label]
         examples, _, query_heads, _ = arrays.query.shape
         head, example = divmod(seed, examples)
         query, key, value, dout = (
@@ -73,29 +72,29 @@ class Source:
 def open_inputs(options: argparse.Namespace) -> Source:
     """What `--families` or `--inputs` ask for, in the sizes of the preset.
 
+    Inputs of a run folder are captured when the first is drawn: by then a sweep has
+    refused what it has to refuse.
+
     Raises:
       UsageError: both are given, `--inputs` is no run, or holds fewer draws than
         `--seeds`.
     """
-    seeds, queries = sweep.seeds(options), sweep.QUERIES[options.preset]
+    queries = sweep.QUERIES[options.preset]
     families = sweep.families(options)
     if families:
-        heads = sweep.HEADS[options.preset]
+        seeds, heads = sweep.seeds(options), sweep.HEADS[options.preset]
         return Source(tuple(families), seeds, queries, heads, _HEAD_DIM)
-    kind, _, path = options.inputs.partition(":")
-    if kind != "run" or not path:
-        raise UsageError(f"--inputs takes run:PATH, got {options.inputs!r}")
-    from analysis import capture
-
-    captured = dict(capture.load(Path(path)))
-    shapes = [x.query.shape for x in captured.values()]
-    draws = min(examples * heads for examples, _, heads, _ in shapes)
-    if draws < seeds:
+    path = sweep.run_path(options)
+    captured = capture.load(path)
+    if options.seeds is None and options.every_draw:
+        options.seeds = captured.draws
+    seeds = sweep.seeds(options)
+    if captured.draws < seeds:
         raise UsageError(
-            f"{path} holds {draws} draws (heads of examples): give --seeds {draws} or "
-            "fewer"
+            f"{path} holds {captured.draws} draws (heads of examples): give --seeds "
+            f"{captured.draws} or fewer"
         )
-    return Source(tuple(captured), seeds, queries, 1, shapes[0][-1], captured)
+    return Source(captured.labels, seeds, queries, 1, captured.head_dim, captured)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,8 @@
 A kill can tear only the last line. It is dropped, and its cell is measured again.
 """
 
+import contextlib
+import fcntl
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +17,17 @@ from typing import Any
 from analysis.record import Row
 from train.config import UsageError
 
+_FIRST = b'{"settings": '
+
 
 class Store:
     """The lines of one sweep; opening reads what an earlier process left.
 
+    The file stays locked until `close`.
+
     Raises:
-      UsageError: the file belongs to other settings, is damaged before its last line,
-        or cannot be written.
+      UsageError: another process has the file, or it belongs to other settings, is
+        damaged before its last line, or cannot be written.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], *, fresh: bool):
@@ -30,14 +36,20 @@ class Store:
         self._rows: dict[str, list[Row]] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = [] if fresh or not path.exists() else self._whole_lines()
-            if lines:
-                self._read(lines, settings)
-            else:
-                path.write_text("")
-                self._append({"settings": settings})
+            self._file = path.open("a+b")
         except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}") from error
+            raise self._unwritable(error) from error
+        try:
+            self._open(settings, fresh)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Lets another process have the file."""
+        # What could not be written was said when it was.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def __contains__(self, cell: dict[str, Any]) -> bool:
         return _key(cell) in self._rows
@@ -68,30 +80,53 @@ class Store:
         """The rows of the given cells in their order, with the cells' own columns."""
         return [{**cell, **row} for cell in cells for row in self._rows[_key(cell)]]
 
-    def _append(self, line: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def _whole_lines(self) -> list[str]:
-        text = self.path.read_text()
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            self.path.write_text(whole)
-        return whole.splitlines()
-
-    def _read(self, lines: Sequence[str], settings: dict[str, Any]) -> None:
+    def _open(self, settings: dict[str, Any], fresh: bool) -> None:
         try:
-            found = [json.loads(line) for line in lines]
-            before = found[0]["settings"]
-            for line in found[1:]:
-                if "cell" in line:
-                    self._rows[_key(line["cell"])] = line["rows"]
-                else:
-                    self.environments.append(line["environment"])
-        except (ValueError, KeyError, TypeError) as error:
+            # Two that append to one file would both measure every cell.
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if fresh:
+                self._file.truncate(0)
+            self._file.seek(0)
+            content = self._file.read()
+        except BlockingIOError as error:
             raise UsageError(
-                f"{self.path} is damaged: start anew with --fresh"
+                f"another run is writing {self.path}: wait for it, or give another "
+                "--out"
             ) from error
+        except OSError as error:
+            raise self._unwritable(error) from error
+        end = content.rfind(b"\n") + 1
+        if end:
+            self._read(content[:end].splitlines(), settings)
+        elif not (content.startswith(_FIRST) or _FIRST.startswith(content)):
+            raise self._damaged()
+        if end < len(content):
+            self._file.truncate(end)
+        if not end:
+            self._append({"settings": settings})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _read(self, lines: Sequence[bytes], settings: dict[str, Any]) -> None:
+        try:
+            first, *others = (json.loads(line) for line in lines)
+        except (ValueError, RecursionError) as error:
+            raise self._damaged() from error
+        if not (_has(first, "settings") and all(map(_whole, others))):
+            raise self._damaged()
+        for line in others:
+            if "environment" in line:
+                self.environments.append(line["environment"])
+            elif line["cell"] in self:
+                raise self._damaged()
+            else:
+                self._rows[_key(line["cell"])] = line["rows"]
+        before = first["settings"]
         if before != settings:
             differences = ", ".join(
                 f"{name} {before.get(name)} there, {settings.get(name)} here"
@@ -103,9 +138,36 @@ class Store:
                 "another --out, or start anew with --fresh"
             )
 
+    def _damaged(self) -> UsageError:
+        return UsageError(f"{self.path} is damaged: start anew with --fresh")
+
+    def _unwritable(self, error: OSError) -> UsageError:
+        return UsageError(f"cannot write {self.path}: {error.strerror}")
+
 
 def _key(cell: dict[str, Any]) -> str:
     return json.dumps(cell, sort_keys=True)
+
+
+def _whole(line: Any) -> bool:
+    """Whether a line after the first has the shape that `Store` gives it."""
+    if _has(line, "environment"):
+        environment = line["environment"]
+        return "device" in environment and (
+            _has(environment, "versions") and "jax" in environment["versions"]
+        )
+    if not _has(line, "cell"):
+        return False
+    rows = line.get("rows")
+    return (
+        isinstance(rows, list)
+        and bool(rows)
+        and all(isinstance(row, dict) and "seed" in row for row in rows)
+    )
+
+
+def _has(line: Any, name: str) -> bool:
+    return isinstance(line, dict) and isinstance(line.get(name), dict)
 
 
 def _of(environment: dict[str, Any], name: str) -> Any:

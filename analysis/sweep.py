@@ -34,18 +34,20 @@ number. Then it writes, beside OUT/PRESET.jsonl,
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from analysis import ExperimentError
+from analysis.capture_file import CAPTURE
 from analysis.figures import Panel, plotted, write_figure
-from analysis.record import Row, environment, show, write
+from analysis.record import Row, environment, show, write, written
 from analysis.store import Store
 from analysis.summary import plus_minus
 from attn_jax import canaries
@@ -55,8 +57,13 @@ from train.config import UsageError
 SEEDS = {"toy": 2, "default": 4, "full": 8}
 HEADS = {"toy": 1, "default": 1, "full": 16}
 QUERIES = {"toy": 32, "default": 256, "full": 256}
+# The smallest ratio that counts as a difference.
+FIFTH = 1.2
 # Options that change where rows lie, not what they are, or that are resolved.
-_NO_SETTINGS = ("name", "out", "fresh", "default_families")
+_NO_SETTINGS = (
+    *("name", "out", "fresh"),
+    *("default_families", "default_seeds", "every_draw"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +99,27 @@ def add_options(
     parser: argparse.ArgumentParser,
     name: str,
     families: Sequence[str] | None = ("normal", "uniform"),
+    *,
+    seeds: Mapping[str, int] = SEEDS,
+    every_draw: bool = False,
 ) -> None:
-    """The options that all sweeps share; none for inputs if `families` is None."""
+    """The options that all sweeps share; none for inputs if `families` is None.
+
+    `seeds` is the number of draws by preset; with `every_draw` all that there are of
+    captured inputs.
+    """
     add = parser.add_argument
     add("--preset", choices=SEEDS, default="default", help="how much is measured")
-    add("--seeds", type=int, help="draws of each problem (default 4; full 8, toy 2)")
-    add("--out", type=Path, default=Path("results", name), help="folder")
+    usual = f"default {seeds['default']}"
+    others = [f"{p} {n}" for p, n in seeds.items() if n != seeds["default"]]
+    usual += f"; {', '.join(others)}" if others else ""
+    usual += "; with --inputs all there are" if every_draw else ""
+    add("--seeds", type=int, help=f"draws of each problem ({usual})")
+    parser.set_defaults(default_seeds=seeds, every_draw=every_draw)
+    folder = f"folder (default results/{name}"
+    if families is not None:
+        folder += f"; with --inputs results/{name}-RUN"
+    add("--out", type=Path, help=f"{folder})")
     add("--fresh", action="store_true", help="measure again what is there already")
     if families is None:
         parser.set_defaults(families=None, inputs=None, default_families=())
@@ -126,13 +148,24 @@ def run(
     measured, and the same command where polars is makes the files from them.
 
     Raises:
-      UsageError: the folder holds rows of other settings, or cannot be written.
+      UsageError: the folder holds rows of other settings, is another run's, or cannot
+        be written.
       ExperimentError: a canary failed, so nothing was measured.
     """
     settings = _settings(name, options)
-    store = Store(
-        options.out / f"{options.preset}.jsonl", settings, fresh=options.fresh
-    )
+    path = _folder(name, options) / f"{options.preset}.jsonl"
+    with contextlib.closing(Store(path, settings, fresh=options.fresh)) as store:
+        return _run(store, cells, measure, report, settings, command)
+
+
+def _run(
+    store: Store,
+    cells: Sequence[Any],
+    measure: Callable[[Any], Iterable[Row]],
+    report: Callable[[list[Row]], Report],
+    settings: dict[str, Any],
+    command: str,
+) -> dict[str, Any]:
     keys = [dataclasses.asdict(cell) for cell in cells]
     missing = [number for number, key in enumerate(keys) if key not in store]
     if missing:
@@ -162,8 +195,41 @@ def run(
             "measured": store.environments,
             "claims": [dataclasses.asdict(claim) for claim in found.claims],
         }
-        files += map(str, _write(rows, found, described, store.path))
+        try:
+            files += map(str, _write(rows, found, described, store.path))
+        except UsageError as error:
+            raise UsageError(
+                f"{error}; the rows are in {store.path}, and the same command makes "
+                "table and figure from them"
+            ) from error
     return {"rows": len(rows), "files": files}
+
+
+def _folder(name: str, options: argparse.Namespace) -> Path:
+    """`--out`, or a folder for the experiment; inputs of a run have one of their own.
+
+    Their rows would otherwise take the place of those of random inputs.
+    """
+    if options.out is not None:
+        return options.out
+    if options.inputs is None:
+        return Path("results", name)
+    path = run_path(options).resolve()
+    if path.name == CAPTURE:
+        path = path.parent
+    return Path("results", f"{name}-{path.name.removesuffix('.npz')}")
+
+
+def run_path(options: argparse.Namespace) -> Path:
+    """The PATH of `--inputs=run:PATH`.
+
+    Raises:
+      UsageError: it is something else.
+    """
+    kind, _, path = options.inputs.partition(":")
+    if kind != "run" or not path:
+        raise UsageError(f"--inputs takes run:PATH, got {options.inputs!r}")
+    return Path(path)
 
 
 def _settings(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -180,27 +246,27 @@ def seeds(options: argparse.Namespace) -> int:
       UsageError: it is below 1.
     """
     if options.seeds is None:
-        return SEEDS[options.preset]
+        return options.default_seeds[options.preset]
     if options.seeds < 1:
         raise UsageError(f"--seeds must be at least 1, got {options.seeds}")
     return options.seeds
 
 
 def families(options: argparse.Namespace) -> list[str]:
-    """The input families chosen, none where inputs come from a run.
+    """The input families chosen, each once; none where inputs come from a run.
 
     Raises:
       UsageError: both were given.
     """
     if options.inputs is None:
-        return list(options.families or options.default_families)
+        return list(dict.fromkeys(options.families or options.default_families))
     if options.families:
         raise UsageError("give --families or --inputs, not both")
     return []
 
 
-def larger(row: Row, ratio: str) -> bool | None:
-    """Whether a mean ratio is above 1, by its 95 % interval.
+def larger(row: Row, ratio: str, least: float = 1.0) -> bool | None:
+    """Whether a mean ratio is above `least`, by its 95 % interval.
 
     False if the interval ends below 1.2: a fifth more is no growth where the paper
     speaks of factors. None if the seeds are too few to tell.
@@ -208,9 +274,9 @@ def larger(row: Row, ratio: str) -> bool | None:
     mean, width = row[ratio], row[f"{ratio}_ci"]
     if mean is None:
         return None
-    if mean + width < 1.2:
+    if mean + width < FIFTH:
         return False
-    return True if mean - width > 1 else None
+    return True if mean - width > least else None
 
 
 def tenfold(row: Row) -> Claim:
@@ -241,8 +307,11 @@ def _write(
 
     parquet, picture = beside.with_suffix(".parquet"), beside.with_suffix(".png")
     # The first rows may hold None where a later one has a number.
-    polars.DataFrame(list(rows), infer_schema_length=None).write_parquet(parquet)
-    write_figure(found.panels, picture, found.columns)
+    table = polars.DataFrame(list(rows), infer_schema_length=None)
+    with written(parquet):
+        table.write_parquet(parquet)
+    with written(picture):
+        write_figure(found.panels, picture, found.columns)
     return [parquet, *write(plotted(found.panels), described, beside), picture]
 
 

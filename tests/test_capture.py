@@ -186,8 +186,10 @@ def test_step_zero_is_the_fresh_model_with_closed_gates(captured):
 
 
 def test_command_describes_what_it_wrote(root, file):
-    labels = [label for label, _ in capture.load(file)]
-    assert labels == [f"step {s}, layer {layer}" for s in (0, 2, 4) for layer in (0, 2)]
+    labels = capture.load(file).labels
+    assert list(labels) == [
+        f"step {s}, layer {layer}" for s in (0, 2, 4) for layer in (0, 2)
+    ]
     described = json.loads(str(np.load(file)["description"]))
     assert from_dict(described["config"]) == load(root / "config.json")
     with file.with_suffix(".csv").open() as table:
@@ -205,7 +207,7 @@ def test_files_keep_every_bit(kind, tmp_path):
     arrays = (rng.standard_normal((2, 5, 3, 4)).astype(kind) for _ in range(4))
     one = capture.Capture(7, 1, 0.25, Inputs(*arrays))
     capture.save([one], CONFIG, tmp_path / "x.npz")
-    ((label, inputs),) = capture.load(tmp_path / "x.npz")
+    ((label, inputs),) = capture.load(tmp_path / "x.npz").arrays().items()
     assert label == "step 7, layer 1"
     for array, original in zip(inputs, one.inputs, strict=True):
         assert array.dtype == kind and array.tobytes() == original.tobytes()
@@ -219,6 +221,7 @@ def test_files_keep_every_bit(kind, tmp_path):
         (["--batch", "9"], "batches of 1 to 8"),
         (["--max-megabytes", "0.1"], "choose 3 of these"),
         (["--out", "some.txt"], "must end in .npz"),
+        (["--out", "pyproject.toml/some.npz"], "cannot write"),
     ],
 )
 def test_unusable_request_is_one_line(root, options, reason, capsys):
@@ -230,6 +233,111 @@ def test_unusable_request_is_one_line(root, options, reason, capsys):
 def test_other_files_are_refused(tmp_path):
     other = tmp_path / "other.npz"
     np.savez(other, x=np.zeros(3))
-    for path in (other, tmp_path / "nowhere"):
-        with pytest.raises(UsageError, match="neither a run folder"):
-            capture.load(path)
+    single = tmp_path / "single.npy"
+    np.save(single, np.zeros(3))
+    empty = tmp_path / "empty.npz"
+    empty.touch()
+    for path in (other, single, empty, tmp_path / "nowhere"):
+        refused_in_one_line(path)
+
+
+def refused_in_one_line(path: Path) -> None:
+    with pytest.raises(UsageError, match="neither a run folder") as refusal:
+        capture.load(path)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.fixture
+def small(tmp_path) -> Path:
+    """A file with one capture of a few numbers."""
+    x = np.random.default_rng(0).standard_normal((1, 3, 2, 4)).astype(np.float32)
+    path = tmp_path / "small.npz"
+    capture.save([capture.Capture(7, 1, 0.25, Inputs(x, x, x, x))], CONFIG, path)
+    assert capture.load(path).draws == 2
+    return path
+
+
+def test_a_damaged_file_is_refused(small):
+    content = small.read_bytes()
+    for end in range(1, len(content), 97):
+        small.write_bytes(content[:end])
+        refused_in_one_line(small)
+    refused = 0
+    for at in range(0, len(content), 23):
+        small.write_bytes(content[:at] + b"\x5a" + content[at + 1 :])
+        # Some bytes, such as dates, say nothing.
+        try:
+            capture.load(small)
+        except UsageError:
+            refused += 1
+    assert refused > 10
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        5,
+        {"captures": []},
+        {"captures": 5},
+        {"captures": [5]},
+        {"captures": [{"step": 7}]},
+        {"dtype": "int8"},
+    ],
+    ids=str,
+)
+def test_a_description_of_another_shape_is_refused(small, changes):
+    stored = dict(np.load(small))
+    described = json.loads(str(stored["description"]))
+    described = described | changes if isinstance(changes, dict) else changes
+    stored["description"] = np.array(json.dumps(described))
+    np.savez(small, **stored)
+    refused_in_one_line(small)
+
+
+@pytest.mark.parametrize("shape", [(), (3, 2, 4), (1, 0, 2, 4), (1, 3, 2, 5)])
+def test_arrays_of_another_shape_are_refused(small, shape):
+    stored = dict(np.load(small))
+    for name in ("query", "dout"):
+        stored[f"0_{name}"] = np.zeros(shape, np.float32)
+    np.savez(small, **stored)
+    refused_in_one_line(small)
+
+
+def test_a_sweep_is_refused_before_anything_is_captured(
+    root, tmp_path, monkeypatch, capsys
+):
+    def captured(*_):
+        raise AssertionError("captured before the command was refused")
+
+    monkeypatch.setattr(capture, "capture", captured)
+    command = ["tiling", "--preset=toy", f"--inputs=run:{root}"]
+    (tmp_path / "file").touch()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "toy.jsonl").write_text('{"settings": {"seeds": 3}}\n')
+    for options, reason in (
+        ([f"--out={tmp_path / 'file'}"], "cannot write"),
+        ([f"--out={other}"], "other settings"),
+        (["--seeds=5"], "4 draws"),
+    ):
+        assert main([*command, *options]) == 2
+        error = capsys.readouterr().err
+        assert reason in error and len(error.splitlines()) == 1
+
+
+def test_what_a_run_folder_will_give_is_known_beforehand(root, monkeypatch):
+    # The shape of what is captured from this run, as asserted above.
+    inputs = Inputs(*np.ones((4, 2, 28, 2, 64), np.float32))
+    calls = []
+
+    def captured(root, steps, layers, examples):
+        calls.append(examples)
+        return [capture.Capture(s, n, 0.0, inputs) for s in steps for n in layers]
+
+    monkeypatch.setattr(capture, "capture", captured)
+    found = capture.load(root)
+    assert not calls
+    arrays = found.arrays()
+    assert found.arrays() is arrays and calls == [capture.DEFAULT_EXAMPLES]
+    assert found.labels == tuple(arrays)
+    assert found[1:4] == capture.captured(arrays)[1:4] == (4, 28, 64)

@@ -1,11 +1,15 @@
 """backward, attribution, saturation and bias: what they find, at toy size."""
 
+import argparse
+import csv
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from analysis import gradients, inputs, sweep
+from analysis import capture_file, gradients, inputs, sweep
 from analysis.__main__ import main
 from analysis.experiments import attribution, backward, bias, saturation
 from attn_jax.audit.error import correctly_rounded
@@ -77,6 +81,48 @@ def test_backward_tells_delta_sources_and_centres_apart(measured, monkeypatch):
         "flash2: o_hi_lo, mean, uniform, 96 keys": True,
         "flash2: o_hi_lo, mean, repeated_max, 96 keys": False,
     }
+
+
+def test_what_is_said_of_cudnn_was_measured():
+    row = {"family": "uniform", "N": 96, "variant": backward.variant("o", "none")}
+    row |= {"tensor": "dq", "units": 50.0, "units_ci": 1.0}
+    (claim,) = backward._claims([row])
+    assert claim.source == "cuDNN on an H200, results/accuracy" and claim.holds
+    table = Path(__file__).parent.parent / "results/accuracy/nvidia-h200-full.csv"
+    with table.open() as file:
+        measured = {
+            line["family"]: float(line["dq"])
+            for line in csv.DictReader(file)
+            if (line["implementation"], line["dtype"]) == ("cudnn", "bfloat16")
+            and (line["T"], line["S"], line["H"]) == ("2048", "2048", "128")
+            and line["is_causal"] == "False"
+        }
+    said = re.findall(r"([\d.]+) on ([\w-]+)", claim.says)
+    assert [family for _, family in said] == ["uniform", "offset", "lse-130"]
+    for size, family in said:
+        # Three digits are given.
+        assert float(size) == pytest.approx(measured[family], rel=0.005)
+
+
+def test_all_heads_of_a_run_are_taken(monkeypatch):
+    arrays = Inputs(*np.ones((4, 1, 24, 3, 8), np.float32))
+    captured = capture_file.captured({"step 5": arrays})
+    monkeypatch.setattr("analysis.capture.load", lambda path: captured)
+    parser = argparse.ArgumentParser()
+    backward.add_arguments(parser)
+    # Three, where the default of random inputs is four.
+    chosen = parser.parse_args(["--inputs", "run:somewhere"])
+    assert inputs.open_inputs(chosen).seeds == sweep.seeds(chosen) == 3
+
+
+def test_names_side_by_side_are_not_joined():
+    row = {"family": "normal", "N": 96, "tensor": "dq", "units": 1.0, "rel": 1.0}
+    row |= {"variant": backward.variant("o", "none"), "cast": "output"}
+    panels = [
+        backward._panel([row], "dq", [row["variant"]]),
+        attribution._panel("", [row]),
+    ]
+    assert not any(panel.joined for panel in panels)
 
 
 def test_every_source_and_centre_of_the_recipes_is_measured():
@@ -172,8 +218,14 @@ def test_bias_is_in_the_rounded_output_and_not_in_p_dp(measured, monkeypatch):
     cured = mean(rows, "delta_error", scenario="sinks", recipe="flash2, p_dp")
     assert abs(cured) < 2e-6
     assert abs(mean(rows, "delta_error", scenario="iid", recipe="qiu_yao")) < 1e-4
-    verdicts = {c["recipe"]: c["holds"] for c in claims}
-    assert verdicts["qiu_yao, sinks"] and verdicts["flash2, p_dp, sinks"]
+    at = {c["recipe"]: c for c in claims}
+    assert at["qiu_yao, sinks"]["holds"] and at["flash2, p_dp, sinks"]["holds"]
+    # An error of no size has no direction, and A is no multiple of 1e-4.
+    assert ", A = " in at["qiu_yao, sinks"]["found"]
+    assert "A" not in at["flash2, p_dp, sinks"]["found"]
+    assert set(bias.report(rows).tables) == {
+        f"{scenario}: means x 1e-4, and A" for scenario in bias.SCENARIOS
+    }
 
 
 def test_delta_and_ds_are_read_from_gradients():

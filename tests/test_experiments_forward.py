@@ -10,7 +10,7 @@ import numpy as np
 import polars
 import pytest
 
-from analysis import deviation, inputs, sweep
+from analysis import capture_file, deviation, inputs, sweep
 from analysis.__main__ import main
 from analysis.experiments import precision, state_format, tiling
 from analysis.summary import summarise
@@ -212,7 +212,8 @@ def test_fp64_is_judged_by_long_double(monkeypatch):
 def test_inputs_of_a_run_take_the_place_of_families(monkeypatch):
     rng = np.random.default_rng(0)
     arrays = Inputs(*rng.standard_normal((4, 2, 24, 2, 8)).astype(np.float32))
-    monkeypatch.setattr("analysis.capture.load", lambda path: [("step 5", arrays)])
+    captured = capture_file.captured({"step 5": arrays})
+    monkeypatch.setattr("analysis.capture.load", lambda path: captured)
     parser = argparse.ArgumentParser()
     sweep.add_options(parser, "tiling")
     command = ["--preset", "toy", "--inputs", "run:somewhere", "--seeds"]

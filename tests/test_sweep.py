@@ -5,14 +5,16 @@ import csv
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import polars
 import pytest
+from matplotlib.figure import Figure
 from scipy import stats
 
-from analysis import deviation, inputs, store, summary, sweep
-from analysis.figures import Panel
+from analysis import capture_file, deviation, inputs, store, summary, sweep
+from analysis.figures import Panel, write_figure
 from attn_jax import RECIPES
 from attn_jax.audit.error import correctly_rounded
 from attn_jax.audit.inputs import Inputs
@@ -33,6 +35,12 @@ CELLS = [Cell(family, N) for family in ("normal", "uniform") for N in (1, 2, 4)]
 def certified(monkeypatch):
     """The canaries have tests of their own."""
     monkeypatch.setattr(sweep, "_certify", lambda: {"passed": ["all"]})
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures take most of the time of a sweep of this file."""
+    monkeypatch.setattr(sweep, "write_figure", lambda _, path, __: path.write_text(""))
 
 
 def options(out, *arguments: str) -> argparse.Namespace:
@@ -158,6 +166,112 @@ def test_damage_before_the_last_line_is_refused(tmp_path):
         run(options(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe\n",
+        b"something else",
+        b'{"settings": 5}\n',
+        b'{"cell": {}, "rows": [{"seed": 0}]}\n',
+        b'SETTINGS{"environment": {}}\n',
+        b'SETTINGS{"environment": {"device": "cpu", "versions": 5}}\n',
+        b'SETTINGS{"settings": {}}\n',
+        b"SETTINGS5\n",
+        *(
+            b'SETTINGS{"cell": {"N": 1}, "rows": %s}\n' % rows
+            for rows in (b"5", b"[]", b"[5]", b"[{}]", b'{"seed": 0}')
+        ),
+        b'SETTINGS{"cell": 5, "rows": [{"seed": 0}]}\n',
+        b"SETTINGS" + 2 * b'{"cell": {"N": 1}, "rows": [{"seed": 0}]}\n',
+        b"SETTINGS" + 100_000 * b"[" + b"\n",
+    ],
+    ids=lambda content: content[:60].decode(errors="replace"),
+)
+def test_lines_of_another_shape_are_damage(tmp_path, content):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content.replace(b"SETTINGS", b'{"settings": {"a": 1}}\n'))
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="x.jsonl is damaged: .* --fresh"):
+        store.Store(path, {"a": 1}, fresh=False)
+    # It may be somebody's, and is kept until --fresh.
+    assert path.read_bytes() == before
+    fresh = store.Store(path, {"a": 1}, fresh=True)
+    assert {"N": 1} not in fresh
+    fresh.close()
+    assert path.read_text() == '{"settings": {"a": 1}}\n'
+
+
+@pytest.mark.parametrize("fresh", [[], ["--fresh"]])
+def test_two_runs_do_not_write_into_one_folder(tmp_path, fresh, undrawn):
+    def measure(cell):
+        with pytest.raises(UsageError, match="another run is writing .*--out") as other:
+            run(options(tmp_path, *fresh))
+        assert "\n" not in str(other.value)
+        return rows_of(cell)
+
+    run(options(tmp_path), measure, CELLS[:1])
+    lines = (tmp_path / "default.jsonl").read_text().splitlines()
+    assert [next(iter(json.loads(line))) for line in lines] == [
+        *("settings", "environment", "cell")
+    ]
+    # Nor does a run that failed keep the file.
+    with pytest.raises(ZeroDivisionError):
+        run(options(tmp_path), lambda cell: 1 // 0)
+    run(options(tmp_path))
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "png", "csv", "json"])
+def test_a_file_that_cannot_be_written_loses_no_rows(tmp_path, suffix, undrawn):
+    (tmp_path / f"default.{suffix}").mkdir()
+    with pytest.raises(UsageError, match=f"default.{suffix}.*rows are in") as refusal:
+        run(options(tmp_path))
+    assert "\n" not in str(refusal.value)
+    (tmp_path / f"default.{suffix}").rmdir()
+    run(options(tmp_path), lambda cell: pytest.fail("measured again"))
+    assert (tmp_path / f"default.{suffix}").is_file()
+
+
+def test_each_family_is_measured_once(tmp_path):
+    twice = options(tmp_path, "--families", "wide", "normal", "wide")
+    assert sweep.families(twice) == ["wide", "normal"]
+
+
+def test_help_tells_how_many_draws_there_are():
+    def text(**changes) -> str:
+        parser = argparse.ArgumentParser(prog="x")
+        sweep.add_options(parser, "example", **changes)
+        return " ".join(parser.format_help().split())
+
+    assert "(default 4; toy 2, full 8)" in text()
+    assert "(default 4; toy 2, full 8; with --inputs all there are)" in text(
+        every_draw=True
+    )
+    sixteen = dict.fromkeys(sweep.SEEDS, 16)
+    assert "(default 16)" in text(families=None, seeds=sixteen)
+
+
+def test_inputs_of_a_run_have_a_folder_of_their_own(tmp_path, monkeypatch, undrawn):
+    monkeypatch.chdir(tmp_path)
+
+    def folder(*arguments: str) -> list[str]:
+        parser = argparse.ArgumentParser()
+        sweep.add_options(parser, "example")
+        chosen = parser.parse_args(["--preset", "toy", *arguments])
+        before = set(tmp_path.rglob("*.jsonl"))
+        run(chosen)
+        return [
+            str(path.relative_to(tmp_path).parent)
+            for path in set(tmp_path.rglob("*.jsonl")) - before
+        ]
+
+    assert folder() == ["results/example"]
+    assert folder("--inputs=run:runs/small.v1.npz") == ["results/example-small.v1"]
+    assert folder("--inputs=run:runs/tiny/") == ["results/example-tiny"]
+    # The default file of a capture is called after nothing; its run is.
+    assert folder("--inputs=run:runs/base/capture.npz") == ["results/example-base"]
+    assert folder("--inputs=run:runs/tiny", "--out=here") == ["here"]
+
+
 def test_without_polars_the_rows_are_kept_for_later(tmp_path, monkeypatch, capsys):
     find_spec = sweep.importlib.util.find_spec
     with monkeypatch.context() as patch:
@@ -186,6 +300,40 @@ def test_unusable_options_are_refused_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):
         store.Store(tmp_path / "file" / "x.jsonl", {}, fresh=False)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Draws panels; returns the errorbars of each, as matplotlib has them."""
+
+    def draw(*panels: Panel):
+        kept = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Figure, "savefig", lambda self, *_, **__: kept.append(self))
+            write_figure(panels, Path("nowhere.png"))
+        return [axes.containers for axes in kept[0].axes]
+
+    return draw
+
+
+def test_an_interval_that_reaches_zero_is_drawn(drawn):
+    rows = [{"N": n, "e": 2.0, "e_ci": ci, "r": "a"} for n, ci in ((1, 0.5), (2, 9.0))]
+    panel = Panel("", rows, "N", "e", "r", "", "")
+    [on_log], [linear] = drawn(panel, dataclasses.replace(panel, log_y=False))
+
+    def ends(bars):
+        return [tuple(segment[:, 1]) for segment in bars[2][0].get_segments()]
+
+    assert ends(linear) == [(1.5, 2.5), (-7, 11)]
+    assert ends(on_log) == [(1.5, 2.5), (pytest.approx(0.2), 11)]
+
+
+def test_series_of_a_figure_differ_by_colour_as_far_as_it_goes(drawn):
+    rows = [{"N": 1, "e": 1.0, "r": f"{n:02}"} for n in range(25)]
+    [series] = drawn(Panel("", rows, "N", "e", "r", "", ""))
+    looks = [(bars[0].get_color(), bars[0].get_marker()) for bars in series]
+    assert len({colour for colour, _ in looks[:20]}) == 20
+    assert len(set(looks)) == 25
 
 
 def test_intervals_are_student_s():
@@ -266,7 +414,8 @@ def test_a_draw_of_captured_inputs_is_one_head_of_one_example():
     query, dout = rng.standard_normal((2, 2, 24, 4, 8))
     key, value = rng.standard_normal((2, 2, 24, 2, 8))
     captured = Inputs(query, key, value, dout)
-    source = inputs.Source(("step 1",), 2, 4, 1, 8, {"step 1": captured})
+    arrays = capture_file.captured({"step 1": captured})
+    source = inputs.Source(arrays.labels, 2, 4, 1, 8, arrays)
     assert source.lengths([8, 16, 512]) == [8, 16]
     assert source.lengths([512]) == [24]
     # Draw 5 is head 2 of example 1; query heads 2 and 3 share key head 1.

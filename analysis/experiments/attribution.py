@@ -137,12 +137,25 @@ def report(rows: Sequence[Row]) -> sweep.Report:
             row["cast"]: row["rel"] or 0.0 for row in here if row["how"] == "alone"
         }
         shown = [row for row in here if alone.get(row["cast"], 0.0) > _NOTHING]
-        label = "relative error"
-        panels.append(Panel(title, shown, "cast", "rel", "how", "", label, log_x=False))
+        panels.append(_panel(title, shown))
         claims += _claims(title, here)
     # What is said once is shown once, with everything found on it below.
     claims.sort(key=lambda claim: claim.says)
     return sweep.Report(tables, panels, claims)
+
+
+def _panel(title: str, shown: Sequence[Row]) -> Panel:
+    return Panel(
+        title,
+        shown,
+        "cast",
+        "rel",
+        "how",
+        "",
+        "relative error",
+        log_x=False,
+        joined=False,
+    )
 
 
 def _table(here: Sequence[Row]) -> list[Row]:
