@@ -108,6 +108,47 @@ def test_a_step_that_rounds_nothing_new_costs_nothing(toy):
     assert found[state_format.FEW]["rescales_max"] == 0 < found["all"]["rescales_max"]
 
 
+@pytest.mark.parametrize(
+    ("ratios", "holds"),
+    [
+        ((1.03, 1.04, 1.05), False),  # beyond doubt, and nothing
+        ((1.9, 2.0, 2.1), True),
+        ((1.1, 1.2, 1.3), None),
+        ((0.4, 0.5, 0.6), False),
+    ],
+)
+def test_rescaling_is_to_blame_only_for_a_fifth_or_more(ratios, holds):
+    rows = [
+        {
+            **{"family": "normal", "N": 64, "recipe": name, "seed": seed},
+            **dict.fromkeys(state_format._VALUES, 1.0),
+            # Seeds differ by far more than what they have in common.
+            "rel": 0.01 * 3**seed * (ratio if name == "all" else 1.0),
+        }
+        for name in state_format.recipes()
+        for seed, ratio in enumerate(ratios)
+    ]
+    claims = state_format.report(rows).claims
+    (claim,) = (c for c in claims if c.recipe.startswith(state_format.FEW))
+    assert claim.holds is holds
+    assert f"one over the other {ratios[1]:.1f}" in claim.found
+    assert "above 1.2" in claim.found
+
+
+def test_the_claim_of_mantissa_bits_names_its_formats():
+    rows = [
+        {
+            **{"family": "normal", "N": 64, "recipe": name, "seed": 0, "format": fmt},
+            **dict.fromkeys(precision._VALUES, 10.0**-place),
+        }
+        for name in (BASELINE, "flash2")
+        for place, fmt in enumerate(precision.FORMATS)
+    ]
+    claim, *_ = precision.report(rows).claims
+    assert claim.says.startswith("Among bf16, fp16, fp32, fp64 (those of the paper)")
+    assert claim.found.startswith("bf16") and claim.holds
+
+
 def test_only_the_number_of_keys_in_a_block_counts(toy):
     rows = toy("tiling").filter(polars.col("format") == "bf16", seed=0)
     last = rows.filter(M=2**15, recipe="flash1_paper")

@@ -127,7 +127,8 @@ def _claims(found: Sequence[Row]) -> list[sweep.Claim]:
         claims.append(
             sweep.Claim(
                 "paper, Fig. 3",
-                "The more mantissa bits, the smaller the difference from the baseline.",
+                f"Among {', '.join(tried)} (those of the paper), the more mantissa "
+                "bits, the smaller the difference from the baseline.",
                 f"{name}, {family}",
                 ", ".join(
                     f"{fmt} {size:.2g}" for fmt, size in zip(tried, sizes, strict=True)
