@@ -5,6 +5,7 @@ A recipe is to the emulator what a tableau is to a Runge-Kutta solver.
 
 import dataclasses
 import math
+import numbers
 from typing import Any, Literal, get_args
 
 from attn_jax.formats import BF16, FP32, FP64, NumberFormat, Rounding
@@ -159,7 +160,9 @@ class Recipe:
       exp2_degree         2 to 5; polynomials in `emulator.exponential`
       repeated_max_factor Qiu & Yao's fix; None for none. As in their paper equal means
                           equal. A large factor r makes e underflow: all of a row where
-                          (factor - 1) r exceeds 87 (natural units, FP32)
+                          (factor - 1) r exceeds 87 (natural units, FP32). x = -inf
+                          is no maximum, be its key hidden or only its bias -inf: a
+                          block that has nothing else keeps r = -inf
       dlogits_scale       a power of two
     """
 
@@ -219,11 +222,14 @@ class Recipe:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            fault = _fault(field, getattr(self, field.name))
+            given = getattr(self, field.name)
+            value = _as_python(field, given)
+            fault = _fault(field, value)
             if fault is not None:
-                raise ValueError(
-                    f"{field.name} must be {fault}, got {getattr(self, field.name)!r}"
-                )
+                raise ValueError(f"{field.name} must be {fault}, got {given!r}")
+            object.__setattr__(self, field.name, value)
+        _check_constants(self)
+        _check_minus_infinity(self)
         # Addends below 2^(z + 2), multiples of 2^(z - F): their sums fit 53 bits.
         if self.dot_alignment is not None and not (
             self.carrier == FP64
@@ -281,6 +287,63 @@ class Recipe:
         return self.replace_format(self.inputs, fmt)
 
 
+# What is -inf for a key that is hidden (or has a bias of -inf), at first, or for a row
+# that sees nothing.
+_MAY_BE_MINUS_INFINITY = "logits", "shifted", "row_max", "correction", "lse"
+
+
+def _check_minus_infinity(recipe: Recipe) -> None:
+    for name in _MAY_BE_MINUS_INFINITY:
+        fmt = getattr(recipe, name).format
+        if not (fmt.has_inf or fmt.saturates):
+            raise ValueError(
+                f"{name} must hold -inf, of which {fmt.name} makes NaN; use the "
+                "format's .saturating()"
+            )
+    fmt = recipe.shifted.format
+    # 2^-150 is nothing, not even a subnormal of FP32.
+    if fmt.saturates and fmt.max_finite < 150:
+        raise ValueError(
+            f"shifted must reach 150, or hidden keys would have weight, got {fmt.name} "
+            f"that saturates at {fmt.max_finite:g}"
+        )
+
+
+def _check_constants(recipe: Recipe) -> None:
+    """Numbers that are compiled in must be such of the carrier, and not subnormal."""
+    carrier = recipe.carrier
+    for name in ("probability_scale", "dlogits_scale"):
+        value = getattr(recipe, name)
+        # Its reciprocal, too: a compiler may divide by multiplying.
+        if not carrier.min_normal <= value <= 1 / carrier.min_normal:
+            raise ValueError(
+                f"{name} must lie between 2**{carrier.min_exponent} and "
+                f"2**{-carrier.min_exponent}, for a {carrier.name} carrier, got {value}"
+            )
+    for name in ("rescale_threshold", "repeated_max_factor"):
+        value = getattr(recipe, name)
+        if value is not None and value > carrier.max_finite:
+            raise ValueError(
+                f"{name} must be at most {carrier.max_finite:g}, for a {carrier.name} "
+                f"carrier, got {value}"
+            )
+
+
+def _as_python(field: dataclasses.Field, value: Any) -> Any:
+    """NumPy's numbers as Python's: theirs would widen a carrier's under x64.
+
+    What is no number of the field's kind becomes nan, which no field takes.
+    """
+    kinds = get_args(field.type) or (field.type,)
+    if not (int in kinds or float in kinds) or value is None and type(None) in kinds:
+        return value
+    if isinstance(value, bool):
+        return math.nan
+    if int in kinds:
+        return int(value) if isinstance(value, numbers.Integral) else math.nan
+    return float(value) if isinstance(value, numbers.Real) else math.nan
+
+
 def _fault(field: dataclasses.Field, value: Any) -> str | None:
     """What `value` should have been for a field of `Recipe`, or None if it will do."""
     if field.type in (Step, NumberFormat):
@@ -290,10 +353,9 @@ def _fault(field: dataclasses.Field, value: Any) -> str | None:
     if choices and isinstance(choices[0], str):
         return None if value in choices else f"one of {', '.join(choices)}"
     if field.name == "ring_size":
-        fits = isinstance(value, int) and value >= 1
-        return None if fits else "a whole number of at least 1"
+        return None if value >= 1 else "a whole number of at least 1"
     if "block" in field.name or field.name == "dot_chunk":
-        fits = value is None or (isinstance(value, int) and value >= 1)
+        fits = value is None or value >= 1
         return None if fits else "a whole number of at least 1, or None"
     if field.name in ("probability_scale", "dlogits_scale"):
         if not 0 < value < math.inf:
@@ -301,7 +363,7 @@ def _fault(field: dataclasses.Field, value: Any) -> str | None:
     if field.name == "dlogits_scale" and math.frexp(value)[0] != 0.5:
         return "a power of two"  # So that undoing it is exact.
     if field.name == "dot_alignment":
-        fits = value is None or (isinstance(value, int) and 1 <= value <= 40)
+        fits = value is None or 1 <= value <= 40
         return None if fits else "a whole number from 1 to 40, or None"
     if field.name == "rescale_threshold" and not 0 <= value < math.inf:
         return "finite and at least 0"

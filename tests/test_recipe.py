@@ -5,9 +5,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from attn_jax.formats import BF16, FP16, FP32, FP64
+from attn_jax.formats import BF16, E4M3FN, E5M2, FP16, FP32, FP64, number_format
 from attn_jax.recipe import (
     ATTN_JAX,
     FLASH1_PAPER,
@@ -148,6 +149,28 @@ def test_contradictions_are_refused():
         (dict(ring_merge="sum"), "two_pass"),
         (dict(repeated_max_factor=0.5), "at least 1"),
         (dict(exp2_degree=7, exponential="exp2_polynomial"), "2, 3, 4 or 5"),
+        (dict(dlogits_scale="a"), "positive"),
+        (dict(dlogits_scale=2.0**200), "for a fp32 carrier"),
+        (dict(dlogits_scale=2.0**-140), "for a fp32 carrier"),
+        (dict(probability_scale="x"), "positive"),
+        (dict(probability_scale=None), "positive"),
+        (dict(probability_scale=1e300), "for a fp32 carrier"),
+        (dict(probability_scale=2.0**127), "for a fp32 carrier"),
+        (dict(rescale_threshold=None), "at least 0"),
+        (dict(rescale_threshold=1e39), "for a fp32 carrier"),
+        (dict(repeated_max_factor="2"), "at least 1"),
+        (dict(repeated_max_factor=1e39), "for a fp32 carrier"),
+        (dict(exp2_degree=3.0, exponential="exp2_polynomial"), "2, 3, 4 or 5"),
+        (dict(block_kv=True), "at least 1"),
+        (dict(block_kv=64.0), "at least 1"),
+        (dict(ring_size="2"), "at least 1"),
+        (dict(ring_size=True), "at least 1"),
+        (dict(correction=Step(E4M3FN)), "saturating"),
+        (dict(shifted=Step(E4M3FN)), "saturating"),
+        (dict(row_max=Step(E4M3FN)), "saturating"),
+        (dict(logits=Step(E4M3FN)), "saturating"),
+        (dict(lse=Step(E4M3FN)), "saturating"),
+        (dict(shifted=Step(number_format(3, 1).saturating())), "hidden keys"),
         (dict(logits=BF16), "a Step"),
         (dict(inputs="bf16"), "a NumberFormat"),
     ],
@@ -173,6 +196,31 @@ def test_tensor_cores_change_the_sums_of_products_alone():
             ATTN_JAX,
             "volta",  # pyright: ignore[reportArgumentType]
         )
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+def test_numbers_of_numpy_become_those_of_python():
+    recipe = dataclasses.replace(
+        FLASH2,
+        block_kv=np.int64(64),
+        ring_size=np.int32(2),
+        exponential="exp2_polynomial",
+        exp2_degree=np.int8(3),
+        probability_scale=np.float64(3),
+        dlogits_scale=np.float32(8),
+        rescale_threshold=2,
+    )
+    for name in ("block_kv", "ring_size", "exp2_degree"):
+        assert type(getattr(recipe, name)) is int
+    for name in ("probability_scale", "dlogits_scale", "rescale_threshold"):
+        assert type(getattr(recipe, name)) is float
+    assert recipe.probability_scale == 3 and recipe.exp2_degree == 3
+
+
+def test_what_holds_minus_infinity_or_clamps_it_is_taken():
+    for name in ("correction", "shifted", "row_max", "logits", "lse"):
+        for fmt in (E5M2, E4M3FN.saturating()):
+            dataclasses.replace(FLASH2, **{name: Step(fmt)})
 
 
 @pytest.mark.usefixtures("as_users_call_it")
