@@ -8,7 +8,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -16,6 +15,7 @@ from attn_jax import emulator, external, reference
 from attn_jax.formats import FP16
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, Recipe
+from attn_jax.recipe_checks import check_is_recipe
 
 Implementation = Literal["pallas", "emulated", "reference", "xla", "cudnn"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = typing.get_args(Implementation)
@@ -121,17 +121,13 @@ def dot_product_attention(
             raise ValueError(
                 f"recipe= is for implementation='emulated', not {implementation!r}"
             )
-        if not isinstance(recipe, Recipe):
-            raise ValueError(
-                f"recipe must be a Recipe, such as attn_jax.RECIPES['flash2'], got "
-                f"{recipe!r}"
-            )
+        check_is_recipe(recipe)
     if rounding_key is not None and implementation != "emulated":
         raise ValueError(
             f"rounding_key= is for implementation='emulated', not {implementation!r}"
         )
     scale = reference.default_scale(scale, query.shape[-1])
-    out_dtype = _output_dtype(query.dtype if out_dtype is None else out_dtype)
+    out_dtype = reference.output_dtype(query.dtype if out_dtype is None else out_dtype)
 
     def refusal(name: Implementation) -> str | None:
         if name == "pallas":
@@ -211,18 +207,6 @@ def _window(size) -> tuple[int | None, int | None] | None:
     if isinstance(size, numbers.Integral):
         return int(size), int(size)
     return tuple(size) if isinstance(size, list) else size
-
-
-def _output_dtype(dtype) -> np.dtype:
-    try:
-        dtype = jnp.dtype(dtype)
-    except TypeError as error:
-        raise ValueError(f"out_dtype must be a floating type: {error}") from None
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"out_dtype must be a floating type, got {dtype}")
-    if dtype == jnp.float64 and not jax.config.jax_enable_x64:
-        raise ValueError("out_dtype=float64 needs jax_enable_x64")
-    return dtype
 
 
 def _pallas_refusal(

@@ -57,8 +57,8 @@ def attention(
     )
     static = _Static(
         default_scale(scale, query.shape[-1]),
-        soft_cap,
-        np.dtype(query.dtype if out_dtype is None else out_dtype),
+        python_float(soft_cap),
+        output_dtype(query.dtype if out_dtype is None else out_dtype),
     )
     arrays = varying_alike(query, key, value, bias, sinks, mask)
     return _attention(static, *arrays)
@@ -116,7 +116,8 @@ def golden(
     lse = np.zeros((B, N, T))
     dbias = None if bias is None else np.zeros(bias.shape)
     dsinks = None if sinks is None else np.zeros(sinks.shape)
-    static = _Static(default_scale(scale, H), soft_cap, np.dtype(np.float64))
+    cap = python_float(soft_cap)
+    static = _Static(default_scale(scale, H), cap, np.dtype(np.float64))
     with jax.enable_x64(True):
         for b, n in np.ndindex(B, N):
             row, head, kv_head = (
@@ -157,6 +158,24 @@ def default_scale(scale: float | None, head_dim: int) -> float:
             "multiply query by an array instead"
         )
     return float(scale)
+
+
+def python_float(x: float | None) -> float | None:
+    """NumPy's numbers as Python's, which leave a product in the other factor's type."""
+    return None if x is None else float(x)
+
+
+def output_dtype(dtype) -> np.dtype:
+    """ValueError unless it is a floating type that JAX has in this mode."""
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"out_dtype must be a floating type: {error}") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"out_dtype must be a floating type, got {dtype}")
+    if dtype == jnp.float64 and not jax.config.jax_enable_x64:
+        raise ValueError("out_dtype=float64 needs jax_enable_x64")
+    return dtype
 
 
 def check_arguments(
@@ -202,9 +221,12 @@ def check_arguments(
             raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
     _check_types(query, key, value, bias, mask, sinks)
     if soft_cap is not None:
-        if isinstance(soft_cap, jax.Array):
-            raise ValueError("soft_cap must be a Python number, which is compiled in")
-        if not 0 < soft_cap < float("inf"):
+        if not isinstance(soft_cap, numbers.Real):
+            raise ValueError(
+                "soft_cap must be a Python number, which is compiled in, got a "
+                f"{type(soft_cap).__name__}"
+            )
+        if not 0 < float(soft_cap) < math.inf:
             raise ValueError(f"soft_cap must be positive and finite, got {soft_cap}")
 
 

@@ -156,10 +156,9 @@ class _Oracle:
 
     def new_max(self, m: Interval, x: Interval) -> Interval:
         new = self.a.round(maximum(m, self.block_max(x)), self.r.row_max)
-        tau = self.r.rescale_threshold
-        started = np.isfinite(m.lo)
+        tau, started = self.r.rescale_threshold, np.isfinite(m.lo)
         if tau == 0 or not started.any():
-            return new
+            return new  # Without a sink m' is never below m: at 0 nothing moves.
         zero = self.a.point(0)
         rise = self.a.sub(where(started, new, zero), where(started, m, zero))
         rise = self.times(rise, math.log2(math.e) / self.unit)

@@ -4,6 +4,8 @@ What is refused here would otherwise give a number: integers truncate the output
 complex inputs lose their imaginary part, a soft cap of 0 makes every logit the same.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import attn_jax
+from attn_jax.bounds import bound
+from attn_jax.formats import BF16, Rounding
+from attn_jax.recipe import FLASH2, Step
 
 
 def inputs(B=2, T=5, S=7, N=4, K=2, H=8, dtype=jnp.float32):
@@ -53,6 +58,62 @@ def test_a_soft_cap_must_be_positive_and_finite(implementation, soft_cap):
         attn_jax.dot_product_attention(
             *inputs(), implementation=implementation, soft_cap=soft_cap
         )
+
+
+_STOCHASTIC = dataclasses.replace(FLASH2, lse=Step(BF16, Rounding.STOCHASTIC))
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+@pytest.mark.parametrize(
+    "key", [0, "a", 1.5, [0, 1], np.uint32(3), np.arange(3, dtype=np.uint32)], ids=str
+)
+def test_what_is_no_key_is_refused_in_one_line(key):
+    with pytest.raises(ValueError, match="one key of jax.random") as caught:
+        attn_jax.emulator.attention(*inputs(), recipe=_STOCHASTIC, rounding_key=key)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (dict(recipe="flash2"), "RECIPES\\['flash2'\\]"),
+        (dict(out_dtype=jnp.int32), "out_dtype must be a floating type"),
+        (dict(soft_cap="3"), "soft_cap must be a Python number"),
+        (dict(soft_cap=1e39), "which a fp32 carrier holds"),
+        (dict(scale=1e39), "which a fp32 carrier holds"),
+        (dict(scale=1e-39), "which a fp32 carrier holds"),
+        (
+            dict(scale=1e-9, recipe=dataclasses.replace(FLASH2, dlogits_scale=2.0**99)),
+            "which a fp32 carrier holds",
+        ),
+    ],
+)
+def test_the_emulator_refuses_what_it_would_get_wrong(arguments, hint):
+    with pytest.raises(ValueError, match=hint) as caught:
+        attn_jax.emulator.attention(*inputs(), **dict(recipe=FLASH2) | arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+@pytest.mark.parametrize(
+    ("changes", "dtype", "arguments", "hint"),
+    [
+        (dict(ring_size=2), jnp.float32, {}, "T to be a multiple of it, got T=5"),
+        ({}, jnp.float16, {}, "takes bf16 inputs, got fp16"),
+        (dict(carrier=BF16), jnp.float32, {}, "FP32 or FP64, not bf16"),
+        ({}, jnp.float32, dict(dout=np.ones((2, 5, 4, 1))), "dout must have the shape"),
+        ({}, jnp.float32, dict(confidence="x"), "between 0 and 1, got 'x'"),
+        ({}, jnp.float32, dict(scale=1e39), "which a fp32 carrier holds"),
+    ],
+)
+def test_bounds_refuse_what_the_emulator_refuses(changes, dtype, arguments, hint):
+    recipe = dataclasses.replace(FLASH2, **changes)
+    with pytest.raises((ValueError, NotImplementedError), match=hint) as caught:
+        bound(recipe, *inputs(dtype=dtype), **arguments)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="recipe must be a Recipe"):
+        bound("flash2", *inputs())  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.usefixtures("as_users_call_it")

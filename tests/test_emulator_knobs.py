@@ -11,7 +11,7 @@ import pytest
 from attn_jax import dot_product_attention, emulator, reference
 from attn_jax.audit.error import correctly_rounded
 from attn_jax.emulator import tiles
-from attn_jax.formats import BF16, FP32, Rounding
+from attn_jax.formats import BF16, FP32, Rounding, number_format
 from attn_jax.mask import Mask
 from attn_jax.recipe import EXACT_FP32, FLASH2, QIU_YAO, RECIPES, Step
 
@@ -21,7 +21,7 @@ STOCHASTIC = Step(BF16, Rounding.STOCHASTIC)
 def row_of_logits(*logits):
     """q [1, 1, 1, 1] and keys whose logits under scale 1 are these."""
     keys = jnp.asarray(logits, jnp.float32).reshape(1, -1, 1, 1)
-    return jnp.ones((1, 1, 1, 1)), keys
+    return jnp.ones_like(keys[:, :1]), keys
 
 
 def attend(q, k, v, recipe, mask=Mask(), **more):
@@ -120,6 +120,83 @@ def test_rescales_refuse_what_has_no_single_count():
     ring = dataclasses.replace(EXACT_FP32, ring_size=2)
     with pytest.raises(ValueError, match="set ring_size=1"):
         emulator.rescales(q, k, recipe=ring)
+
+
+# ---------------------------------------------------------------- sinks
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1e-30])
+def test_the_maximum_never_falls_below_a_sink(threshold):
+    """row_max knows 1 and 1.5, the sink lies between: m stays at the sink."""
+    sink, value = np.float32(1.2), jnp.ones((1, 1, 1, 1))
+    coarse = dataclasses.replace(
+        SMOOTHED,
+        row_max=Step(number_format(4, 1)),
+        exponentiated=Step(BF16),
+        rescale_threshold=threshold,
+    )
+    q, k = row_of_logits(0)
+    out, lse = attend(q, k, value, coarse, sinks=jnp.asarray([sink]))
+    p = correctly_rounded(np.exp(-np.full(1, sink, np.float64)), BF16).item()
+    # One division and one logarithm in FP32; exp(-1) in place of P is 4e-4 away.
+    np.testing.assert_allclose(out.item(), p / (1 + p), rtol=4 * 2.0**-24)
+    np.testing.assert_allclose(lse.item(), sink + np.log1p(p), rtol=4 * 2.0**-24)
+
+
+def test_a_sink_of_no_weight_gives_no_nan():
+    """LSE is -inf where a query sees nothing and its sink is -inf, too."""
+    q, k, v = (drawn(i, 1, 4, 1, 4) for i in range(3))
+    recipe = RECIPES["attn_jax"]
+    mask = Mask(query_lengths=jnp.asarray([2]))
+
+    def with_sinks(q, k, v, sinks):
+        return attend(q, k, v, recipe, mask, sinks=sinks)
+
+    def without(q, k, v, _):
+        return attend(q, k, v, recipe, mask)
+
+    args = q, k, v, jnp.full(1, -jnp.inf)
+    results = []
+    for run in (with_sinks, without):
+        outputs, pull = jax.vjp(run, *args)
+        results.append((*outputs, *pull(jax.tree.map(jnp.ones_like, outputs))))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert results[0][1][0, 0, -1] == -np.inf and not results[0][-1].any()
+
+
+# ---------------------------------------------------------------- Python numbers
+
+
+def test_a_threshold_is_a_number_of_the_carrier_under_x64_too(x64):
+    q, k = row_of_logits(0, np.float32(0.1))
+    recipe = dataclasses.replace(
+        EXACT_FP32, block_kv=1, exponential="exp2", rescale_threshold=0.1
+    )
+    # FP32's 0.1 is above FP64's: a rise by it stays below the former alone.
+    count = emulator.rescales(q, k, recipe=recipe, scale=float(np.log(2)))
+    assert count.item() == 0
+
+
+@pytest.mark.parametrize("name", ["probability_scale", "repeated_max_factor"])
+def test_a_number_of_numpy_is_one_of_python_in_a_recipe(name, x64):
+    recipes = (
+        dataclasses.replace(FLASH2, **{name: number(2.5)})
+        for number in (float, np.float64)
+    )
+    q, k, v = small()
+    a, b = (attend(q, k, v, r, out_dtype=jnp.float32) for r in recipes)
+    for x, y in zip(a, b, strict=True):
+        assert x.dtype == y.dtype == jnp.float32
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_number_of_numpy_is_one_of_python_as_a_soft_cap(x64):
+    q, k, v = small()
+    a, b = (attend(q, k, v, QIU_YAO, soft_cap=f(0.3)) for f in (float, np.float64))
+    for x, y in zip(a, b, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
 
 
 # ---------------------------------------------------------------- stochastic steps

@@ -36,6 +36,7 @@ keys) the assumption, and with it the probability, fails.
 
 import dataclasses
 import math
+import numbers
 from typing import Literal
 
 import numpy as np
@@ -48,6 +49,7 @@ from attn_jax.bounds.forward import Head, forward
 from attn_jax.bounds.ring import forward as ring_forward
 from attn_jax.formats import NumberFormat
 from attn_jax.mask import Mask
+from attn_jax.recipe_checks import check_fit, check_is_recipe
 from attn_jax.recipe_schema import Recipe
 from attn_jax.reference import check_arguments, default_scale
 
@@ -93,15 +95,16 @@ def bound(
     to be returned in a type that holds its step's format, dbias in the carrier. FP64
     NumPy, a few dozen T x S arrays for each of the query heads that share a key head.
 
-    Raises ValueError for arguments that do not fit together, a `kind` that does not
-    exist or a confidence outside (0, 1).
+    Raises ValueError for arguments that do not fit together or to the recipe, a `kind`
+    that does not exist or a confidence outside (0, 1), and NotImplementedError for a
+    carrier that is not FP32 or FP64.
     """
     if kind not in ("deterministic", "probabilistic"):
         raise ValueError(
             f"kind must be 'deterministic' or 'probabilistic', got {kind!r}"
         )
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
+    if not isinstance(confidence, numbers.Real) or not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}")
     with np.errstate(all="ignore"):
         balls = _balls(recipe, kind, query, key, value, dout, bias, mask, scale)
     spreads = math.sqrt(2 * math.log(2 / (1 - confidence)))
@@ -207,9 +210,15 @@ def _balls(recipe, kind: Kind, query, key, value, dout, bias, mask, scale) -> _R
     query, key, value = (np.asarray(x) for x in given)
     bias = None if bias is None else np.asarray(bias)
     check_arguments(query, key, value, bias=bias, mask=mask)
+    check_is_recipe(recipe)
     B, T, N, H = query.shape
     S, K = key.shape[1:3]
     scale = default_scale(scale, H)
+    check_fit(recipe, query, key, value, scale)
+    if dout is not None and np.shape(dout) != query.shape:
+        raise ValueError(
+            f"dout must have the shape {query.shape} of query, got {np.shape(dout)}"
+        )
     arithmetic = Arithmetic(recipe, kind)
     visible = mask.materialise(T, S)
     visible = True if visible is None else np.asarray(visible)

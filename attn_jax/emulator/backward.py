@@ -60,7 +60,8 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
     sink_probability = 0.0
     dsinks = None
     if x.sinks is not None:
-        sink_probability = x.exp(x.sinks - lse * static.log_unit)
+        # A row that sees nothing beside a sink of -inf has LSE -inf.
+        sink_probability = x.exp(x.sinks - finite_shift(lse * static.log_unit))
         B, K, G, T, _ = x.shape
         dsinks = -(sink_probability * rows.excess).sum((0, 3, 4)).reshape(K * G)
     on_dlogits = recipe.dlogits_scale

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from attn_jax.emulator import forward, ring
@@ -19,8 +18,14 @@ from attn_jax.emulator.checks import check_recipe
 from attn_jax.emulator.sums import walk
 from attn_jax.emulator.tiles import Operands, Static
 from attn_jax.mask import Mask
+from attn_jax.recipe_checks import check_is_recipe
 from attn_jax.recipe_schema import Recipe
-from attn_jax.reference import check_arguments, default_scale
+from attn_jax.reference import (
+    check_arguments,
+    default_scale,
+    output_dtype,
+    python_float,
+)
 from attn_jax.varying import varying_alike
 
 
@@ -66,9 +71,11 @@ def attention(
     check_arguments(
         query, key, value, bias=bias, mask=mask, soft_cap=soft_cap, sinks=sinks
     )
-    check_recipe(recipe, query, key, value, rounding_key)
-    dtype = None if out_dtype is None else np.dtype(out_dtype)
-    static = Static(recipe, default_scale(scale, query.shape[-1]), soft_cap, dtype)
+    check_is_recipe(recipe)
+    scale = default_scale(scale, query.shape[-1])
+    check_recipe(recipe, query, key, value, scale, soft_cap, rounding_key)
+    dtype = None if out_dtype is None else output_dtype(out_dtype)
+    static = Static(recipe, scale, python_float(soft_cap), dtype)
     arrays = varying_alike(query, key, value, bias, sinks, mask)
     return _attention(static, *arrays, rounding_key)
 
@@ -147,12 +154,14 @@ def rescales(
     with stochastic steps, NotImplementedError as `attention` does.
     """
     check_arguments(query, key, key, mask=mask)
+    check_is_recipe(recipe)
     if recipe.ring_size > 1:
         raise ValueError(
             f"recipe {recipe.name!r}: rescales counts on one device; set ring_size=1"
         )
-    check_recipe(recipe, query, key, key)
-    static = Static(recipe, default_scale(scale, query.shape[-1]), None, None)
+    scale = default_scale(scale, query.shape[-1])
+    check_recipe(recipe, query, key, key, scale)
+    static = Static(recipe, scale, None, None)
     x = Operands(static, query, key, key, None, None, mask)
 
     def step(state, start, size):

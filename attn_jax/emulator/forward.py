@@ -1,10 +1,10 @@
 """The emulator's forward pass over one device's keys, block by block."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from attn_jax.emulator.sums import read, walk
@@ -84,8 +84,10 @@ def renewed_max(x: Operands, logits, m, *at):
         raised = jnp.where(largest > 0, largest * recipe.repeated_max_factor, 0.0)
         largest = jnp.where(repeats & ~jnp.isneginf(largest), raised, largest)
     new_m = x.round(jnp.maximum(m, largest), "row_max", *at)
-    if recipe.rescale_threshold:
-        threshold = recipe.rescale_threshold * x.static.log_unit / np.log2(np.e)
+    # At threshold 0 m' stays where it would fall: below a sink, which may lie between
+    # two numbers of row_max's format. Another m is one of them and no m' is below it.
+    if recipe.rescale_threshold or x.sinks is not None:
+        threshold = recipe.rescale_threshold * x.static.log_unit / math.log2(math.e)
         new_m = jnp.where(new_m - m <= threshold, m, new_m)
     return new_m
 
