@@ -13,8 +13,9 @@ order are bounded with the worst errors and go to `fixed`, as do errors that are
 random: rounding toward zero, underflow, saturation, the exponential's own. Where the
 same rounding may enter twice, spreads add; else their squares do.
 
-A bound that became infinite may turn into nan on its way, as inf - inf; nan stays nan
-and means as much as infinity. Callers silence NumPy's warnings.
+A bound that became infinite may turn into nan on its way, as inf - inf or, where the
+computed number may be infinite too, 0 inf; nan stays nan and means as much as infinity.
+Callers silence NumPy's warnings.
 
 In the mode "order" `spread` is instead the RMS difference of two computations that
 follow one recipe and differ only inside the carrier. A difference d before a rounding
@@ -105,12 +106,12 @@ def plus(x: Ball, y: Ball, *, shared: bool = False) -> Ball:
 
 def times(x: Ball, y: Ball, *, shared: bool = False) -> Ball:
     a, b = np.abs(x.value), np.abs(y.value)
-    second = _product(x.worst, y.worst)
+    second = x.worst * y.worst
     s, t = b * x.spread, a * y.spread
     return Ball(
         x.value * y.value,
-        _product(a, y.worst) + _product(b, x.worst) + second,
-        _product(a, y.fixed) + _product(b, x.fixed) + second,
+        a * y.worst + b * x.worst + second,
+        a * y.fixed + b * x.fixed + second,
         s + t if shared else np.hypot(s, t),
     )
 
@@ -118,7 +119,7 @@ def times(x: Ball, y: Ball, *, shared: bool = False) -> Ball:
 def scaled(x: Ball, factor) -> Ball:
     """x times a number, or an array, known exactly."""
     size = np.abs(factor)
-    return Ball(x.value * factor, *(_product(size, e) for e in tuple(x)[1:]))
+    return Ball(x.value * factor, *(size * e for e in tuple(x)[1:]))
 
 
 def quotient(x: Ball, y: Ball) -> Ball:
@@ -130,13 +131,13 @@ def quotient(x: Ball, y: Ball) -> Ball:
     q = np.where(y.value > 0, x.value / divisor, 0.0)
     size = np.abs(q)
     least = divisor - y.worst
-    first = x.worst + _product(size, y.worst)
+    first = x.worst + size * y.worst
     worst = np.where(first == 0, 0.0, np.where(least > 0, first / least, np.inf))
     second = np.where(np.isfinite(worst), worst - first / divisor, np.inf)
     return Ball(
         q,
         worst,
-        (x.fixed + _product(size, y.fixed)) / divisor + np.maximum(second, 0.0),
+        (x.fixed + size * y.fixed) / divisor + np.maximum(second, 0.0),
         (x.spread + size * y.spread) / divisor,
     )
 
@@ -146,10 +147,13 @@ def exponential(x: Ball, base: float) -> Ball:
     value = np.exp(base * x.value)
     growth = np.expm1(base * x.worst)
     second = np.where(np.isfinite(growth), growth - base * x.worst, np.inf)
+    # What underflows here may be computed as something else.
+    normal = value >= np.finfo(np.float64).tiny
+    largest = np.exp(base * (x.value + x.worst))
     return Ball(
         value,
-        _product(value, growth),
-        _product(value, base * x.fixed + second),
+        np.where(normal, value * growth, largest),
+        np.where(normal, value * (base * x.fixed + second), largest),
         value * base * x.spread,
     )
 
@@ -163,11 +167,6 @@ def logarithm(x: Ball) -> Ball:
         x.fixed / x.value + worst - ratio,
         x.spread / x.value,
     )
-
-
-def _product(size, error):
-    """size * error with 0 * inf = 0: what is absent adds no error."""
-    return np.where(size == 0, 0.0, size * error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,12 +215,33 @@ class Arithmetic:
             else fmt.unit_roundoff * (np.abs(x.value) + extra),
             extra_spread,
         )
-        over = x.size + extra - fmt.max_finite * unit.low
+        return self._clipped(name, x, unit, extra)
+
+    def _clipped(self, name: str, x: Ball, unit: Unit = ONE, extra: Size = 0.0) -> Ball:
+        """What the step `name` cuts off from beyond its format's range."""
+        kept = getattr(self.recipe, name)
+        over = x.size + extra - kept.format.max_finite * unit.low
         if not np.any(over > 0):
             return x
         self.overflows.add(name)
-        clips = fmt.saturates or kept.rounding is Rounding.TOWARD_ZERO
+        clips = kept.format.saturates or kept.rounding is Rounding.TOWARD_ZERO
         more = np.where(over > 0, over if clips else np.inf, 0.0)
+        return x._replace(worst=x.worst + more, fixed=x.fixed + more)
+
+    def in_range(
+        self, x: Ball, size: Size, unit: Unit = ONE, largest: float | None = None
+    ) -> Ball:
+        """`x`, unbounded where numbers up to `size` on its way may leave the carrier.
+
+        That is, exceed its largest number or `largest`.
+        """
+        limit = self.recipe.carrier.max_finite if largest is None else largest
+        # What is unbounded already has its reason elsewhere.
+        over = np.isfinite(size) & (size > limit * unit.low)
+        if not np.any(over):
+            return x
+        self.overflows.add("carrier")
+        more = np.where(over, np.inf, 0.0)
         return x._replace(worst=x.worst + more, fixed=x.fixed + more)
 
     def carried(
@@ -231,14 +251,24 @@ class Arithmetic:
         u = np.expm1(operations * math.log1p(self.roundoff))
         tiny = operations * self.recipe.carrier.min_normal * unit.high
         size = math.sqrt(operations) * self.roundoff * (np.abs(x.value) + extra)
-        return self._perturb(x, u, tiny, extra, size)
+        x = self._perturb(x, u, tiny, extra, size)
+        return self.in_range(x, x.size + extra, unit)
 
     def function(self, x: Ball, unit: Unit = ONE, extra: Size = 0.0) -> Ball:
         """The carrier's own error of exp, exp2 or log."""
         u = FUNCTION_ULPS * self.roundoff
         tiny = 2 * self.recipe.carrier.min_normal * unit.high
         size = u * np.abs(x.value) if self.kind == "order" else None
-        return self._perturb(x, u, tiny, extra, size)
+        x = self._perturb(x, u, tiny, extra, size)
+        return self.in_range(x, x.size + extra, unit)
+
+    def divided(self, x: Ball, y: Ball, unit: Unit = ONE) -> Ball:
+        """x / y, where `unit` is y's."""
+        return self.carried(quotient(x, self.divisor(y, unit)))
+
+    def divisor(self, y: Ball, unit: Unit = ONE) -> Ball:
+        """A compiler may multiply by 1 / y, which must not underflow."""
+        return self.in_range(y, y.size, unit, 1 / self.recipe.carrier.min_normal)
 
     def high_and_low(self, name: str, x: Ball) -> Ball:
         """round(x) + round(x - round(x)): only the second rounding leaves an error."""
@@ -253,7 +283,8 @@ class Arithmetic:
         if kept.rounding is not Rounding.TOWARD_ZERO:
             size = fmt.unit_roundoff * u * np.abs(x.value)
         # The two roundings of the low part: of |x - round(x)| <= u |x| + tiny.
-        return self._perturb(x, u * u, (1 + u) * tiny, 0.0, size, 0.0)
+        low = self._perturb(x, u * u, (1 + u) * tiny, 0.0, size, 0.0)
+        return self._clipped(name, low)
 
     def exp(self, p: Ball, unit: Unit = ONE, extra: Size = 0.0) -> Ball:
         """The recipe's exp or exp2, given what it should be.
@@ -326,7 +357,8 @@ class Arithmetic:
         else:
             size = math.sqrt(n) * u * absolute
         error = np.expm1(n * math.log1p(u)) * absolute + np.where(absolute, tiny, 0.0)
-        return self._add(x, error, size, error - n * u * absolute)
+        x = self._add(x, error, size, error - n * u * absolute)
+        return self.in_range(x, absolute + error, unit)
 
     def summed(
         self,
@@ -337,15 +369,17 @@ class Arithmetic:
         name: str,
         unit: Unit = ONE,
         aligned: Size = 0.0,
+        extra: tuple[Size, Size] = (0.0, 0.0),
     ) -> Ball:
         """As `carrier_sum`, and rounded on its way as `dot_accumulator` says.
 
-        `aligned`, of the operands, is for `dot_alignment`.
+        `aligned`, of the operands, is for `dot_alignment`. `extra` and its spread are
+        errors of the sum that are held elsewhere; `absolute` counts them.
         """
         x = self.carrier_sum(x, absolute, squares, n, unit)
         if self.recipe.dot_alignment is not None:
             x = self._cut(x, absolute, n, unit, aligned)
-        return self._chained("dot_accumulator", x, absolute, n, name, unit)
+        return self._chained("dot_accumulator", x, absolute, n, name, unit, extra)
 
     def summed_row(
         self, x: Ball, absolute, squares, n: int, name: str, unit: Unit = ONE
@@ -376,7 +410,14 @@ class Arithmetic:
         return self._add(x, error, np.where(absolute, size, 0.0), 0.0)
 
     def _chained(
-        self, step: str, x: Ball, absolute, n: int, name: str, unit: Unit
+        self,
+        step: str,
+        x: Ball,
+        absolute,
+        n: int,
+        name: str,
+        unit: Unit,
+        extra: tuple[Size, Size] = (0.0, 0.0),
     ) -> Ball:
         """The sum x rounded to `step` after every run of n products."""
         kept = getattr(self.recipe, step)
@@ -386,7 +427,7 @@ class Arithmetic:
         grown = np.expm1(n * math.log1p(u)) * absolute
         rounds = math.ceil(n / (self.recipe.dot_chunk or n))
         if rounds == 1:
-            return self.step(step, x, unit)
+            return self.step(step, x, unit, *extra)
         nearest = kept.rounding is Rounding.NEAREST_EVEN
         u = kept.format.unit_roundoff * (1 if nearest else 2)
         growth = np.exp(rounds * math.log1p(u))

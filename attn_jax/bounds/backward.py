@@ -188,6 +188,8 @@ def _sum_over_keys(
         block_kv = arithmetic.recipe.backward_block_kv
         for block in blocks(width, block_kv, first=device.start):
             values = terms.value[:, block]
+            own = terms.worst[:, block] @ size[block]
+            own_variance = terms.spread[:, block] ** 2 @ key[block] ** 2
             part = arithmetic.summed(
                 exact(values @ key[block]),
                 terms.size[:, block] @ size[block],
@@ -197,9 +199,10 @@ def _sum_over_keys(
                 aligned=arithmetic.aligned(
                     terms.size[:, block], size[block], "dq_accumulator"
                 ),
+                extra=(own, np.sqrt(own_variance)),
             )
-            extra = extra + terms.worst[:, block] @ size[block]
-            variance = variance + terms.spread[:, block] ** 2 @ key[block] ** 2
+            extra = extra + own
+            variance = variance + own_variance
             sums = arithmetic.carried(plus(sums, part), extra=extra)
             spread = np.sqrt(variance)
             sums = arithmetic.step("dq_accumulator", sums, ONE, extra, spread)

@@ -61,7 +61,8 @@ class Bounds:
     out [B, T, N, H], lse [B, N, T], dquery [B, T, N, H], dkey and dvalue [B, S, K, H],
     dbias like the bias; gradients are None without `dout`, dbias without a bias.
     `overflows` names the steps whose numbers may leave their format's range: clipped,
-    which the bounds include, or infinite.
+    which the bounds include, or infinite; "carrier" is what no step rounds. A hidden
+    key's dP counts as well, since P = 0 times infinity is no number.
     """
 
     out: np.ndarray

@@ -22,7 +22,6 @@ from attn_jax.bounds.arithmetic import (
     exponential,
     logarithm,
     plus,
-    quotient,
     scaled,
     times,
     where,
@@ -142,7 +141,8 @@ def finish(arithmetic: Arithmetic, state: State) -> tuple[Ball, Ball]:
     """O with the further columns before its last rounding, and LSE [T, 1]."""
     wide = state.accumulator
     if arithmetic.recipe.normalise == "once":
-        wide = arithmetic.carried(quotient(wide, state.row_sum))
+        unit = accumulator_unit(arithmetic.recipe, state)
+        wide = arithmetic.divided(wide, state.row_sum, unit)
     return wide, _lse(arithmetic, state)
 
 
@@ -238,7 +238,7 @@ def _block(
     new = softmax_block(arithmetic, state, y, visible)
     p, unit = new.probability, new.unit
     if recipe.normalise == "before_product":
-        p, unit = arithmetic.carried(quotient(p, new.row_sum)), ONE
+        p, unit = arithmetic.divided(p, new.row_sum, unit), ONE
     operand = arithmetic.step("probability", p, unit)
     product = arithmetic.dot(operand, values, "product", unit)
     total = product = arithmetic.step("product", product, unit)
@@ -254,7 +254,7 @@ def _block(
         old = new.corrected("accumulator", state.row_sum, rounded_already=same)
         old = times(old, state.accumulator, shared=True)
         old = arithmetic.step("accumulator", arithmetic.carried(old, 1, unit), unit)
-        total = arithmetic.carried(quotient(add(old), new.row_sum))
+        total = arithmetic.divided(add(old), new.row_sum, unit)
         total = arithmetic.step("accumulator", total)
     after = State(new.maximum, new.low, new.high, new.row_sum, total)
     has_keys = visible.any(-1, keepdims=True)

@@ -140,12 +140,15 @@ def _weighed(
     exponent = exponent._replace(value=np.zeros(met.shape))
     size = np.abs(np.where(met, lse.value, 0.0)) + np.abs(total) + 1
     exponent = arithmetic.carried(exponent, 32, extra=size)
-    growth = np.expm1(exponent.worst)
-    weight = v * part.size + (0.0 if old is None else u * out.size)
-    second = weight * growth - (weight - v * part.worst) * exponent.worst
+    weight = v * part.size
+    growth = _growth(lse.value - total, exponent.worst) * part.size
+    if old is not None:
+        weight = weight + u * out.size
+        growth = growth + _growth(old.value - total, exponent.worst) * out.size
+    second = growth - (weight - v * part.worst) * exponent.worst
     merged = Ball(
         u * out.value + v * part.value,
-        u * out.worst + v * part.worst + weight * growth,
+        u * out.worst + v * part.worst + growth,
         u * out.fixed + v * part.fixed + weight * exponent.fixed + second,
         np.hypot(u * out.spread, v * part.spread) + weight * exponent.spread,
     )
@@ -153,6 +156,12 @@ def _weighed(
     merged = where(seen, merged, part)
     merged = arithmetic.step("ring_accumulator", merged)
     return where(met, merged, out)
+
+
+def _growth(x: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """exp(x + error) - exp(x), or as much as the former where the latter underflows."""
+    normal = np.exp(x) >= np.finfo(np.float64).tiny
+    return np.where(normal, np.exp(x) * np.expm1(error), np.exp(x + error))
 
 
 def _finite(x: Ball) -> Ball:

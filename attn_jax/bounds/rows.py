@@ -66,7 +66,9 @@ def rows_of(arithmetic: Arithmetic, head: Head, fwd: Forward, dout: np.ndarray) 
     as_operand = arithmetic.step("backward_probability", p, ONE, shared)
     dp = arithmetic.dot(exact(dout), head.value.T, "dprobability")
     dp = arithmetic.step("dprobability", dp)
-    dp = where(head.visible, dp, exact(np.zeros(p.value.shape)))
+    # P = 0 hides a key's dP, but times infinity it is NaN.
+    hidden = exact(np.zeros(p.value.shape))
+    dp = where(head.visible | ~np.isfinite(dp.worst), dp, hidden)
     if recipe.delta_source == "p_dp":
         delta = _delta_from_probabilities(arithmetic, as_factor, dp, relative)
     else:
@@ -96,8 +98,8 @@ def rows_of(arithmetic: Arithmetic, head: Head, fwd: Forward, dout: np.ndarray) 
     ds = arithmetic.carried(scaled(raw, factor), 2, extra=abs(factor) * common)
     spread = np.abs(raw.value) * relative.spread + p.value * d.spread
     ds = arithmetic.step("dlogits", ds, ONE, abs(factor) * common, abs(factor) * spread)
-    hidden = exact(np.zeros(p.value.shape))
-    raw, ds = (where(head.visible, x, hidden) for x in (raw, ds))
+    counts = head.visible | ~np.isfinite(difference.worst)
+    raw, ds = (where(counts, x, hidden) for x in (raw, ds))
     return Rows(as_operand, ds, raw, relative, d, p.value, factor)
 
 
@@ -126,6 +128,7 @@ def _softmax(arithmetic: Arithmetic, head: Head, y: Ball):
     """exp(y - m) / l: what rows share is the error of l."""
     new = softmax_block(arithmetic, start(head, 0), y, head.visible)
     p, total = new.probability, new.row_sum
+    total = arithmetic.divisor(total, new.unit)
     divisor = np.where(total.value > 0, total.value, 1.0)
     relative = Shared(*(e / divisor for e in tuple(total)[1:]))
     result = quotient(p, total)
