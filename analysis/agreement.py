@@ -101,11 +101,13 @@ def lower(attend: Attention, problem: Problem, seeds: int) -> jax.stages.Lowered
     return jax.jit(both).lower(*shapes)
 
 
-def emulated(recipe: Recipe, problem: Problem) -> Attention:
+def emulated(recipe: Recipe, problem: Problem, scale: float | None = None) -> Attention:
     """Attention as `recipe` computes it."""
 
     def attend(query, key, value):
-        return emulator.attention(query, key, value, recipe=recipe, mask=problem.mask)
+        return emulator.attention(
+            query, key, value, recipe=recipe, mask=problem.mask, scale=scale
+        )
 
     return attend
 

@@ -94,9 +94,9 @@ class Recipe:
 
     BACKWARD, dO rounded like an input and dLSE not:
         x = as in the forward pass, from the same roundings
-        P = E(shifted(x - LSE u)) (0 for LSE = -inf), by the polynomial if there is one,
-            for probability_from 'lse'; for 'softmax' P / l' of the forward pass's lines
-            with the whole row as one block
+        P = E(shifted(x - lse(LSE u))) (0 for LSE = -inf), by the polynomial if there
+            is one, for probability_from 'lse'; for 'softmax' P / l' of the forward
+            pass's lines with the whole row as one block
         delta = delta(rowsum(dO O)), summed over H, with the O of `delta_source`:
             'o' as returned, 'o_f32' unrounded, 'o_hi_lo' output(O) + output(O -
             output(O)); 'p_dp': delta(sum over blocks of rowsum(softmax_probability(P)

@@ -348,6 +348,8 @@ class _Oracle:
             return a.div(p, where(total.lo > 0, total, a.point(1)))
         nothing = ~np.isfinite(lse.lo)
         base = self.times(where(nothing, a.point(0), lse), self.unit)
+        if self.unit != 1:
+            base = a.round(base, self.r.lse)
         p = self.exponential_of(x, base, Step(a.carrier))
         return where(nothing, a.point(0), p)
 

@@ -13,6 +13,7 @@ lie almost as far off as a wrong recipe.
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
 import time
@@ -23,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from analysis import ExperimentError
 from analysis.agreement import (
@@ -204,8 +206,13 @@ def _lower_kernels(problem: Problem, seeds: int) -> jax.stages.Lowered:
 
 
 def _lower_emulator(recipe: Recipe, problem: Problem, seeds: int) -> jax.stages.Lowered:
-    with jax.enable_x64(recipe.carrier == FP64):
+    if recipe.carrier != FP64:
         return lower(emulated(recipe, problem), problem, seeds)
+    # The kernels' constant scale log2(e) is an FP32 number, the FP64 carrier's is not.
+    constant = np.float32(problem.H**-0.5 * math.log2(math.e))
+    scale = float(constant) / math.log2(math.e)
+    with jax.enable_x64(True):
+        return lower(emulated(recipe, problem, scale), problem, seeds)
 
 
 def _own_recipe(problem: Problem) -> Recipe:

@@ -112,6 +112,8 @@ def _probability(arithmetic: Arithmetic, head: Head, fwd: Forward):
     seen = head.visible.any(-1, keepdims=True)
     lse = where(seen, fwd.lse, exact(np.zeros(seen.shape)))
     lse = arithmetic.carried(scaled(lse, unit), 2)
+    if unit != 1:
+        lse = arithmetic.step("lse", lse)
     extra = lse.worst
     argument = y._replace(value=np.where(head.visible, y.value - lse.value, 0.0))
     argument = arithmetic.carried(argument, 1, extra=extra)

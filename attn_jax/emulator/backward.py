@@ -102,6 +102,8 @@ def _probability(x: Operands, rows: _Rows, q_start, kv_start, block_q, block_kv)
     logits, slope = x.logits(q_start, kv_start, block_q, block_kv)
     if x.recipe.probability_from == "lse":
         lse = read(rows.lse, 3, q_start, block_q) * x.static.log_unit
+        if x.static.log_unit != 1.0:
+            lse = x.round(lse, "lse", *at, site="unit")
         shifted = x.round(logits - finite_shift(lse), "shifted", *at)
         return x.exp_of_logits(shifted), slope
     first = (read(rows, 3, q_start, block_q) for rows in start(x, 0)[:2])
