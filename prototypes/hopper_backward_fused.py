@@ -207,6 +207,10 @@ def fused_backward(
         member = tile - group_start
         start = member * stride if shift else i32(0)
 
+        # Once: every call of get_global is another array.
+        if plan.ordered:
+            turn_semaphores = semaphores(batch * query_heads * query_blocks)
+
         def block_of(step):
             """(query head, block of queries) of a step."""
             head = kv_head * group + lax.div(step, blocks)
@@ -287,8 +291,7 @@ def fused_backward(
             """(semaphore of a step's block, rank, whether it is the block's last)."""
             head, block = block_of(step)
             index = (b * query_heads + head) * query_blocks + block
-            count = batch * query_heads * query_blocks
-            return semaphores(count).at[index], *rank_of(block)
+            return turn_semaphores.at[index], *rank_of(block)
 
         def await_turn(step):
             """Waits until the tiles due before this one have added to the block."""

@@ -48,6 +48,14 @@ def test_kernels_pass_and_wrong_recipes_are_told_apart():
     assert verdicts(rows, recipe="delta from O and no centre") == ["PASS"] * 2
 
 
+def compare_with(monkeypatch, *names):
+    """Leaves out the other recipes: each costs seconds of compilation."""
+    every = kernels.recipes
+    monkeypatch.setattr(
+        kernels, "recipes", lambda own: {name: every(own)[name] for name in names}
+    )
+
+
 def played_by_the_emulator(recipe):
     """In place of the kernels, the emulator under one of their comparisons' recipes."""
 
@@ -61,6 +69,7 @@ def played_by_the_emulator(recipe):
 def test_unrounded_p_is_told_apart_on_tensor_cores_at_large_lse(monkeypatch):
     kernel = played_by_the_emulator(kernels.ON_TENSOR_CORES)
     monkeypatch.setattr(kernels, "_lower_kernels", kernel)
+    compare_with(monkeypatch, kernels.OWN, kernels.ON_TENSOR_CORES, "P unrounded")
     rows = list(kernels.measure([EVEN], ["lse+150"], 1))
     assert verdicts(rows, recipe="P unrounded") == ["PASS"] * 2
     # Against sums to nearest it hardly is: cut-off sums alone turn half as many
@@ -73,6 +82,7 @@ def test_unrounded_p_is_told_apart_on_tensor_cores_at_large_lse(monkeypatch):
 def test_kernels_of_another_recipe_fail(recipe, tmp_path, monkeypatch, capsys):
     kernel = played_by_the_emulator(recipe)
     monkeypatch.setattr(kernels, "_lower_kernels", kernel)
+    compare_with(monkeypatch, kernels.OWN, kernels.ON_TENSOR_CORES, recipe)
     monkeypatch.setattr(kernels, "PRESETS", {"toy": [EVEN], "default": []})
     options = ["--preset", "toy", "--families", "uniform", "--out", str(tmp_path)]
     assert main(["kernels", *options]) == 1
