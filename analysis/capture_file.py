@@ -107,10 +107,11 @@ def read(path: Path) -> list[Capture]:
 
 
 def _read(path: Path) -> list[Capture]:
-    opened = np.load(path)
-    if isinstance(opened, np.ndarray):
-        raise ValueError("it holds a single array")
-    with opened as stored:
+    # NumPy leaves a file open that turns out to be damaged.
+    with path.open("rb") as file:
+        stored = np.load(file)
+        if isinstance(stored, np.ndarray):
+            raise ValueError("it holds a single array")
         described = json.loads(str(stored["description"]))
         kind = _TYPES[described["dtype"]]
         captures = [
