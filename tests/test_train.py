@@ -223,7 +223,7 @@ def test_new_run_starts_from_the_weights_of_another(finished, tmp_path, capfd):
     names = [name for name in before if name.startswith("['params']")]
     assert len(names) > 10
     for name in names:
-        # Adam moves a weight by a few times the rate, 1e-30: seen at a weight of 0 alone.
+        # Adam moves a weight by a few times 1e-30, which only a weight of 0 shows.
         np.testing.assert_allclose(after[name], before[name], rtol=0, atol=1e-25)
         # A run's first step has decay 1 / 10; fp32 rounds three times on the way.
         average = name.replace("params", "average")
