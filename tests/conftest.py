@@ -5,8 +5,10 @@ virtual devices (meshes of 2 x 2 x 2 fit). With --gpu only tests marked `gpu` ru
 """
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,11 +28,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _keep_bytecode(config)
     if not config.getoption("--gpu"):
         # The variable is for the processes that tests start, which see one device.
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
+
+
+def _keep_bytecode(config: pytest.Config) -> None:
+    """Where none may be written beside the sources, this run has a folder for it.
+
+    Every process would compile thousands of modules anew otherwise, which takes longer
+    than what most of those that tests start are started for. Workers and processes
+    find the folder in the environment.
+    """
+    if sys.dont_write_bytecode and "PYTHONDONTWRITEBYTECODE" in os.environ:
+        del os.environ["PYTHONDONTWRITEBYTECODE"]
+        folder = tempfile.mkdtemp(prefix="attn-jax-bytecode-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = folder
+        sys.dont_write_bytecode = False
 
 
 def _gpu_capability() -> str | None:
