@@ -321,11 +321,15 @@ def test_narrow_state_is_bit_equal_to_a_numpy_oracle(block):
 
 def test_each_step_named_in_a_recipe_changes_the_result():
     """No knob is silently ignored: a coarse format in any step shows somewhere."""
-    q, k, v = small_arguments(jnp.bfloat16)
-    dout, dlse = normal(7, B, T, N, H), normal(8, B, N, T)
-    args = q, k, v, jnp.asarray(dout, q.dtype), jnp.asarray(dlse), {}
-    base = dataclasses.replace(FLASH2, **SPLIT, dq_centre="none", exponential="exp")
-    with jax.disable_jit():  # many recipes, each used once: compiling would dominate
+    # Many recipes, each used once: op by op, with all tiles alike, they share nearly
+    # all of what is compiled.
+    whole, tile = 8, 4
+    args = [jnp.asarray(normal(i, 1, whole, 1, H), jnp.bfloat16) for i in range(4)]
+    args += [jnp.asarray(normal(8, 1, 1, whole)), {}]
+    base = dataclasses.replace(
+        FLASH2, **dict.fromkeys(SPLIT, tile), dq_centre="none", exponential="exp"
+    )
+    with jax.disable_jit():
         want = jax.tree.leaves(run(*args, recipe=base))
     e5m2 = Step(dataclasses.replace(BF16, name="coarse", mantissa_bits=2))
     changes: list[dict] = [
@@ -349,8 +353,8 @@ def test_each_step_named_in_a_recipe_changes_the_result():
         {"dq_centre": "mean"},
         {"dq_centre": "row"},
         {"probability": Step(BF16, Rounding.TOWARD_ZERO)},
-        {"block_kv": 13, "accumulator": Step(BF16)},
-        {"backward_block_q": 9, "dk_accumulator": e5m2},
+        {"block_kv": whole, "accumulator": Step(BF16)},
+        {"backward_block_q": whole, "dk_accumulator": e5m2},
         {"exponential": "exp2", "shifted": e5m2},
         {"exponential": "exp2_polynomial", "exp2_degree": 2},
         {"dot_accumulator": e5m2, "dot_chunk": 3},

@@ -18,6 +18,8 @@ from train.presets import PRESETS
 from train.state import TrainState, init_state, make_parts
 from train.step import make_train_step
 
+# The same step is compiled for several tests.
+pytestmark = pytest.mark.usefixtures("shared_programs")
 MODEL = dataclasses.replace(PRESETS["tiny"].model, width=64, heads=1, depth=1)
 CONFIG = dataclasses.replace(
     PRESETS["tiny"],

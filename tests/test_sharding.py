@@ -21,6 +21,8 @@ from train.presets import PRESETS
 from train.sharding import make_mesh, put_batch, rows_of_process
 from train.step import compile_step, make_train_step
 
+# Every mesh is compared with one device, in whichever worker.
+pytestmark = pytest.mark.usefixtures("shared_programs")
 REPOSITORY = Path(__file__).resolve().parent.parent
 TINY = PRESETS["tiny"]
 CONFIG = dataclasses.replace(
