@@ -1,13 +1,17 @@
-"""Runs a function in a process of its own, with a time limit.
+"""Runs a function in another process, with a time limit.
 
 For what can hang (a kernel that waits for an arrival which never comes) or take the
 process with it (a compiler that aborts): either is a failed test, not a stuck run.
+Since it takes seconds to start, a process is kept for the next function unless this one
+failed.
 """
 
+import atexit
 import multiprocessing
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 
@@ -15,32 +19,66 @@ class ChildFailed(Exception):
     """The function raised, died or ran out of time; the message says which."""
 
 
-def in_child_process(function: Callable, *arguments: Any, seconds: float) -> Any:
-    """`function(*arguments)`; both it and its result must be picklable."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_call, args=(sender, function, arguments))
-    process.start()
-    sender.close()
+_kept: list[tuple[BaseProcess, Connection]] = []
+
+
+def in_child_process(
+    function: Callable, *arguments: Any, seconds: float, alone: bool = False
+) -> Any:
+    """`function(*arguments)`; both it and its result must be picklable.
+
+    `alone` is for a function that leaves its process changed.
+    """
+    process, connection = _kept.pop() if _kept and not alone else _started()
+    keep = False
     try:
-        if not receiver.poll(seconds):
+        connection.send((function, arguments))
+        if not connection.poll(seconds):
             raise ChildFailed(f"{function.__name__} did not end in {seconds} s")
-        returned, value = receiver.recv()
-    except EOFError:
+        returned, value = connection.recv()
+        keep = returned and not alone
+    except (EOFError, ConnectionError):
         process.join()
         raise ChildFailed(
             f"{function.__name__} took its process down, exit code {process.exitcode}"
         ) from None
     finally:
-        process.kill()
-        process.join()
+        if keep:
+            _kept.append((process, connection))
+        else:
+            _end(process)
     if not returned:
         raise ChildFailed(f"{function.__name__} raised:\n{value}")
     return value
 
 
-def _call(sender: Connection, function: Callable, arguments: tuple) -> None:
-    try:
-        sender.send((True, function(*arguments)))
-    except Exception:  # Whatever it is, the parent raises it with its traceback.
-        sender.send((False, traceback.format_exc()))
+def _started() -> tuple[BaseProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _end(process: BaseProcess) -> None:
+    process.kill()
+    process.join()
+
+
+@atexit.register
+def _end_kept() -> None:
+    while _kept:
+        _end(_kept.pop()[0])
+
+
+def _serve(connection: Connection) -> None:
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:
+            return  # whoever asked is gone
+        try:
+            connection.send((True, function(*arguments)))
+        except Exception:  # Whatever it is, the parent raises it with its traceback.
+            connection.send((False, traceback.format_exc()))

@@ -1,6 +1,6 @@
 """Compiles for H200 GPUs on a machine that has none.
 
-Needs the `compile` extra. `compiled` wants a process of its own: it sets environment
+Needs the `compile` extra. `compiled` wants another process: it sets environment
 variables that the compiler reads, and code that the compiler cannot select for the
 architecture aborts the process.
 """

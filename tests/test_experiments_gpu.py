@@ -39,7 +39,9 @@ def interpreted_rows(devices):
 
 
 def test_kernels_pass_and_wrong_recipes_are_told_apart():
-    rows = in_child_process(interpreted_rows, jax.device_count(), seconds=180)
+    rows = in_child_process(
+        interpreted_rows, jax.device_count(), seconds=180, alone=True
+    )
     assert verdicts(rows, recipe=kernels.OWN) == ["PASS"] * 5
     # On these inputs every wrong recipe must show: P in out and dV, delta in dK, and
     # in dQ too without a centre.

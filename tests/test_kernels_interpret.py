@@ -1,7 +1,7 @@
 """The kernels' results, from JAX's interpreter of Mosaic GPU kernels on the CPU.
 
-Each case is interpreted in a process of its own under a time limit, since a wrong
-barrier hangs. Small shapes: a block of 64 x 128 logits takes some 20 ms.
+Each case is interpreted in another process under a time limit, since a wrong barrier
+hangs. Small shapes: a block of 64 x 128 logits takes some 20 ms.
 """
 
 import dataclasses
