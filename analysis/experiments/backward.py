@@ -26,9 +26,11 @@ from attn_jax.formats import BF16
 from attn_jax.recipe import RECIPES, Recipe
 
 SUMMARY = "errors of out, dQ, dK and dV by source of delta and centre of dQ"
-LENGTHS = {"toy": (96,), "default": (1024,), "full": (1024, 4096)}
+LENGTHS = {"toy": (96,), "default": (1024,), "full": (1024, 4096, 32768)}
 # Units of one head are noise; a family is pooled over these and shown by seeds.
 HEADS = {"toy": 1, "default": 4, "full": 16}
+# Keys of all heads of a draw: dK and dV of more would take gigabytes in FP64.
+_MOST_KEYS = 2**16
 BASE = "flash2"
 BASELINES = ("eager_bf16", "jax_nn", "flash1_paper")
 _HINTS = get_type_hints(Recipe)
@@ -75,15 +77,17 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """Measures and reports (see `sweep.run`)."""
     source = inputs.open_inputs(options)
     lengths = source.lengths(LENGTHS[options.preset])
-    if source.captured is None:
-        source = dataclasses.replace(source, heads=HEADS[options.preset])
-    else:
+    if source.captured is not None:
         # Every query, since dK and dV are sums over them.
         source = dataclasses.replace(source, queries=max(lengths))
     cells = [Cell(label, N) for N in lengths for label in source.labels]
 
     def measure(cell: Cell) -> Iterator[Row]:
-        problem = inputs.problem(source, cell.family, cell.N, BF16)
+        here = source
+        if source.captured is None:
+            heads = min(HEADS[options.preset], _MOST_KEYS // cell.N)
+            here = dataclasses.replace(source, heads=heads)
+        problem = inputs.problem(here, cell.family, cell.N, BF16)
         for name, recipe in recipes().items():
             for row in gradients.errors(recipe, problem):
                 yield {"variant": name, **row}
