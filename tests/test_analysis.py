@@ -37,9 +37,10 @@ def test_list_names_every_experiment(capsys):
 def test_every_experiment_has_a_test():
     # Capturing needs a run folder: tests/test_capture.py. Two need a GPU:
     # tests/test_experiments_gpu.py. The sweeps:
-    # tests/test_experiments_forward.py and _backward.py.
+    # tests/test_experiments_forward.py and _backward.py. Times: tests/test_speed.py.
     elsewhere = {
         "capture",
+        "speed",
         "kernels",
         "flash-attention-2",
         "precision",

@@ -3,8 +3,8 @@
 Implementations of one framework are timed in turn, round after round, in one process:
 JAX's here, PyTorch's in a process of its own. `ms` is the median over rounds of a run,
 `ms_25` and `ms_75` its quartiles; `timer` says how: kernels' own times by CUPTI, CUDA
-events around runs in a row, or the wall clock. Inputs are N(0, 1) and stay where they
-are between runs, so small ones are read from the card's L2. A pass is a program of its
+events around runs in a row, or the wall clock. Inputs stay where they are between
+runs, so small ones are read from the card's L2. A pass is a program of its
 own: `forward` leaves nothing for a backward pass, `backward` begins with what a forward
 pass left, `both` is one program. A mask that an implementation takes as an array only
 is made inside the program (in PyTorch before it).
@@ -33,12 +33,14 @@ from typing import Any
 import jax
 
 from analysis import ExperimentError
+from analysis.agreement import VANISHING
 from analysis.figures import Panel, write_figure
 from analysis.record import Row, check_writable, environment, show, write, written
 from analysis.speed import errors, in_jax, in_torch, timing
 from analysis.speed.cases import FLOPS, PASSES, PRESETS, Case, Pass, chosen
 from analysis.speed.torch_process import TorchProcess, is_installed
 from analysis.store import Store
+from attn_jax.audit.inputs import FAMILIES
 from train.config import UsageError
 
 SUMMARY = "time of attention beside its error, ours and every peer that is installed"
@@ -54,6 +56,8 @@ _DEFAULTS = {
     "full": _ON_A_GPU,
 }
 _SECONDS = {"toy": 0.02, "default": 2.0, "full": 2.0}
+# The columns that are read first.
+_FIRST = ("case", "pass", "implementation", "ms", "tflops", "error")
 # A framework that a machine can do without -> the package it comes in.
 _PACKAGES = {"tokamax": "tokamax"} | dict.fromkeys(in_torch.IMPLEMENTATIONS, "torch")
 
@@ -75,6 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=IMPLEMENTATIONS,
         help="default: all that are installed; toy: xla emulated reference",
     )
+    families = [family for family in FAMILIES if family != VANISHING]
+    add("--family", choices=families, default="normal", help="of the inputs")
     add("--passes", nargs="+", choices=PASSES, default=["forward", "backward"])
     add(
         "--seconds",
@@ -96,8 +102,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """
     # Read when JAX first touches the GPU, which nothing has done yet in this process.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    cases = chosen(options.preset, options.cases)
-    names = _installed(options.preset, options.implementations)
+    cases = chosen(options.preset, options.cases, options.family)
     usual = _SECONDS[options.preset]
     seconds = usual if options.seconds is None else options.seconds
     if not 0 < seconds < float("inf"):
@@ -108,8 +113,10 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             f"--preset={options.preset} needs a GPU, and JAX finds a {platform}; "
             "--preset=toy runs anywhere"
         )
+    names = _installed(options.preset, options.implementations)
     device = jax.devices()[0].device_kind.lower().replace(" ", "-")
-    stem = options.out / f"{device}-{options.preset}"
+    end = "" if options.family == "normal" else f"-{options.family}"
+    stem = options.out / f"{device}-{options.preset}{end}"
     check_writable(stem)
     cells = [
         Cell(case, of, framework, tuple(name for name in names if name in known))
@@ -121,7 +128,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     ]
     settings = {
         **{"experiment": "speed", "implementations": names, "seconds": seconds},
-        **{"runs": timing.RUNS, "family": errors.FAMILY, "seed": errors.SEED},
+        **{"runs": timing.RUNS, "family": options.family, "seed": errors.SEED},
     }
     path = stem.with_suffix(".jsonl")
     with contextlib.closing(Store(path, settings, fresh=options.fresh)) as store:
@@ -218,8 +225,9 @@ def compared(rows: Sequence[Row]) -> list[Row]:
     found = []
     for row in rows:
         best = fastest.get((row["case"], row["pass"]))
-        known = best is not None and row["ms"] is not None
-        found.append({**row, "ratio": best / row["ms"] if known else None})
+        ratio = None if best is None or row["ms"] is None else best / row["ms"]
+        found.append({**{column: row[column] for column in _FIRST}, "ratio": ratio})
+        found[-1] |= row
     return found
 
 
@@ -247,18 +255,17 @@ def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
     for group in groups:
         shown = [_with_bar(row) for row in rows if row["group"] == group]
         passes = [of for of in PASSES if any(row["pass"] == of for row in shown)]
-        common = {"joined": False, "log_x": False}
+        common = {"joined": False, "log_x": False, "log_y": False}
         panels = [
             Panel(
                 f"{of}: {title}",
                 [row for row in shown if row["pass"] == of],
                 *("case", column, "implementation", "", label),
-                log_y=log_y,
                 **common,
             )
-            for title, column, label, log_y in (
-                ("speed", "tflops", "TFLOP/s", False),
-                ("error", "error", "units of the final rounding", True),
+            for title, column, label in (
+                ("speed", "tflops", "TFLOP/s"),
+                ("error", "error", "units of the final rounding"),
             )
             for of in passes
         ]

@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from train.config import UsageError, head_dim, image_tokens
 from train.presets import PRESETS as MODELS
 
 Pass = Literal["forward", "backward", "both"]
+MaskName = Literal["full", "causal", "window", "packed"]
 PASSES: tuple[Pass, ...] = ("forward", "backward", "both")
 # Operations for each visible pair of query and key and each entry of a head: two
 # products of two operations forward, five backward. Both: what a training step needs;
@@ -40,6 +41,7 @@ class Case:
         documents of unequal length.
       window: keys that a query sees, where the mask is one.
       dtype: of all inputs and results.
+      family: of the inputs (`attn_jax.audit.inputs`).
     """
 
     name: str
@@ -50,9 +52,10 @@ class Case:
     N: int
     K: int
     H: int
-    mask: Literal["full", "causal", "window", "packed"]
+    mask: MaskName
     window: int | None = None
     dtype: str = "bfloat16"
+    family: str = "normal"
 
     @property
     def shape(self) -> Shape:
@@ -91,13 +94,13 @@ class Case:
     def pairs(self) -> float:
         """Pairs of query and key that a head works on, by the field's convention."""
         if self.mask == "full":
-            return self.T * self.S
+            return float(self.T * self.S)
         if self.mask == "causal":
             return self.T * self.S / 2
         if self.window is not None:
-            return sum(min(i + 1, self.window) for i in range(self.T))
+            return float(sum(min(i + 1, self.window) for i in range(self.T)))
         counts = np.unique_counts(self.rules.query_segment_ids).counts
-        return int(sum(n * (n + 1) // 2 for n in counts))
+        return float(sum(n * (n + 1) // 2 for n in counts))
 
     def flops(self, of: Pass) -> float:
         """Floating-point operations of a pass, as `FLOPS` says."""
@@ -157,12 +160,13 @@ def _masked() -> list[Case]:
 
 
 def _toy() -> list[Case]:
+    windows = {"full": None, "causal": None, "window": 16, "packed": None}
     return [
-        Case(f"toy-{mask}", "toy", 1, 64, 64, 2, 1, 64, mask, window)
-        for mask, window in (
-            *(("full", None), ("causal", None)),
-            *(("window", 16), ("packed", None)),
+        Case(
+            *(f"toy-{mask}", "toy", 1, 64, 64, 2, 1, 64, cast(MaskName, mask)),
+            window=window,
         )
+        for mask, window in windows.items()
     ]
 
 
@@ -173,23 +177,24 @@ PRESETS: dict[str, tuple[Case, ...]] = {
 }
 
 
-def chosen(preset: str, patterns: Sequence[str] | None) -> list[Case]:
-    """The preset's cases, or those whose names match a shell pattern, in its order.
+def chosen(preset: str, patterns: Sequence[str] | None, family: str) -> list[Case]:
+    """The preset's cases, or those whose names match a shell pattern, in its order,
+    with inputs of a family.
 
     Raises:
       UsageError: a pattern matches none of them.
     """
-    cases = PRESETS[preset]
-    names = [case.name for case in cases]
-    if patterns is None:
-        return list(cases)
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
+    names = [case.name for case in PRESETS[preset]]
+    wanted = set(names if patterns is None else ())
+    for pattern in patterns or ():
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
             raise UsageError(
                 f"--cases {pattern} is none of --preset={preset}: {', '.join(names)}"
             )
+        wanted |= set(matching)
     return [
-        case
-        for case in cases
-        if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)
+        dataclasses.replace(case, family=family)
+        for case in PRESETS[preset]
+        if case.name in wanted
     ]

@@ -13,11 +13,12 @@ from analysis.agreement import FORMATS
 from analysis.record import Row
 from analysis.speed.cases import Case
 from attn_jax.audit import error
-from attn_jax.audit.inputs import Inputs, make_inputs
+from attn_jax.audit.inputs import Inputs, Shape, make_inputs
 from attn_jax.mask import Mask
 from attn_jax.reference import golden
 
-SEED, FAMILY = 0, "normal"
+# The draw that every row is of.
+SEED = 0
 # The results of a pass, and the columns of their errors.
 TENSORS = {
     "forward": ("out",),
@@ -32,10 +33,14 @@ _ALL_UP_TO = 2**20
 _HELD = 2**27
 
 
+def inputs_of(case: Case) -> Inputs:
+    """The inputs of a case; the last ones are kept for the next case of its shape."""
+    return _drawn(case.family, case.shape, case.dtype)
+
+
 @functools.lru_cache(maxsize=1)
-def inputs_of(shape, dtype: str) -> Inputs:
-    """The inputs of all cases of one shape; kept for the next case."""
-    return make_inputs(FAMILY, SEED, shape, np.dtype(dtype).type)
+def _drawn(family: str, shape: Shape, dtype: str) -> Inputs:
+    return make_inputs(family, SEED, shape, np.dtype(dtype).type)
 
 
 def heads_of(case: Case) -> list[tuple[int, int]]:
@@ -83,7 +88,7 @@ def columns(case: Case, results: dict[str, np.ndarray]) -> Row:
 def _exact(case: Case) -> dict[str, np.ndarray]:
     """Exact results of the heads that are looked at, stacked like theirs."""
     parts: dict[str, list[np.ndarray]] = {tensor: [] for tensor in _FIELDS}
-    query, key, value, dout = inputs_of(case.shape, case.dtype)
+    query, key, value, dout = inputs_of(case)
     chosen = (
         pieces(case, name, x)
         for name, x in (("query", query), ("key", key), ("value", value), ("do", dout))

@@ -45,7 +45,7 @@ def measure(
 ) -> Iterator[tuple[str, Row, dict[str, np.ndarray]]]:
     """Name, columns and results of each implementation, timed in turn."""
     ids = () if case.documents is None else (case.documents,)
-    arrays = jax.device_put((*inputs_of(case.shape, case.dtype), *ids))
+    arrays = jax.device_put((*inputs_of(case), *ids))
     builds = {name: functools.partial(_build, name, case, of, arrays) for name in names}
     yield from timing.measure(builds, seconds)
 

@@ -9,7 +9,7 @@ or not, says which PyTorch this is, or why there is none:
     {"versions": {...}}                       or {"absent": "..."}
     {"case": {...}, "pass": "...", "implementations": [...], "seconds": ...,
      "inputs": FOLDER}
-    {"rows": [[name, columns], ...]}          results in FOLDER/NAME.npz
+    {"rows": [[name, columns], ...]}          results in FOLDER/NAME-TENSOR.npy
 """
 
 import contextlib
@@ -79,8 +79,9 @@ def _answer(device: str, question: dict[str, Any]) -> list[tuple[str, Row]]:
     }
     rows = []
     for name, row, results in timing.measure(builds, question["seconds"]):
-        np.savez(folder / f"{name}.npz", **results)
-        rows.append((name, row))
+        for tensor, x in results.items():
+            np.save(folder / f"{name}-{tensor}.npy", x)
+        rows.append((name, row | {"results": list(results)}))
     return rows
 
 
@@ -180,11 +181,13 @@ def _fetch(torch: Any, case: Case, tensor: str, x: Any) -> np.ndarray:
     return torch.stack(pieces(case, tensor, x)).view(torch.int16).cpu().numpy()
 
 
-def restored(case: Case, path: Path) -> dict[str, np.ndarray]:
-    """The results in a file of this process, in the case's dtype."""
-    with np.load(path) as file:
-        narrow = ml_dtypes.bfloat16 if case.dtype == "bfloat16" else case.dtype
-        return {tensor: file[tensor].view(narrow) for tensor in file.files}
+def restored(case: Case, name: str, row: Row, folder: Path) -> dict[str, np.ndarray]:
+    """The results of an implementation, whose row no longer names them after this."""
+    narrow = ml_dtypes.bfloat16 if case.dtype == "bfloat16" else np.dtype(case.dtype)
+    return {
+        tensor: np.load(folder / f"{name}-{tensor}.npy").view(narrow)
+        for tensor in row.pop("results")
+    }
 
 
 def _time(

@@ -19,6 +19,7 @@ from analysis.speed import timing
 from analysis.speed.cases import Case, Pass
 from analysis.speed.errors import inputs_of
 from analysis.speed.in_torch import INPUTS, restored
+from attn_jax.audit.inputs import Inputs
 
 # No pass of a case takes as long; a process that does hangs.
 _MOST_SECONDS = 600.0
@@ -38,7 +39,8 @@ class TorchProcess:
         self._answers: queue.Queue[str] = queue.Queue()
         self._first: dict[str, Any] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="attn-jax-speed-")
-        self._written: Any = None
+        # The inputs that lie in the folder.
+        self._written: Inputs | None = None
 
     def __enter__(self) -> "TorchProcess":
         return self
@@ -74,15 +76,16 @@ class TorchProcess:
                 yield name, refused, {}
             return
         for name, row in rows:
-            yield name, row, restored(case, folder / f"{name}.npz")
+            results = restored(case, name, row, folder)
+            yield name, row, results
 
     def _write_inputs(self, case: Case, folder: Path) -> None:
-        if self._written == (case.shape, case.dtype):
+        arrays = inputs_of(case)
+        if arrays is self._written:
             return
-        arrays = inputs_of(case.shape, case.dtype)
         for name, x in zip(INPUTS, arrays, strict=True):
             np.save(folder / f"{name}.npy", x.view(np.int16))
-        self._written = case.shape, case.dtype
+        self._written = arrays
 
     def _start(self) -> None:
         """Raises RuntimeError if there is no PyTorch to be asked."""
@@ -120,7 +123,7 @@ class TorchProcess:
             line = self._answers.get(timeout=seconds)
         except queue.Empty:
             self._end()
-            raise RuntimeError(f"PyTorch gave no answer in {seconds:.0f} s") from None
+            raise RuntimeError(f"PyTorch gave no answer in {seconds:g} s") from None
         if line:
             return json.loads(line)
         code = self._process.wait()
