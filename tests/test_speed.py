@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu import profiler
 
 from analysis.__main__ import main
 from analysis.experiments import speed
@@ -318,6 +319,60 @@ def test_tilings_of_ours_are_named():
     ):
         assert f"{kernel} {tilings[64].rows} x {tilings[64].columns}" in said
     assert in_jax._config("xla", TOY["full"], "both") == ""
+    assert "T x S" in in_jax._config("cudnn", TOY["packed"], "both")
+    assert "T x S" not in in_jax._config("pallas", TOY["packed"], "both")
+
+
+@pytest.fixture
+def cupti(monkeypatch):
+    """Gives what the profiler says in place of a GPU; an exception is raised."""
+    answers: list = []
+
+    def fake(program, *, aggregate, iterations):
+        def run(*arguments):
+            assert not aggregate and iterations == timing.RUNS
+            if isinstance(answers[0], Exception):
+                raise answers[0]
+            return program(*arguments), answers[0]
+
+        return run
+
+    monkeypatch.setattr(profiler, "measure", fake)
+    monkeypatch.setattr(in_jax.jax, "default_backend", lambda: "gpu")
+    return answers
+
+
+def test_times_on_a_gpu_are_those_of_the_kernels(cupti):
+    runs = [[("convert", 1.0), ("attention", ms)] for ms in (9.0, 4.0, 6.0)]
+    cupti.append(runs)
+    time, columns = in_jax._timer(np.negative, (1.0,))
+    assert time(3) == 7.0
+    assert columns == {"kernel": "attention", "kernels": 2, "timer": "CUPTI"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [(None, "it saw no kernel"), (RuntimeError("not consistent"), "not consistent")],
+)
+def test_without_cupti_the_row_says_how_it_was_timed(cupti, answer, reason):
+    cupti.append(answer)
+    time, columns = in_jax._timer(np.negative, (1.0,))
+    assert columns == {"timer": f"wall clock (CUPTI: {reason})"}
+    assert time(3) > 0
+
+
+@pytest.mark.parametrize(
+    ("says", "reading"),
+    [("1980, 650.5", {"sm_mhz": 1980.0, "watts": 650.5}), ("[N/A], 650.5", {})],
+)
+def test_clock_and_power_are_read_while_it_runs(says, reading, tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{says}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with timing.card() as found:
+        assert found == {}
+    assert found == reading
 
 
 def test_what_would_not_fit_is_refused():

@@ -46,8 +46,7 @@ from train.config import UsageError
 SUMMARY = "time of attention beside its error, ours and every peer that is installed"
 FRAMEWORKS = {"jax": in_jax.IMPLEMENTATIONS, "torch": in_torch.IMPLEMENTATIONS}
 IMPLEMENTATIONS = [name for names in FRAMEWORKS.values() for name in names]
-# All others are peers.
-OURS = ("pallas", "emulated", "reference")
+PEERS = (*in_jax.PEERS, *in_torch.IMPLEMENTATIONS)
 # What a preset times unless told otherwise, and for how long.
 _ON_A_GPU = [name for name in IMPLEMENTATIONS if name not in ("emulated", "reference")]
 _DEFAULTS = {
@@ -207,6 +206,7 @@ def _measure(
                 rate = cell.case.flops(cell.of) / 1e9
                 tflops = None if row["ms"] is None else rate / row["ms"]
                 row = {"implementation": name, "seed": errors.SEED, **row}
+                row["commit"] = described["git_commit"]
                 row |= {"tflops": tflops, **errors.columns(cell.case, results)}
                 rows.append(row)
             store.add(cell.key, rows)
@@ -219,7 +219,7 @@ def compared(rows: Sequence[Row]) -> list[Row]:
     """The rows with `ratio`, the fastest peer's time over the row's own."""
     fastest: dict[tuple[str, str], float] = {}
     for row in rows:
-        if row["implementation"] not in OURS and row["ms"] is not None:
+        if row["implementation"] in PEERS and row["ms"] is not None:
             key = row["case"], row["pass"]
             fastest[key] = min(fastest.get(key, float("inf")), row["ms"])
     found = []

@@ -31,6 +31,8 @@ IMPLEMENTATIONS: dict[str, bool | None] = {
     "emulated": True,
     "reference": True,
 }
+# Libraries of others: what they cannot do is theirs.
+PEERS = ("cudnn", "cudnn-deterministic", "xla", "tokamax")
 # Those that keep an array of T x S logits for each head, and the most of them: what is
 # left of the card holds what their backward pass makes of it.
 _WHOLE_ROWS = ("xla", "reference")
@@ -52,9 +54,12 @@ def measure(
 
 def attention(name: str, case: Case) -> Attention:
     """The function that is timed under a name, under the case's mask."""
-    if name == "tokamax":
-        return _tokamax(case)
-    library = cast(Implementation, name.removesuffix("-deterministic"))
+    library = name.removesuffix("-deterministic")
+    if library in ("xla", "cudnn"):
+        return _peer(jax.nn.dot_product_attention, library, case)
+    if library == "tokamax":
+        tokamax = importlib.import_module("tokamax")
+        return _peer(tokamax.dot_product_attention, "mosaic_gpu", case)
 
     def attend(query, key, value, *documents):
         ids = documents[0] if documents else None
@@ -66,27 +71,27 @@ def attention(name: str, case: Case) -> Attention:
             local_window_size=case.local_window,
             query_segment_ids=ids,
             key_value_segment_ids=ids,
-            implementation=library,
+            implementation=cast(Implementation, library),
         )
         return cast(Array, out)
 
     return attend
 
 
-def _tokamax(case: Case) -> Attention:
-    tokamax = importlib.import_module("tokamax")
+def _peer(function: Callable[..., Any], implementation: str, case: Case) -> Attention:
+    """A library's own function, called as its users do; not through our adapters."""
 
     def attend(query, key, value, *documents):
         ids = documents[0] if documents else None
         same = Mask(query_segment_ids=ids, key_value_segment_ids=ids)
-        return tokamax.dot_product_attention(
+        return function(
             query,
             key,
             value,
             mask=same.materialise(case.T, case.S),
             is_causal=case.is_causal,
             local_window_size=case.local_window,
-            implementation="mosaic_gpu",
+            implementation=implementation,
         )
 
     return attend
@@ -174,12 +179,14 @@ def _compile(name: str, function: Callable, *arguments) -> tuple[Any, tuple, flo
 
 def _config(name: str, case: Case, of: Pass) -> str:
     """The tiling of our kernels; of others what is not the default of a library."""
-    if name == "tokamax":
-        return "mosaic_gpu, not autotuned"
-    if name == "cudnn-deterministic":
-        return "xla_gpu_deterministic_ops"
+    said = {
+        "tokamax": ["mosaic_gpu, not autotuned"],
+        "cudnn-deterministic": ["xla_gpu_deterministic_ops"],
+    }.get(name, [])
+    if case.mask == "packed" and name in PEERS:
+        said.append("documents as an array of T x S")
     if name != "pallas":
-        return ""
+        return "; ".join(said)
     from attn_jax.kernels import tuning
 
     kernels = {"forward": tuning.FORWARD} if of != "backward" else {}

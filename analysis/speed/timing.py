@@ -135,11 +135,11 @@ def card() -> Iterator[Row]:
         return
     try:
         yield reading
-        said, _ = process.communicate(timeout=30)
-        clock, power = (float(part) for part in said.strip().split(","))
-        reading |= {"sm_mhz": clock, "watts": power}
-    except (ValueError, subprocess.TimeoutExpired):
-        pass  # A card that does not say: the columns stay empty.
+        # A card that does not say leaves the columns empty.
+        with contextlib.suppress(ValueError, subprocess.TimeoutExpired):
+            said, _ = process.communicate(timeout=30)
+            clock, power = (float(part) for part in said.strip().split(","))
+            reading |= {"sm_mhz": clock, "watts": power}
     finally:
         process.kill()
         process.wait()
