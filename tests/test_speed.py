@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import profiler
 
+from analysis import ExperimentError
 from analysis.__main__ import main
 from analysis.experiments import speed
 from analysis.figures import plotted
@@ -308,7 +309,15 @@ def test_figures_are_drawn_by_group(tmp_path, monkeypatch):
     assert len(plotted(panels)) == 6
     assert speed._with_bar(rows[1])["tflops_ci"] == 2.5
     [first, *_] = speed.side_by_side(rows)
-    assert first == {"case": "a", "pass": "forward", "pallas": "", "cudnn": "5 (1.5)"}
+    assert list(first.values()) == ["a", "forward", "refused", "5 (1.5)"]
+
+
+def test_bits_that_differ_are_an_error_where_they_are_promised():
+    row = {"case": "a", "pass": "backward", "refused": None, "same_bits": False}
+    rows = [{**row, "implementation": name} for name in ("pallas", "cudnn")]
+    speed._check(rows, ["cudnn"])
+    with pytest.raises(ExperimentError, match="pallas: .* differ .* in a backward"):
+        speed._check(rows, ["cudnn", "pallas"])
 
 
 def test_tilings_of_ours_are_named():
