@@ -9,12 +9,13 @@ own: `forward` leaves nothing for a backward pass, `backward` begins with what a
 pass left, `both` is one program. A mask that an implementation takes as an array only
 is made inside the program (in PyTorch before it).
 
-Beside each time stands the error of that very program on those very inputs, against
-FP64, in units of the final rounding (`analysis.speed.errors`). `ratio` is the time of
-the fastest peer over the row's own: above 1 it is faster than every peer. `same_bits`
-compares two runs, `deterministic` is what the implementation promises (nothing, if
-empty). `compile_seconds` is the tracing and compilation of the timed program, in
-PyTorch the first call; the first of a process loads libraries besides.
+Beside each time stands the error of that very program against FP64, in units of the
+final rounding, on the inputs that were timed and on others: columns FAMILY_out to
+FAMILY_dv, and `error`, the largest of them (`analysis.speed.errors`). `ratio` is the
+time of the fastest peer over the row's own: above 1 it is faster than every peer.
+`same_bits` compares two runs, `deterministic` is what the implementation promises
+(nothing, if empty). `compile_seconds` is the tracing and compilation of the timed
+program, in PyTorch the first call; the first of a process loads libraries besides.
 """
 
 import argparse
@@ -79,7 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: all that are installed; toy: xla emulated reference",
     )
     families = [family for family in FAMILIES if family != VANISHING]
-    add("--family", choices=families, default="normal", help="of the inputs")
+    add(
+        "--families",
+        nargs="+",
+        choices=families,
+        default=["normal", "uniform"],
+        help="inputs that errors are measured on, the times on the first "
+        "(default normal uniform)",
+    )
     add("--passes", nargs="+", choices=PASSES, default=["forward", "backward"])
     add(
         "--seconds",
@@ -101,7 +109,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """
     # Read when JAX first touches the GPU, which nothing has done yet in this process.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    cases = chosen(options.preset, options.cases, options.family)
+    families = list(dict.fromkeys(options.families))
+    cases = chosen(options.preset, options.cases, tuple(families))
     usual = _SECONDS[options.preset]
     seconds = usual if options.seconds is None else options.seconds
     if not 0 < seconds < float("inf"):
@@ -114,8 +123,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         )
     names = _installed(options.preset, options.implementations)
     device = jax.devices()[0].device_kind.lower().replace(" ", "-")
-    end = "" if options.family == "normal" else f"-{options.family}"
-    stem = options.out / f"{device}-{options.preset}{end}"
+    stem = options.out / f"{device}-{options.preset}"
     check_writable(stem)
     cells = [
         Cell(case, of, framework, tuple(name for name in names if name in known))
@@ -127,7 +135,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     ]
     settings = {
         **{"experiment": "speed", "implementations": names, "seconds": seconds},
-        **{"runs": timing.RUNS, "family": options.family, "seed": errors.SEED},
+        **{"runs": timing.RUNS, "families": families, "seed": errors.SEED},
     }
     path = stem.with_suffix(".jsonl")
     with contextlib.closing(Store(path, settings, fresh=options.fresh)) as store:
@@ -138,7 +146,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             **{"measured": store.environments},
         }
     files = [path, *write(rows, described, stem), *draw(rows, stem)]
-    show(side_by_side(rows), "TFLOP/s (error in units), by implementation")
+    title = f"TFLOP/s (largest error in units on {', '.join(families)} inputs)"
+    show(side_by_side(rows), title)
     _say_refusals(rows)
     _check(rows, names)
     return {"rows": len(rows), "files": [str(path) for path in files]}
@@ -157,6 +166,8 @@ class Cell:
     def key(self) -> Row:
         """Columns of its rows, which tell it from others."""
         case = dataclasses.asdict(self.case)
+        # They are settings of the whole file.
+        del case["families"]
         return {
             **{"case": case.pop("name"), "pass": self.of},
             **{"framework": self.framework, **case},
@@ -256,17 +267,18 @@ def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
     for group in groups:
         shown = [_with_bar(row) for row in rows if row["group"] == group]
         passes = [of for of in PASSES if any(row["pass"] == of for row in shown)]
-        common = {"joined": False, "log_x": False, "log_y": False}
         panels = [
             Panel(
                 f"{of}: {title}",
                 [row for row in shown if row["pass"] == of],
                 *("case", column, "implementation", "", label),
-                **common,
+                log_x=False,
+                log_y=log_y,
+                joined=False,
             )
-            for title, column, label in (
-                ("speed", "tflops", "TFLOP/s"),
-                ("error", "error", "units of the final rounding"),
+            for title, column, label, log_y in (
+                ("speed", "tflops", "TFLOP/s", False),
+                ("error", "error", "largest error in units", True),
             )
             for of in passes
         ]

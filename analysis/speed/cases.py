@@ -41,7 +41,8 @@ class Case:
         documents of unequal length.
       window: keys that a query sees, where the mask is one.
       dtype: of all inputs and results.
-      family: of the inputs (`attn_jax.audit.inputs`).
+      families: of inputs (`attn_jax.audit.inputs`): errors are measured on each, times
+        on the first.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Case:
     mask: MaskName
     window: int | None = None
     dtype: str = "bfloat16"
-    family: str = "normal"
+    families: tuple[str, ...] = ("normal",)
 
     @property
     def shape(self) -> Shape:
@@ -177,9 +178,11 @@ PRESETS: dict[str, tuple[Case, ...]] = {
 }
 
 
-def chosen(preset: str, patterns: Sequence[str] | None, family: str) -> list[Case]:
+def chosen(
+    preset: str, patterns: Sequence[str] | None, families: tuple[str, ...]
+) -> list[Case]:
     """The preset's cases, or those whose names match a shell pattern, in its order,
-    with inputs of a family.
+    with inputs of some families.
 
     Raises:
       UsageError: a pattern matches none of them.
@@ -194,7 +197,7 @@ def chosen(preset: str, patterns: Sequence[str] | None, family: str) -> list[Cas
             )
         wanted |= set(matching)
     return [
-        dataclasses.replace(case, family=family)
+        dataclasses.replace(case, families=families)
         for case in PRESETS[preset]
         if case.name in wanted
     ]

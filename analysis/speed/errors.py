@@ -25,7 +25,8 @@ TENSORS = {
     "backward": ("dq", "dk", "dv"),
     "both": ("out", "dq", "dk", "dv"),
 }
-COLUMNS = ("out", "dq", "dk", "dv", "error", "error_of")
+# Family of inputs -> stacked `pieces` by tensor.
+Results = dict[str, dict[str, np.ndarray]]
 _FIELDS = {"out": "out", "dq": "dquery", "dk": "dkey", "dv": "dvalue"}
 # Results of every head are looked at up to so many logits, else of two key/value heads.
 _ALL_UP_TO = 2**20
@@ -33,12 +34,12 @@ _ALL_UP_TO = 2**20
 _HELD = 2**27
 
 
-def inputs_of(case: Case) -> Inputs:
+def inputs_of(case: Case, family: str) -> Inputs:
     """The inputs of a case; the last ones are kept for the next case of its shape."""
-    return _drawn(case.family, case.shape, case.dtype)
+    return _drawn(family, case.shape, case.dtype)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def _drawn(family: str, shape: Shape, dtype: str) -> Inputs:
     return make_inputs(family, SEED, shape, np.dtype(dtype).type)
 
@@ -64,31 +65,34 @@ def pieces(case: Case, tensor: str, array) -> list:
     return [array[b, :, k * group : (k + 1) * group] for b, k in heads_of(case)]
 
 
-def columns(case: Case, results: dict[str, np.ndarray]) -> Row:
-    """Errors of results, stacked `pieces` by tensor, in units of the final rounding.
+def columns(case: Case, results: Results) -> Row:
+    """Errors of results in units of the final rounding, the columns FAMILY_TENSOR.
 
-    `error` is the largest of them but for `out`, and that of `out` where it stands
-    alone; `error_of` says how many heads were looked at.
+    `error` is the largest of them and `error_in` its column; `error_of` says how many
+    heads were looked at.
     """
-    found: Row = dict.fromkeys(COLUMNS)
-    if not results:
-        return found
-    exact = _exact(case)
-    for tensor, x in results.items():
-        found[tensor] = error.unit_error(x, exact[tensor], FORMATS[case.dtype])
-    gradients = [found[tensor] for tensor in results if tensor != "out"]
-    # Not max(): it would lose a NaN.
-    found["error"] = float(np.max(gradients)) if gradients else found["out"]
-    heads, all_heads = len(heads_of(case)) * (case.N // case.K), case.B * case.N
-    found["error_of"] = "all" if heads == all_heads else f"{heads} of {all_heads} heads"
+    tensors = [f"{family}_{t}" for family in case.families for t in _FIELDS]
+    found: Row = dict.fromkeys(("error", "error_in", "error_of", *tensors))
+    units: dict[str, float] = {}
+    for family, arrays in results.items():
+        exact = _exact(case, family)
+        for tensor, x in arrays.items():
+            size = error.unit_error(x, exact[tensor], FORMATS[case.dtype])
+            units[f"{family}_{tensor}"] = size
+    if units:
+        # A NaN is the largest: argmax takes it, max would not.
+        where = list(units)[int(np.argmax(list(units.values())))]
+        heads, every = len(heads_of(case)) * (case.N // case.K), case.B * case.N
+        of = "all" if heads == every else f"{heads} of {every} heads"
+        found |= units | {"error": units[where], "error_in": where, "error_of": of}
     return found
 
 
-@functools.lru_cache(maxsize=1)
-def _exact(case: Case) -> dict[str, np.ndarray]:
+@functools.lru_cache(maxsize=2)
+def _exact(case: Case, family: str) -> dict[str, np.ndarray]:
     """Exact results of the heads that are looked at, stacked like theirs."""
     parts: dict[str, list[np.ndarray]] = {tensor: [] for tensor in _FIELDS}
-    query, key, value, dout = inputs_of(case)
+    query, key, value, dout = inputs_of(case, family)
     chosen = (
         pieces(case, name, x)
         for name, x in (("query", query), ("key", key), ("value", value), ("do", dout))

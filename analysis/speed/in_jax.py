@@ -16,7 +16,7 @@ from analysis.agreement import same_bits
 from analysis.record import Row
 from analysis.speed import timing
 from analysis.speed.cases import Case, Pass
-from analysis.speed.errors import TENSORS, inputs_of, pieces
+from analysis.speed.errors import TENSORS, Results, inputs_of, pieces
 from attn_jax import dot_product_attention
 from attn_jax.api import Implementation
 from attn_jax.mask import Mask
@@ -44,12 +44,17 @@ Attention = Callable[..., Array]
 
 def measure(
     case: Case, of: Pass, names: Sequence[str], seconds: float
-) -> Iterator[tuple[str, Row, dict[str, np.ndarray]]]:
+) -> Iterator[tuple[str, Row, Results]]:
     """Name, columns and results of each implementation, timed in turn."""
-    ids = () if case.documents is None else (case.documents,)
-    arrays = jax.device_put((*inputs_of(case), *ids))
+    arrays = _on_device(case, case.families[0])
     builds = {name: functools.partial(_build, name, case, of, arrays) for name in names}
     yield from timing.measure(builds, seconds)
+
+
+def _on_device(case: Case, family: str) -> tuple[Array, ...]:
+    """query, key, value, dout and, if there are any, the numbers of documents."""
+    ids = () if case.documents is None else (case.documents,)
+    return jax.device_put((*inputs_of(case, family), *ids))
 
 
 def attention(name: str, case: Case) -> Attention:
@@ -104,7 +109,8 @@ def _build(name: str, case: Case, of: Pass, arrays: tuple[Array, ...]) -> timing
         raise NotImplementedError(
             f"'{name}' keeps T x S logits, here {logits / 2**30:.0f} GiB of them"
         )
-    program, arguments, seconds = _compiled(name, case, of, arrays)
+    program, bind, seconds = _compiled(name, case, of, arrays)
+    arguments = bind(*arrays)
     found, again = program(*arguments), program(*arguments)
     columns: Row = {
         "compile_seconds": seconds,
@@ -113,24 +119,28 @@ def _build(name: str, case: Case, of: Pass, arrays: tuple[Array, ...]) -> timing
         "config": _config(name, case, of),
     }
     del again
-    parts = {
-        tensor: jnp.stack(pieces(case, tensor, found[tensor])) for tensor in TENSORS[of]
-    }
-    results = jax.device_get(parts)
-    del found, parts
+
+    def fetched(found: dict[str, Array]) -> dict[str, np.ndarray]:
+        return jax.device_get(
+            {t: jnp.stack(pieces(case, t, found[t])) for t in TENSORS[of]}
+        )
+
+    results = {case.families[0]: fetched(found)}
+    del found
+    for family in case.families[1:]:
+        results[family] = fetched(program(*bind(*_on_device(case, family))))
     time_of, description = _timer(program, arguments)
     return timing.Arm(time_of, columns | description, results)
 
 
 def _compiled(
     name: str, case: Case, of: Pass, arrays: tuple[Array, ...]
-) -> tuple[Any, tuple, float]:
-    """A program with its arguments, and the seconds that it took to compile.
+) -> tuple[Any, Callable[..., tuple], float]:
+    """A program, how its arguments are made of inputs, and the seconds to compile it.
 
     The backward pass is a program of its own, given what a forward pass has left for
     it, which is compiled and run here without being timed.
     """
-    query, key, value, dout, *ids = arrays
     attend = attention(name, case)
 
     def forward(query, key, value, *ids):
@@ -143,10 +153,6 @@ def _compiled(
         out, pullback = pulled(query, key, value, ids)
         return {"out": out} | _named(pullback(dout))
 
-    if of == "forward":
-        return _compile(name, forward, query, key, value, *ids)
-    if of == "both":
-        return _compile(name, both, query, key, value, dout, *ids)
     # How the pullback is put together again from its arrays, known once it is traced.
     structure: list[Any] = []
 
@@ -159,22 +165,37 @@ def _compiled(
     def backward(leaves, dout):
         return _named(jax.tree.unflatten(structure[0], leaves)(dout))
 
-    before, arguments, _ = _compile(name, remembered, query, key, value, *ids)
-    return _compile(name, backward, before(*arguments), dout)
+    def without_dout(query, key, value, dout, *ids):
+        del dout
+        return query, key, value, *ids
+
+    if of == "both":
+        return _compile(name, both, lambda *inputs: inputs, arrays)
+    if of == "forward":
+        return _compile(name, forward, without_dout, arrays)
+    before, bind_before, _ = _compile(name, remembered, without_dout, arrays)
+
+    def leaves_and_dout(*inputs):
+        return before(*bind_before(*inputs)), inputs[3]
+
+    return _compile(name, backward, leaves_and_dout, arrays)
 
 
 def _named(gradients: Sequence[Array]) -> dict[str, Array]:
     return dict(zip(TENSORS["backward"], gradients, strict=True))
 
 
-def _compile(name: str, function: Callable, *arguments) -> tuple[Any, tuple, float]:
+def _compile(
+    name: str, function: Callable, bind: Callable[..., tuple], arrays: tuple[Array, ...]
+) -> tuple[Any, Callable[..., tuple], float]:
     options = None
     if name.endswith("-deterministic"):
         # The flag is of the whole process, the option of this program alone.
         options = {"xla_gpu_deterministic_ops": True}
+    arguments = bind(*arrays)
     began = time.monotonic()
     program = jax.jit(function).lower(*arguments).compile(compiler_options=options)
-    return program, arguments, time.monotonic() - began
+    return program, bind, time.monotonic() - began
 
 
 def _config(name: str, case: Case, of: Pass) -> str:

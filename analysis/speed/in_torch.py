@@ -8,11 +8,12 @@ or not, says which PyTorch this is, or why there is none:
 
     {"versions": {...}}                       or {"absent": "..."}
     {"case": {...}, "pass": "...", "implementations": [...], "seconds": ...,
-     "inputs": FOLDER}
-    {"rows": [[name, columns], ...]}          results in FOLDER/NAME-TENSOR.npy
+     "inputs": FOLDER}                        they lie in FOLDER/FAMILY-QUERY.npy ...
+    {"rows": [[name, columns], ...]}          results in FOLDER/NAME-FAMILY-TENSOR.npy
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import json
@@ -30,7 +31,7 @@ import numpy as np
 from analysis.record import Row
 from analysis.speed import timing
 from analysis.speed.cases import Case, Pass
-from analysis.speed.errors import TENSORS, pieces
+from analysis.speed.errors import TENSORS, Results, pieces
 
 # Row name -> the backend of torch.nn.attention.SDPBackend.
 IMPLEMENTATIONS = {
@@ -72,6 +73,8 @@ def versions(torch: Any) -> dict[str, str]:
 
 def _answer(device: str, question: dict[str, Any]) -> list[tuple[str, Row]]:
     case, of = Case(**question["case"]), question["pass"]
+    # JSON has lists only.
+    case = dataclasses.replace(case, families=tuple(case.families))
     folder = Path(question["inputs"])
     builds = {
         name: functools.partial(_build, name, case, of, device, folder)
@@ -79,26 +82,18 @@ def _answer(device: str, question: dict[str, Any]) -> list[tuple[str, Row]]:
     }
     rows = []
     for name, row, results in timing.measure(builds, question["seconds"]):
-        for tensor, x in results.items():
-            np.save(folder / f"{name}-{tensor}.npy", x)
-        rows.append((name, row | {"results": list(results)}))
+        saved = []
+        for family, arrays in results.items():
+            for tensor, x in arrays.items():
+                np.save(folder / f"{name}-{family}-{tensor}.npy", x)
+                saved.append((family, tensor))
+        rows.append((name, row | {"results": saved}))
     return rows
 
 
 def _build(name: str, case: Case, of: Pass, device: str, folder: Path) -> timing.Arm:
-    """Prepares a pass of an implementation and runs it three times."""
+    """Prepares a pass of an implementation and runs it at least twice."""
     torch = importlib.import_module("torch")
-    dtype = getattr(torch, case.dtype)
-
-    def put(name: str) -> Any:
-        """An input as PyTorch's [B, N, L, H], laid out as JAX has it."""
-        bits = torch.from_numpy(np.load(folder / f"{name}.npy"))
-        return bits.to(device).view(dtype).transpose(1, 2)
-
-    query, key, value, dout = (put(name) for name in INPUTS)
-    wanted = () if of == "forward" else (query, key, value)
-    for x in wanted:
-        x.requires_grad_()
     mask = None
     if case.mask not in ("full", "causal"):
         if name == "torch-flash":
@@ -113,6 +108,60 @@ def _build(name: str, case: Case, of: Pass, device: str, folder: Path) -> timing
         with attention.sdpa_kernel(backend), torch.set_grad_enabled(of != "forward"):
             yield
 
+    def once(run: Callable[[], tuple]) -> dict[str, Any]:
+        with chosen():
+            results = run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return {
+            tensor: x.detach().transpose(1, 2)
+            for tensor, x in zip(TENSORS[of], results, strict=True)
+        }
+
+    def prepared(family: str) -> Callable[[], tuple]:
+        with chosen():
+            return _prepare(torch, case, of, mask, device, folder, family)
+
+    run = prepared(case.families[0])
+    began = time.monotonic()
+    found = once(run)
+    seconds = time.monotonic() - began
+    again = once(run)
+    columns: Row = {
+        # Nothing is compiled; what the first call takes longer is its preparation.
+        "compile_seconds": seconds,
+        "same_bits": all(_bits_equal(torch, x, again[k]) for k, x in found.items()),
+        "deterministic": False,
+        "config": "" if mask is None else "mask as an array of T x S",
+    }
+    results = {case.families[0]: _fetch(torch, case, found)}
+    del again, found
+    for family in case.families[1:]:
+        results[family] = _fetch(torch, case, once(prepared(family)))
+    with chosen():
+        columns |= _kernels(torch, run) if device == "cuda" else {}
+    columns["timer"] = "CUDA events" if device == "cuda" else "wall clock"
+    return timing.Arm(
+        functools.partial(_time, torch, device, chosen, run), columns, results
+    )
+
+
+def _prepare(
+    torch: Any, case: Case, of: Pass, mask: Any, device: str, folder: Path, family: str
+) -> Callable[[], tuple]:
+    """A run of a pass, with its inputs on the device and what it needs done before."""
+    dtype = getattr(torch, case.dtype)
+
+    def put(name: str) -> Any:
+        """An input as PyTorch's [B, N, L, H], laid out as JAX has it."""
+        bits = torch.from_numpy(np.load(folder / f"{family}-{name}.npy"))
+        return bits.to(device).view(dtype).transpose(1, 2)
+
+    query, key, value, dout = (put(name) for name in INPUTS)
+    wanted = () if of == "forward" else (query, key, value)
+    for x in wanted:
+        x.requires_grad_()
+
     def attend() -> Any:
         return torch.nn.functional.scaled_dot_product_attention(
             query,
@@ -123,10 +172,7 @@ def _build(name: str, case: Case, of: Pass, device: str, folder: Path) -> timing
             enable_gqa=case.N != case.K,
         )
 
-    kept = None
-    if of == "backward":
-        with chosen():
-            kept = attend()
+    kept = attend() if of == "backward" else None
 
     def run() -> tuple:
         if kept is not None:
@@ -134,41 +180,7 @@ def _build(name: str, case: Case, of: Pass, device: str, folder: Path) -> timing
         out = attend()
         return (out, *torch.autograd.grad(out, wanted, dout)) if wanted else (out,)
 
-    def once() -> dict[str, Any]:
-        with chosen():
-            results = run()
-        wait(torch, device)
-        return {
-            tensor: x.detach().transpose(1, 2)
-            for tensor, x in zip(TENSORS[of], results, strict=True)
-        }
-
-    began = time.monotonic()
-    found = once()
-    seconds = time.monotonic() - began
-    again = once()
-    columns: Row = {
-        # Nothing is compiled; what the first call takes longer is its preparation.
-        "compile_seconds": seconds,
-        "same_bits": all(_bits_equal(torch, x, again[k]) for k, x in found.items()),
-        "deterministic": False,
-        "config": "",
-    }
-    del again
-    results = {tensor: _fetch(torch, case, tensor, x) for tensor, x in found.items()}
-    del found
-    with chosen():
-        columns |= _kernels(torch, run) if device == "cuda" else {}
-    columns["timer"] = "CUDA events" if device == "cuda" else "wall clock"
-    return timing.Arm(
-        functools.partial(_time, torch, device, chosen, run), columns, results
-    )
-
-
-def wait(torch: Any, device: str) -> None:
-    """Until the device has done what it was given."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    return run
 
 
 def _bits_equal(torch: Any, x: Any, y: Any) -> bool:
@@ -176,18 +188,22 @@ def _bits_equal(torch: Any, x: Any, y: Any) -> bool:
     return bool(torch.equal(x, y))
 
 
-def _fetch(torch: Any, case: Case, tensor: str, x: Any) -> np.ndarray:
+def _fetch(torch: Any, case: Case, found: dict[str, Any]) -> dict[str, np.ndarray]:
     """The stacked `errors.pieces`, as 16-bit integers: NumPy's files know no BF16."""
-    return torch.stack(pieces(case, tensor, x)).view(torch.int16).cpu().numpy()
+    return {
+        t: torch.stack(pieces(case, t, x)).view(torch.int16).cpu().numpy()
+        for t, x in found.items()
+    }
 
 
-def restored(case: Case, name: str, row: Row, folder: Path) -> dict[str, np.ndarray]:
+def restored(case: Case, name: str, row: Row, folder: Path) -> Results:
     """The results of an implementation, whose row no longer names them after this."""
     narrow = ml_dtypes.bfloat16 if case.dtype == "bfloat16" else np.dtype(case.dtype)
-    return {
-        tensor: np.load(folder / f"{name}-{tensor}.npy").view(narrow)
-        for tensor in row.pop("results")
-    }
+    results: Results = {}
+    for family, tensor in row.pop("results"):
+        x = np.load(folder / f"{name}-{family}-{tensor}.npy").view(narrow)
+        results.setdefault(family, {})[tensor] = x
+    return results
 
 
 def _time(

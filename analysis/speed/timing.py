@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from analysis.record import Row
+from analysis.speed.errors import Results
 
 # Runs in a row that give one time of a round.
 RUNS = 3
@@ -32,13 +33,12 @@ class Arm:
     Attributes:
       time: runs it so many times in a row; returns milliseconds of one run.
       columns: of its row, a part of `TIMED`.
-      results: the results that are held against exact ones, by tensor
-        (`errors.pieces`).
+      results: the results that are held against exact ones.
     """
 
     time: Callable[[int], float]
     columns: Row
-    results: dict[str, np.ndarray]
+    results: Results
 
 
 def measure(
@@ -46,7 +46,7 @@ def measure(
     seconds: float,
     *,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[tuple[str, Row, dict[str, np.ndarray]]]:
+) -> Iterator[tuple[str, Row, Results]]:
     """Builds every arm, then times them in turn: name, columns and results of each.
 
     Whatever a library raises is its refusal; the columns hold it in one line.
@@ -64,7 +64,7 @@ def measure(
         )
     for name in builds:
         row: Row = dict.fromkeys(TIMED)
-        results: dict[str, np.ndarray] = {}
+        results: Results = {}
         if name in arms:
             row |= arms[name].columns
             results = arms[name].results

@@ -17,7 +17,7 @@ import numpy as np
 from analysis.record import Row
 from analysis.speed import timing
 from analysis.speed.cases import Case, Pass
-from analysis.speed.errors import inputs_of
+from analysis.speed.errors import Results, inputs_of
 from analysis.speed.in_torch import INPUTS, restored
 from attn_jax.audit.inputs import Inputs
 
@@ -40,7 +40,7 @@ class TorchProcess:
         self._first: dict[str, Any] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="attn-jax-speed-")
         # The inputs that lie in the folder.
-        self._written: Inputs | None = None
+        self._written: dict[str, Inputs] = {}
 
     def __enter__(self) -> "TorchProcess":
         return self
@@ -59,7 +59,7 @@ class TorchProcess:
 
     def measure(
         self, case: Case, of: Pass, names: Sequence[str], seconds: float
-    ) -> Iterator[tuple[str, Row, dict[str, np.ndarray]]]:
+    ) -> Iterator[tuple[str, Row, Results]]:
         """As `in_jax.measure`; where the process fails, every row says how."""
         folder = Path(self._folder.name)
         try:
@@ -80,12 +80,13 @@ class TorchProcess:
             yield name, row, results
 
     def _write_inputs(self, case: Case, folder: Path) -> None:
-        arrays = inputs_of(case)
-        if arrays is self._written:
-            return
-        for name, x in zip(INPUTS, arrays, strict=True):
-            np.save(folder / f"{name}.npy", x.view(np.int16))
-        self._written = arrays
+        for family in case.families:
+            arrays = inputs_of(case, family)
+            if arrays is self._written.get(family):
+                continue
+            for name, x in zip(INPUTS, arrays, strict=True):
+                np.save(folder / f"{family}-{name}.npy", x.view(np.int16))
+            self._written[family] = arrays
 
     def _start(self) -> None:
         """Raises RuntimeError if there is no PyTorch to be asked."""
