@@ -26,9 +26,9 @@ class _Rows(NamedTuple):
     def of(self, share: Operands) -> "_Rows":
         """The rows of the queries that a device of the ring has."""
         queries = share.origin[0], share.shape[3]
-        return _Rows(
-            *(None if rows is None else read(rows, 3, *queries) for rows in self)
-        )
+        scale = None if self.scale is None else read(self.scale, 3, *queries)
+        dout, lse, excess = (read(rows, 3, *queries) for rows in self[:3])
+        return _Rows(dout, lse, excess, scale)
 
 
 class _Sums(NamedTuple):
