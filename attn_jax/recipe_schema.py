@@ -131,13 +131,14 @@ class Recipe:
     format of dq_dlogits has FP32's exponents, 8 bits or more. Else r is a power of two
     for each row that brings a bound of the row into its range, since
     |D| <= |dP| + |delta| + |dLSE|: with Euclidean norms over H
-        b = |f| (2 |dO| max |V| + |dLSE|), the maximum over all keys, hidden ones too
+        b = |f| (2 |dO| max |V| + |dLSE|), the maximum over all keys of the head, be
+            they hidden or on another device
         r = 2^(e - x) for b = y 2^x, 1/2 <= y < 1, and 2^e <= the largest number of the
             format < 2^(e+1); from 2^-100 to 2^100, and 1 for b = 0
-    So |D f r| <= 2^e, half of what overflows, and for FP16 (e = 15) what is below
-    2^-29 b is subnormal and loses bits. Kernels fold r into E(x - (LSE u - log2 r)),
-    and have K as FP16 numbers scaled by one power of two for a head: exact down to
-    2^-31 of the head's largest. Here K is what it is for other products.
+    So |D f r| <= 2^e but for roundings, half of what overflows, and for FP16 (e = 15)
+    what is below 2^-29 b is subnormal and loses bits. Kernels fold r into the exponent,
+    E(x - (LSE u - log2 r)), and have K as FP16 numbers scaled by one power of two for a
+    head: exact down to 2^-31 of its largest. Here K is what it is for other products.
     The gradient of a sink is -sum of E(sink u - LSE u) (delta - dLSE), unrounded.
 
     A RING of `ring_size` W > 1 devices: T and S are cut into W equal shares in order;

@@ -153,7 +153,7 @@ def _dquery(
     for rank, queries in enumerate(shares(len(head.query), W)):
         order = [keys[(rank - hop) % W] for hop in range(W)]
         terms = everything[queries]
-        unit = Unit(*(end[queries] for end in rows.dq_unit))
+        unit = Unit(*(np.asarray(end)[queries] for end in rows.dq_unit))
         sums.append(_sum_over_keys(arithmetic, terms, unit, key, order, at_end))
     c, c_error = centre
     has_keys = head.visible.any(-1, keepdims=True)
