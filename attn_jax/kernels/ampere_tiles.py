@@ -24,6 +24,11 @@ RIGHT = plgpu.Layout.MMA_RHS(jnp.bfloat16)
 ROWS = ACCUMULATOR.reduce(1)
 COLUMNS = ACCUMULATOR.reduce(0)
 
+# Depth of one mma.sync, and elements in a row of the swizzled tiles of shared memory,
+# which are not cut along it.
+STRIP = 16
+SWIZZLED = 64
+
 # Shared memory that a CTA may have on an A100, and so much that two of them fit on a
 # multiprocessor (164 KiB, of which each CTA costs 1 KiB more than it asks for).
 SMEM_LIMIT = 166_912
@@ -106,6 +111,31 @@ def load_right(smem) -> jax.Array:
     `smem` may be a transposed view.
     """
     return plgpu.load(smem, layout=RIGHT)
+
+
+def multiply(acc: jax.Array, left: jax.Array, right_smem) -> jax.Array:
+    """acc + left @ right: a 16-bit tile in accumulator layout, a tile [depth, columns].
+
+    In strips of the depth, so that few fragments of `right` are in registers at once.
+    """
+    rows, depth = left.shape
+    for k in range(0, depth, STRIP):
+        strip = as_left(lax.slice(left, (0, k), (rows, k + STRIP)))
+        acc = plgpu.mma(acc, strip, load_right(right_smem.at[pl.ds(k, STRIP)]))
+    return acc
+
+
+def store_rows(x: jax.Array, smem, gmem) -> None:
+    """Stores a 16-bit tile in accumulator layout, by way of shared memory.
+
+    A thread of the accumulator holds pairs of elements; from shared memory it gets
+    runs of 16 bytes, and a warp whole rows. `smem` must be free in this warp's rows.
+    """
+    smem[...] = x
+    wait_for_copies(0)  # as barrier
+    layout = plgpu.Layout.SMEM_GMEM_COPY(x.shape, x.dtype, 128)
+    gmem[...] = plgpu.load(smem, layout=layout)
+    wait_for_copies(0)
 
 
 def as_left(x: jax.Array) -> jax.Array:
