@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ampere_tiles as tiles
-from attn_jax.kernels.tiles import LN_2, LOG2_E, block_counts, smem_tile, visible
+from attn_jax.kernels.tiles import LN_2, LOG2_E, block_counts, smem_tile
 from attn_jax.kernels.tuning import Tiling
 
 
@@ -92,18 +92,23 @@ def forward(
             pl.when(jnp.logical_not(ahead))(lambda: tiles.wait_for_copies(0))
 
         def hide(j, s):
-            seen = visible(
-                s.shape,
-                query_start=first_row,
-                key_start=j * columns,
-                key_count=key_count,
-                is_causal=is_causal,
-                layout=tiles.ACCUMULATOR,
-            )
-            return jnp.where(seen, s, -jnp.inf)
+            """-inf where a key does not exist or comes after its query.
 
-        q_slice = tiles.head_rows(q_gmem, b, first_row, rows, n, head_dim)
-        tiles.start_copy(q_slice, q_smem)
+            One bound per row, so that few registers are spent on positions.
+            """
+            end = tiles.per_row(rows, key_count - j * columns)
+            if is_causal:
+                visible = first_row - j * columns + 1
+                end = jnp.minimum(end, tiles.row_index(rows) + visible)
+            column = plgpu.broadcasted_iota(
+                jnp.int32, s.shape, 1, layout=tiles.ACCUMULATOR
+            )
+            return jnp.where(column < tiles.along_rows(end, s.shape), s, -jnp.inf)
+
+        def q_rows(gmem):
+            return tiles.head_rows(gmem, b, first_row, rows, n, head_dim)
+
+        tiles.start_copy(q_rows(q_gmem), q_smem)
         # K_0 V_0 K_1 V_1 ...: in this order, here and in the loop.
         start(k_gmem, k_smem, jnp.int32(0))
         for ahead in range(1, stages):
@@ -147,20 +152,15 @@ def forward(
         out = acc / tiles.along_rows(row_sum, acc.shape)
         lse_gmem[b, n, pl.ds(first_row, rows)] = row_max * LN_2 + jnp.log(row_sum)
 
-        def store(x, gmem):
-            # Q is no longer needed: its tile turns fragments into whole rows.
-            tiles.store_rows(x, q_smem, head_slice(gmem))
-
-        def head_slice(gmem):
-            return tiles.head_rows(gmem, b, first_row, rows, n, head_dim)
-
         if out_dtype == jnp.float32:
-            head_slice(out_gmem)[...] = out
+            q_rows(out_gmem)[...] = out
         else:
+            # Q is no longer needed: its tile carries out to whole rows.
             rounded = out.astype(dtype)
-            store(rounded, out_gmem)
+            tiles.store_rows(rounded, q_smem, q_rows(out_gmem))
             if keep_low:
-                store((out - rounded.astype(jnp.float32)).astype(dtype), low_gmem)
+                low = (out - rounded.astype(jnp.float32)).astype(dtype)
+                tiles.store_rows(low, q_smem, q_rows(low_gmem))
 
     kv_smem = smem_tile((stages, columns, head_dim), dtype)
     out, low, lse = plgpu.kernel(

@@ -85,9 +85,14 @@ def accumulator(rows: int, columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), ACCUMULATOR)
 
 
-def per_row(rows: int, value: float) -> jax.Array:
-    """One FP32 value for each row of an accumulator."""
-    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), ROWS)
+def per_row(rows: int, value: jax.Array | float) -> jax.Array:
+    """One value, the same, for each row of an accumulator; a Python number is FP32."""
+    dtype = value.dtype if isinstance(value, jax.Array) else jnp.float32
+    return plgpu.layout_cast(jnp.full((rows,), value, dtype), ROWS)
+
+
+def row_index(rows: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROWS)
 
 
 def along_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
