@@ -98,7 +98,6 @@ _INSTRUCTIONS = {
     "e": r"\bMUFU\.EX2",  # exp2
     "1": r"\bWARPGROUP\.DEPBAR\.LE gsb0, 0x1",  # wait until one product is in flight
     "0": r"\bWARPGROUP\.DEPBAR\.LE gsb0, 0x0",  # wait for all products
-    "c": r"\bLDGSTS\b",  # asynchronous copy to shared memory
 }
 
 
@@ -110,12 +109,18 @@ class Kernel:
       serialised: C7512 or C7513 was reported, wgmma does not overlap with anything.
       order: the instructions of `_INSTRUCTIONS` as they stand in the machine code,
         repetitions written once.
+      opcodes: of all instructions, without what follows a dot.
+      registers: of a thread.
+      shared_memory: bytes of a CTA.
     """
 
     name: str
     spilled_bytes: int
     serialised: bool
     order: str
+    opcodes: frozenset[str]
+    registers: int
+    shared_memory: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,17 +172,21 @@ def compiled(
 def _read_kernel(ptxas: Path) -> Kernel:
     report = ptxas.read_text()
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
-    (code,) = ptxas.parent.glob(f"{ptxas.stem}.sass*")
-    lines = code.read_text().splitlines()
+    (path,) = ptxas.parent.glob(f"{ptxas.stem}.sass*")
+    code = path.read_text()
     letters = (
         letter
-        for line in lines
+        for line in code.splitlines()
         for letter, pattern in _INSTRUCTIONS.items()
         if re.search(pattern, line)
     )
+    resources = (ptxas.parent / f"{ptxas.stem}.resources.txt").read_text()
     return Kernel(
         name=ptxas.stem.rpartition("_")[0],
         spilled_bytes=max(map(int, spills)),
         serialised=bool(re.search(r"C751[23]", report)),
         order="".join(letter for letter, _ in itertools.groupby(letters)),
+        opcodes=frozenset(re.findall(r"\*/ +(?:@!?U?P\w+ +)?([A-Z][A-Z0-9]*)", code)),
+        registers=int(re.findall(r"Used (\d+) registers", report)[-1]),
+        shared_memory=int(re.findall(r"smem_scratch_bytes=(\d+)", resources)[0]),
     )

@@ -154,13 +154,17 @@ def forward(
 
         if out_dtype == jnp.float32:
             q_rows(out_gmem)[...] = out
-        else:
-            # Q is no longer needed: its tile carries out to whole rows.
-            rounded = out.astype(dtype)
-            tiles.store_rows(rounded, q_smem, q_rows(out_gmem))
+            return
+        # Q is no longer needed: its tile carries out to whole rows. In parts, since out
+        # and what it is rounded to do not fit in the registers beside each other.
+        for k in range(0, head_dim, tiles.SWIZZLED):
+            part = pl.ds(k, tiles.SWIZZLED)
+            whole = lax.slice(out, (0, k), (rows, k + tiles.SWIZZLED))
+            rounded = whole.astype(dtype)
+            tiles.store_rows(rounded, q_smem.at[:, part], q_rows(out_gmem).at[:, part])
             if keep_low:
-                low = (out - rounded.astype(jnp.float32)).astype(dtype)
-                tiles.store_rows(low, q_smem, q_rows(low_gmem))
+                low = (whole - rounded.astype(jnp.float32)).astype(dtype)
+                tiles.store_rows(low, q_smem.at[:, part], q_rows(low_gmem).at[:, part])
 
     kv_smem = smem_tile((stages, columns, head_dim), dtype)
     out, low, lse = plgpu.kernel(
