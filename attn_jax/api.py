@@ -243,4 +243,3 @@ def _pallas_refusal(
     if not named and not kernels.has_backward(architecture.chosen()):
         return "'pallas' has no gradients on this GPU yet, and is run if it is named"
     return kernels.unsupported(query, key, value, out_dtype=out_dtype)
-

@@ -74,9 +74,7 @@ def forward(
             return lax.rem(j, jnp.int32(stages))
 
         def start(gmem, smem, j):
-            block = tiles.head_rows(
-                gmem, b, j * columns, columns, kv_head, head_dim
-            )
+            block = tiles.head_rows(gmem, b, j * columns, columns, kv_head, head_dim)
             tiles.start_copy(block, smem.at[slot(j)])
 
         def start_if_any(gmem, smem, j):

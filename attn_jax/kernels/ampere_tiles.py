@@ -48,9 +48,7 @@ def start_copy(gmem, smem) -> None:
 
     Every copy is a group of its own for `wait_for_copies`.
     """
-    plgpu.copy_gmem_to_smem(
-        gmem, smem, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-    )
+    plgpu.copy_gmem_to_smem(gmem, smem, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
 
 def wait_for_copies(in_flight: int) -> None:

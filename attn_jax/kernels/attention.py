@@ -1,7 +1,7 @@
 """Differentiable attention on the kernels: which, padding, delta, centre, sharding.
 
-`architecture` says whose kernels run. Runs on one device's arrays or on sharded ones (`partition`): batch and heads may be
-sharded, sequences may not.
+`architecture` says whose kernels run. Runs on one device's arrays or on sharded ones
+(`partition`): batch and heads may be sharded, sequences may not.
 """
 
 import dataclasses
@@ -108,13 +108,12 @@ def unsupported(
     return None
 
 
-def declared_recipe(
-    dtype, head_dim: int, target: Architecture | None = None
-) -> Recipe:
+def declared_recipe(dtype, head_dim: int, target: Architecture | None = None) -> Recipe:
     """The kernels' recipe for 16-bit inputs of `dtype`, their block sizes included.
 
-    `target` is whose kernels are meant; None: those that would run here. Running `emulator.attention` under it predicts their results up to the order of
-    additions inside a product; a test holds the two together.
+    `target` is whose kernels are meant; None: those that would run here. Running
+    `emulator.attention` under it predicts their results up to the order of additions
+    inside a product; a test holds the two together.
     """
     inputs = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}[
         jnp.dtype(dtype)

@@ -26,6 +26,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 
 from attn_jax.kernels import ampere_tiles
 
+
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = False) -> Iterator[None]:
     """Runs the kernels traced inside on the CPU, in JAX's Mosaic GPU interpreter.

@@ -34,8 +34,9 @@ class Tiling:
 
 HEAD_DIMS = (64, 128)
 
-# Ampere: 128 rows, so that a warp has 32 for each fragment of K and V that it reads from
-# shared memory; blocks of keys as long as 255 registers a thread allow without spills.
+# Ampere: 128 rows, so that a warp has 32 for each fragment of K and V that it reads
+# from shared memory; blocks of keys as long as 255 registers a thread allow without
+# spills.
 FORWARD: dict[Architecture, dict[int, Tiling]] = {
     "ampere": {
         64: Tiling(rows=128, columns=64, warpgroups=1, stages=2),
