@@ -93,12 +93,12 @@ def row_index(rows: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROWS)
 
 
-def along_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Broadcasts one value per row over an accumulator's tile."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [0]), ACCUMULATOR)
 
 
-def along_columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def along_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Broadcasts one value per column over an accumulator's tile."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [1]), ACCUMULATOR)
 
