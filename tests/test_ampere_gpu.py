@@ -13,13 +13,7 @@ from attn_jax.kernels.architecture import default_device, made_for, of_device
 from attn_jax.kernels.attention import attention, declared_recipe
 from attn_jax.mask import Mask
 
-pytestmark = [
-    pytest.mark.gpu,
-    # A text is evaluated when the test runs, not where there is no GPU.
-    pytest.mark.skipif(
-        "of_device(default_device()) is None", reason="needs an A100 or a Hopper GPU"
-    ),
-]
+pytestmark = pytest.mark.gpu
 
 # Lengths that no block divides; several heads, so that what runs over the end of one
 # head's rows lands in the next one's.
@@ -29,6 +23,12 @@ SHAPES = [
     Shape(2, 70, 333, 4, 1, 64),
     Shape(1, 1337, 500, 4, 4, 128),
 ]
+
+
+@pytest.fixture(autouse=True)
+def gpu_that_knows_the_instructions():
+    if of_device(default_device()) is None:
+        pytest.skip("needs an A100 or a Hopper GPU")
 
 
 def kernel(inputs, is_causal, out_dtype=None):
