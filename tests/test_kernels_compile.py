@@ -126,6 +126,7 @@ def _check_ampere(program: Program, kernel_count: int) -> None:
         assert re.search("(me){4}", kernel.order), kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_ampere_compiles_without_spills(head_dim, is_causal):

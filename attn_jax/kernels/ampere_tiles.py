@@ -29,9 +29,8 @@ COLUMNS = ACCUMULATOR.reduce(0)
 STRIP = 16
 SWIZZLED = 64
 
-# Shared memory that a CTA may have on an A100, and so much that two of them fit on a
-# multiprocessor (164 KiB, of which each CTA costs 1 KiB more than it asks for).
-SMEM_LIMIT = 166_912
+# Shared memory of a CTA so that two fit a multiprocessor of an A100: it has 164 KiB, of
+# which a CTA costs 1 KiB more than it asks for. One alone may ask for 163 KiB.
 SMEM_LIMIT_FOR_TWO = 82_944
 
 # Lane semantics: under the default, MLIR folds `as_left` away (same registers, other
