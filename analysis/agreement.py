@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
+from jaxtyping import Array, Bool
 
 from analysis import ExperimentError
 from attn_jax import canaries, emulator
@@ -154,6 +156,18 @@ def apart(x: ArrayLike, y: ArrayLike, unit: float) -> dict[str, float]:
         "max": float(np.abs(difference).max()) / unit,
         "differ": float(np.mean(difference != 0)),
     }
+
+
+@jax.jit
+def same_bits(first: dict[str, Array], second: dict[str, Array]) -> Bool[Array, ""]:
+    """Whether two sets of results are the same bit by bit, NaN and zeros' signs too."""
+
+    def bits(x):
+        return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+
+    return jnp.all(
+        jnp.stack([jnp.all(bits(x) == bits(second[k])) for k, x in first.items()])
+    )
 
 
 def failures(rows: Sequence[dict], columns: Sequence[str]) -> str:

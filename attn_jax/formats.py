@@ -56,6 +56,11 @@ class NumberFormat:
         return 2 - 2 ** (self.exponent_bits - 1)
 
     @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite number."""
+        return math.frexp(self.max_finite)[1] - 1
+
+    @property
     def min_normal(self) -> float:
         return 2.0**self.min_exponent
 

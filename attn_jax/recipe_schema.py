@@ -32,6 +32,8 @@ class Step:
 _BF16 = Step(BF16)
 _FP32 = Step(FP32)
 _FP64 = Step(FP64)
+# Of r: beyond it r and the numbers that it scales would leave an FP32 carrier.
+MOST_ROW_EXPONENT = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Recipe:
     are in units of log2. E(-inf) = 0. [i:j] is a block of keys.
     FREE are the order of additions inside one chunk of a sum, whether a product and the
     addition next to it round once or twice, and the last ulp or two of E, log, tanh and
-    division (XLA on a CPU divides rows by way of a rounded reciprocal).
+    division (XLA on a CPU divides rows by way of a rounded reciprocal); and r below, by
+    a factor of two, where b lies within its own roundings of a power of two.
     A chunk is the whole sum unless `dot_chunk` says otherwise.
 
     SUMS. dot(a, b) and rowsum(a) mean: t = 0; for each run of `dot_chunk` products, in
@@ -108,7 +111,7 @@ class Recipe:
         dS = dlogits(D f), f = dlogits_scale, times scale for gradient_scale_at 'logits'
         dV = dv_accumulator(dV + dot(backward_probability(P)^T, dO))
         dK = dk_accumulator(dK + dot(dS^T, Q))
-        dQ = dq_accumulator(dQ + dot(dS, K))
+        dQ = dq_accumulator(dQ + dot(dS, K)), with dS' for dS if there is dq_dlogits
         dbias += D summed over its broadcast axes, unrounded
     dot over queries runs over (query head of the group, query), heads slowest. If
     dot_accumulator, dk_accumulator and dv_accumulator are the carrier's format, and
@@ -123,6 +126,19 @@ class Recipe:
     sum_j P_ij K_j, made in the forward pass as O before `output` is, with K for V.
     In exact arithmetic it subtracts 0: a row of dS sums to dLSE, less a sink's share.
     The mean does not help where a row's weight lies on few keys, far from their mean.
+    dS' = dq_dlogits(D f r) stands in for dS in dQ and in the sum of dS over the row,
+    both of which are divided by r in the end (of each hop); dK has dS. r = 1 if the
+    format of dq_dlogits has FP32's exponents, 8 bits or more. Else r is a power of two
+    for each row that brings a bound of the row into its range, since
+    |D| <= |dP| + |delta| + |dLSE|: with Euclidean norms over H
+        b = |f| (2 |dO| max |V| + |dLSE|), the maximum over all keys of the head, be
+            they hidden or on another device
+        r = 2^(e - x) for b = y 2^x, 1/2 <= y < 1, and 2^e <= the largest number of the
+            format < 2^(e+1); from 2^-100 to 2^100, and 1 for b = 0
+    So |D f r| <= 2^e but for roundings, half of what overflows, and for FP16 (e = 15)
+    what is below 2^-29 b is subnormal and loses bits. Kernels fold r into the exponent,
+    E(x - (LSE u - log2 r)), and have K as FP16 numbers scaled by one power of two for a
+    head: exact down to 2^-31 of its largest. Here K is what it is for other products.
     The gradient of a sink is -sum of E(sink u - LSE u) (delta - dLSE), unrounded.
 
     A RING of `ring_size` W > 1 devices: T and S are cut into W equal shares in order;
@@ -163,6 +179,7 @@ class Recipe:
                           (factor - 1) r exceeds 87 (natural units, FP32). x = -inf
                           is no maximum, be its key hidden or only its bias -inf: a
                           block that has nothing else keeps r = -inf
+      dq_dlogits          None: dQ, too, has dS as `dlogits` rounds it
       dlogits_scale       a power of two
     """
 
@@ -206,6 +223,7 @@ class Recipe:
     delta: Step = _FP32
     dprobability: Step = _FP32
     dlogits: Step = _BF16
+    dq_dlogits: Step | None = None
     dlogits_scale: float = 1.0
     gradient_scale_at: Literal["logits", "epilogue"] = "epilogue"
     dq_centre: Literal["none", "mean", "row"] = "none"
@@ -267,6 +285,12 @@ class Recipe:
                 "'lse' instead"
             )
 
+    @property
+    def scales_rows(self) -> bool:
+        """Whether rows of dS are brought into the range of `dq_dlogits`: r above."""
+        step = self.dq_dlogits
+        return step is not None and step.format.exponent_bits < FP32.exponent_bits
+
     def replace_format(self, old: NumberFormat, new: NumberFormat) -> "Recipe":
         """A copy with every step kept in `old`, and `inputs`, kept in `new` instead."""
         changes: dict = {
@@ -282,7 +306,8 @@ class Recipe:
     def with_inputs(self, fmt: NumberFormat) -> "Recipe":
         """The same algorithm on inputs of another format: BF16 to FP16 and back.
 
-        Every step that was kept in the old input format is kept in the new one.
+        Every step that was kept in the old input format is kept in the new one. A
+        `dq_dlogits` that already was FP16 cannot be told from it on the way back.
         """
         return self.replace_format(self.inputs, fmt)
 
@@ -350,6 +375,8 @@ def _fault(field: dataclasses.Field, value: Any) -> str | None:
         kind = "a Step" if field.type is Step else "a NumberFormat"
         return None if isinstance(value, field.type) else kind
     choices = get_args(field.type)
+    if Step in choices:
+        return None if isinstance(value, choices) else "a Step or None"
     if choices and isinstance(choices[0], str):
         return None if value in choices else f"one of {', '.join(choices)}"
     if field.name == "ring_size":

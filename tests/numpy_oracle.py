@@ -6,15 +6,14 @@ that a program may get that adds in another order. Rows do not meet in the forwa
 pass, so neither `block_q` nor `loop_order` appears there.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 
-from attn_jax.emulator.exponential import POLYNOMIALS
 from attn_jax.mask import Mask
 from attn_jax.recipe import Recipe, Step
-from tests.enclosure import Arithmetic, Interval, hull, maximum, negative, where
+from tests.enclosure import Interval, where
+from tests.oracle_forward import ForwardOracle, Row, blocks, concatenate
 
 
 class Result(NamedTuple):
@@ -27,25 +26,8 @@ class Result(NamedTuple):
     dvalue: Interval
 
 
-class _State(NamedTuple):
-    """Running maximum and sum [T, 1], sum of P V and, for the row's centre, of P K."""
-
-    row_max: Interval
-    row_sum: Interval
-    output: Interval
-    centre: Interval
-
-
-class _Row(NamedTuple):
-    """What the backward pass needs of the forward: [T, H], [T, 1], [T, H]."""
-
-    output: Interval
-    lse: Interval
-    centre: Interval
-
-
 class _Gradients(NamedTuple):
-    """Running sums: dQ and the row sums of dS for each query head, dK and dV."""
+    """Running sums: dQ and the row sums of its dS for each query head, dK and dV."""
 
     query: list[Interval]
     excess: list[Interval]
@@ -86,257 +68,8 @@ def attention(
     return Result(out, lse, dq, dk, dv)
 
 
-class _Oracle:
-    """One key/value head with its group of query heads at a time.
-
-    Matrices are [T, S], [T, H] or [S, H], what belongs to rows is [T, 1].
-    """
-
-    def __init__(self, recipe: Recipe, scale: float, rows_share_centre: bool):
-        self.r, self.a = recipe, Arithmetic(recipe.carrier)
-        in_base_2 = recipe.exponential != "exp"
-        self.unit = math.log2(math.e) if in_base_2 else 1.0
-        self.exact_exponential = self.a.exp2 if in_base_2 else self.a.exp
-        self.scale = scale
-        # Unless keys are hidden one by one, a block of queries has one mean of keys.
-        self.rows_share_centre = rows_share_centre
-
-    def input(self, x) -> Interval:
-        wide = self.a.point(np.asarray(x).astype(np.float64))
-        return self.a.round(wide, Step(self.r.inputs))
-
-    def dot(self, x: Interval, y: Interval, made: Step | None = None) -> Interval:
-        """x @ y; `made` rounded x unless it is an input, as y always is."""
-        r, step = self.r, self.r.dot_accumulator
-        formats = made.format if made else r.inputs, r.inputs, step.format
-        return self.a.dot(x, y, step, r.dot_chunk, r.dot_alignment, formats)
-
-    def row_sums(self, x: Interval) -> Interval:
-        return self.a.sum(x, self.r.rowsum_accumulator, self.r.dot_chunk)
-
-    def row_dots(self, x: Interval, y: Interval) -> Interval:
-        rows = [slice(i, i + 1) for i in range(x.lo.shape[0])]
-        kept = self.r.rowsum_accumulator, self.r.dot_chunk
-        return _concatenate([self.a.dot(x.at(i), y.at(i).T, *kept) for i in rows])
-
-    def stored(self, x: Interval, step: Step) -> Interval:
-        """x as a number of the carrier: what is returned is no part of anything."""
-        return self.a.settled(self.a.round(x, step))
-
-    def times(self, x: Interval, factor: float) -> Interval:
-        return self.a.mul(x, self.a.constant(factor))
-
-    def exponential(self, x: Interval) -> Interval:
-        if self.r.exponential == "exp2_polynomial":
-            return self.a.exp2_polynomial(x, POLYNOMIALS[self.r.exp2_degree])
-        return self.exact_exponential(x)
-
-    def logits(self, q: Interval, k: Interval, see) -> Interval:
-        a, r = self.a, self.r
-        x = a.round(self.dot(q, k.T), r.logits)
-        if r.scale_at == "exponent":
-            x = self.times(x, self.scale * self.unit)
-        else:
-            x = a.round(self.times(x, self.scale), r.logits)
-            if self.unit != 1:
-                x = a.round(self.times(x, self.unit), r.logits)
-        return where(see, x, a.point(-np.inf))
-
-    def block_max(self, x: Interval) -> Interval:
-        top = Interval(x.lo.max(1, keepdims=True), x.hi.max(1, keepdims=True))
-        factor = self.r.repeated_max_factor
-        if factor is None:
-            return top
-        zero = self.a.point(0)
-        moved = self.times(where(np.isfinite(top.lo), top, zero), factor)
-        moved = where(top.lo > 0, moved, where(top.hi < 0, zero, top))
-        may = ((x.hi >= top.lo) & np.isfinite(x.hi)).sum(1, keepdims=True) > 1
-        must = (x.is_point & (x.lo == top.hi)).sum(1, keepdims=True) > 1
-        return where(must & may, moved, where(may, hull(moved, top), top))
-
-    def new_max(self, m: Interval, x: Interval) -> Interval:
-        new = self.a.round(maximum(m, self.block_max(x)), self.r.row_max)
-        tau, started = self.r.rescale_threshold, np.isfinite(m.lo)
-        if tau == 0 or not started.any():
-            return new  # Without a sink m' is never below m: at 0 nothing moves.
-        zero = self.a.point(0)
-        rise = self.a.sub(where(started, new, zero), where(started, m, zero))
-        rise = self.times(rise, math.log2(math.e) / self.unit)
-        keep, may_keep = started & (rise.hi <= tau), started & (rise.lo <= tau)
-        return where(keep, m, where(may_keep, hull(m, new), new))
-
-    def softmax_lines(self, m: Interval, total: Interval, x: Interval):
-        """m', P, P as operand, c, l' for one block of keys."""
-        a, r = self.a, self.r
-        new = self.new_max(m, x)
-        zero = a.point(0)
-        base = where(np.isfinite(new.lo), new, zero)
-        p = self.times(
-            self.exponential_of(x, base, r.exponentiated), r.probability_scale
-        )
-        started = np.isfinite(m.lo)
-        fall = a.round(a.sub(where(started, m, base), base), r.correction)
-        c = where(started, a.round(self.exact_exponential(fall), r.correction), zero)
-        operand = a.round(p, r.probability)
-        added = self.row_sums(operand if r.row_sum_of == "rounded" else p)
-        kept = a.round(a.mul(c, total), r.row_sum)
-        total = a.round(a.add(kept, a.round(added, r.row_sum)), r.row_sum)
-        return new, p, operand, c, total
-
-    def exponential_of(self, x: Interval, base: Interval, step: Step) -> Interval:
-        """exp(x - base) rounded to `step`; 0 where x is -inf."""
-        zero = self.a.point(0)
-        see = np.isfinite(x.hi)
-        shifted = self.a.sub(where(see, x, zero), base)
-        e = self.exponential(self.a.round(shifted, self.r.shifted))
-        return where(see, self.a.round(e, step), zero)
-
-    def start(self, T: int, H: int) -> _State:
-        minus_infinity = self.a.point(np.full((T, 1), -np.inf))
-        return _State(
-            minus_infinity, *(self.a.point(np.zeros((T, n))) for n in (1, H, H))
-        )
-
-    def visit(self, state: _State, q, k, v, visible) -> _State:
-        """The state after these keys, block by block."""
-        a, r = self.a, self.r
-        blocks = _blocks(r.block_kv, k.lo.shape[0])
-        for block in blocks if r.kv_order == "forward" else blocks[::-1]:
-            m, old_total, *sums = state
-            x = self.logits(q, k.at(block), visible[:, block])
-            m, p, operand, c, total = self.softmax_lines(m, old_total, x)
-            divisor = where(total.lo > 0, total, a.point(1))
-            if r.normalise == "before_product":
-                operand = a.round(a.div(p, divisor), r.probability)
-            for i, values in enumerate((v, k)):
-                product = self.dot(operand, values.at(block), r.probability)
-                product = a.round(product, r.product)
-                if r.normalise == "before_product":
-                    sums[i] = product
-                    continue
-                if r.normalise == "each_step":
-                    c_and_l = a.round(a.mul(old_total, c), r.accumulator)
-                    kept = a.mul(c_and_l, sums[i])
-                else:
-                    kept = a.mul(c, sums[i])
-                kept = a.round(kept, r.accumulator)
-                sums[i] = a.round(a.add(kept, product), r.accumulator)
-                if r.normalise == "each_step":
-                    sums[i] = a.round(a.div(sums[i], divisor), r.accumulator)
-            state = _State(m, total, *sums)
-        return state
-
-    def finish(self, state: _State) -> _Row:
-        a, r = self.a, self.r
-        m, total, output, centre = state
-        if r.normalise == "once":
-            divisor = where(total.lo > 0, total, a.point(1))
-            output, centre = a.div(output, divisor), a.div(centre, divisor)
-        nothing = ~np.isfinite(m.lo)
-        m = self.times(where(nothing, a.point(0), m), 1 / self.unit)
-        log = a.log(
-            self.times(where(nothing, a.point(1), total), 1 / r.probability_scale)
-        )
-        lse = self.stored(a.add(m, log), r.lse)
-        return _Row(output, where(nothing, a.point(-np.inf), lse), centre)
-
-    def shares(self, length: int) -> list[slice]:
-        """What each device of the ring holds; the whole without a ring."""
-        return _blocks(length // self.r.ring_size, length)
-
-    def blocks_of_shares(self, size: int | None, length: int) -> list[slice]:
-        return [
-            slice(share.start + block.start, share.start + block.stop)
-            for share in self.shares(length)
-            for block in _blocks(size, share.stop - share.start)
-        ]
-
-    def hops(self, device: int) -> list[int]:
-        """The shares of keys in the order in which a device meets them."""
-        return [(device - h) % self.r.ring_size for h in range(self.r.ring_size)]
-
-    def forward(self, q, k, v, visible) -> _Row:
-        queries, keys = self.shares(q.lo.shape[0]), self.shares(k.lo.shape[0])
-        devices = []
-        for device, i in enumerate(queries):
-            hops = [
-                (q.at(i), k.at(keys[c]), v.at(keys[c]), visible[i, keys[c]])
-                for c in self.hops(device)
-            ]
-            merge = self.merge_partials
-            if self.r.ring_size == 1 or self.r.ring_merge == "carry":
-                merge = self.carry_state
-            devices.append(merge(hops))
-        return _Row(*(_concatenate(parts) for parts in zip(*devices)))
-
-    def carry_state(self, hops) -> _Row:
-        state = self.start(*hops[0][0].lo.shape)
-        for hop in hops:
-            state = self.visit(state, *hop)
-            if self.r.ring_size > 1:
-                rounded = (self.a.round(x, self.r.ring_accumulator) for x in state[2:])
-                state = _State(*state[:2], *rounded)
-        return self.finish(state)
-
-    def merge_partials(self, hops) -> _Row:
-        a, r = self.a, self.r
-        rows = []
-        for q, k, v, see in hops:
-            row = self.finish(self.visit(self.start(*q.lo.shape), q, k, v, see))
-            o, centre = (a.round(x, r.ring_partial) for x in (row.output, row.centre))
-            rows.append(_Row(o, row.lse, centre))
-        zeros = a.point(np.zeros(rows[0].output.lo.shape))
-        merged = _Row(zeros, a.point(np.full(rows[0].lse.lo.shape, -np.inf)), zeros)
-        for row in rows:
-            merged = self.merged(merged, row)
-        if r.ring_merge != "two_pass":
-            return merged
-        sums = [zeros, zeros]
-        for row in rows:
-            weight = self.weight(row.lse, merged.lse)
-            for i, part in enumerate((row.output, row.centre)):
-                sums[i] = a.round(
-                    a.add(sums[i], a.mul(weight, part)), r.ring_accumulator
-                )
-        return _Row(sums[0], merged.lse, sums[1])
-
-    def weight(self, lse: Interval, of: Interval) -> Interval:
-        """e^(lse - of), 0 where lse is -inf."""
-        a = self.a
-        zero = a.point(0)
-        some = np.isfinite(lse.lo)
-        change = a.sub(where(some, lse, zero), where(some, of, zero))
-        return where(some, a.exp(change), zero)
-
-    def merged(self, old: _Row, new: _Row) -> _Row:
-        """One step of ring_merge 'lse' or 'sigmoid'; what saw no key has LSE -inf."""
-        a, r = self.a, self.r
-        first, nothing = ~np.isfinite(old.lse.lo), ~np.isfinite(new.lse.lo)
-        zero, one = a.point(0), a.point(1)
-        x, y = where(first, zero, old.lse), where(nothing, zero, new.lse)
-
-        def sigmoid(z):
-            return a.div(one, a.add(one, a.exp(negative(z))))
-
-        if r.ring_merge == "sigmoid":
-            lse = a.sub(x, a.log(sigmoid(a.sub(x, y))))
-        else:
-            top, low = maximum(x, y), negative(maximum(negative(x), negative(y)))
-            lse = a.add(top, a.log1p(a.exp(a.sub(low, top))))
-        lse = a.round(lse, r.lse)
-
-        def merge(o, o_new):
-            if r.ring_merge == "sigmoid":
-                total = a.sub(o, a.mul(sigmoid(a.sub(y, x)), a.sub(o, o_new)))
-            else:
-                total = a.add(
-                    a.mul(a.exp(a.sub(x, lse)), o), a.mul(a.exp(a.sub(y, lse)), o_new)
-                )
-            total = where(first, o_new, total)
-            return where(nothing, o, a.round(total, r.ring_accumulator))
-
-        lse = where(nothing, old.lse, where(first, new.lse, lse))
-        return _Row(merge(old.output, new.output), lse, merge(old.centre, new.centre))
+class _Oracle(ForwardOracle):
+    """The backward pass of one key/value head with its group of query heads."""
 
     def probability(self, x: Interval, lse: Interval) -> Interval:
         """P of one tile in the backward pass, unrounded."""
@@ -353,7 +86,7 @@ class _Oracle:
         p = self.exponential_of(x, base, Step(a.carrier))
         return where(nothing, a.point(0), p)
 
-    def delta(self, q, k, v, do, visible, row: _Row) -> Interval:
+    def delta(self, q, k, v, do, visible, row: Row) -> Interval:
         a, r = self.a, self.r
         if r.delta_source == "p_dp":
             parts = []
@@ -386,7 +119,8 @@ class _Oracle:
         factor = self.scale if r.gradient_scale_at == "logits" else 1.0
         g = (1.0 if r.gradient_scale_at == "logits" else self.scale) / r.dlogits_scale
         lse = [row.lse for row in rows]
-        sums = self.ring_sums(queries, k, v, dout, offset, visible, lse, g)
+        scales = [self.row_scale(do, v, d) for do, d in zip(dout, dlse)]
+        sums = self.ring_sums(queries, k, v, dout, offset, visible, lse, scales, g)
         dq = []
         for n in group:
             total = sums.query[n]
@@ -400,7 +134,28 @@ class _Oracle:
         out = [self.stored(row.output, r.output) for row in rows]
         return out, lse, dq, [dk], [dv]
 
-    def ring_sums(self, queries, k, v, dout, offset, visible, lse, g) -> _Gradients:
+    def row_scale(self, dout: Interval, v: Interval, dlse: Interval) -> np.ndarray:
+        """The power of two [T, 1] by which dS is scaled as operand of dQ.
+
+        From float64: other roundings of the norms give the same but by rare chance.
+        """
+        fmt = self.r.dq_dlogits and self.r.dq_dlogits.format
+        if fmt is None or fmt.exponent_bits >= 8:
+            return np.ones(dlse.lo.shape)
+        norms = [
+            np.sqrt((x.lo.astype(np.float64) ** 2).sum(1, keepdims=True))
+            for x in (dout, v)
+        ]
+        b = 2 * norms[0] * norms[1].max() + np.abs(dlse.lo)
+        factor = self.scale if self.r.gradient_scale_at == "logits" else 1.0
+        b = b * abs(factor) * self.r.dlogits_scale
+        e = np.frexp(fmt.max_finite)[1] - 1
+        r = np.ldexp(1.0, np.clip(e - np.frexp(b)[1], -100, 100))
+        return np.where(b == 0, 1.0, r)
+
+    def ring_sums(
+        self, queries, k, v, dout, offset, visible, lse, scales, g
+    ) -> _Gradients:
         """Sums over all hops, dQ and dK times g; `excess` is not."""
         a, r = self.a, self.r
         rows, keys = self.shares(queries[0].lo.shape[0]), self.shares(k.lo.shape[0])
@@ -417,18 +172,19 @@ class _Oracle:
                 j = keys[self.hops(device)[hop]]
                 at_rows = ([x.at(i) for x in xs] for xs in (queries, dout, offset, lse))
                 q, do, off, row_lse = at_rows
-                see = [x[i, j] for x in visible]
-                part = self.tiles(q, k.at(j), v.at(j), do, off, see, row_lse)
+                see, by = [x[i, j] for x in visible], [x[i] for x in scales]
+                part = self.tiles(q, k.at(j), v.at(j), do, off, see, row_lse, by)
                 for n in range(len(queries)):
-                    term = a.round(self.times(part.query[n], g), partial)
-                    dq[n] = self.put(dq[n], i, term, step)
-                    excess[n] = self.put(excess[n], i, part.excess[n], carrier)
+                    term = self.times(_scaled(part.query[n], 1 / by[n]), g)
+                    dq[n] = self.put(dq[n], i, a.round(term, partial), step)
+                    term = _scaled(part.excess[n], 1 / by[n])
+                    excess[n] = self.put(excess[n], i, term, carrier)
                 dk = self.put(dk, j, a.round(self.times(part.key, g), partial), step)
                 dv = self.put(dv, j, a.round(part.value, partial), step)
         return _Gradients(dq, excess, dk, dv)
 
-    def tiles(self, queries, k, v, dout, offset, visible, lse) -> _Gradients:
-        """The sums over all tiles of these queries and keys."""
+    def tiles(self, queries, k, v, dout, offset, visible, lse, scales) -> _Gradients:
+        """The sums over all tiles of these queries and keys; dQ's are scaled."""
         a, r = self.a, self.r
         T, S = visible[0].shape
         H = k.lo.shape[1]
@@ -436,32 +192,38 @@ class _Oracle:
         dq = [a.point(np.zeros((T, H))) for _ in group]
         excess = [a.point(np.zeros((T, 1))) for _ in group]
         dk, dv = (a.point(np.zeros((S, H))) for _ in range(2))
-        for jb in _blocks(r.backward_block_kv, S):
+        for jb in blocks(r.backward_block_kv, S):
             kb, vb = k.at(jb), v.at(jb)
-            for ib in _blocks(r.backward_block_q, T):
+            for ib in blocks(r.backward_block_q, T):
                 ds, p = [], []
                 for n in group:
                     x = self.logits(queries[n].at(ib), kb, visible[n][ib, jb])
                     p.append(self.probability(x, lse[n].at(ib)))
                     dp = a.round(self.dot(dout[n].at(ib), vb.T), r.dprobability)
-                    ds.append(self.dlogits(p[n], a.sub(dp, offset[n].at(ib))))
-                    product = self.dot(ds[n], kb, r.dlogits)
+                    wide = self.dlogits(p[n], a.sub(dp, offset[n].at(ib)))
+                    ds.append(a.round(wide, r.dlogits))
+                    dq_ds, made = ds[n], r.dlogits
+                    if r.dq_dlogits is not None:
+                        made = r.dq_dlogits
+                        dq_ds = a.round(_scaled(wide, scales[n][ib]), made)
+                    product = self.dot(dq_ds, kb, made)
                     dq[n] = self.put(dq[n], ib, product, r.dq_accumulator)
-                    row_sum = a.sum(ds[n], Step(a.carrier), None)
+                    row_sum = a.sum(dq_ds, Step(a.carrier), None)
                     excess[n] = self.put(excess[n], ib, row_sum, Step(a.carrier))
-                q, do = (_concatenate([x.at(ib) for x in xs]) for xs in (queries, dout))
-                product = self.dot(_concatenate(ds).T, q, r.dlogits)
+                q, do = (concatenate([x.at(ib) for x in xs]) for xs in (queries, dout))
+                product = self.dot(concatenate(ds).T, q, r.dlogits)
                 dk = self.put(dk, jb, product, r.dk_accumulator)
-                operand = a.round(_concatenate(p), r.backward_probability)
+                operand = a.round(concatenate(p), r.backward_probability)
                 product = self.dot(operand.T, do, r.backward_probability)
                 dv = self.put(dv, jb, product, r.dv_accumulator)
         return _Gradients(dq, excess, dk, dv)
 
     def dlogits(self, p: Interval, inner: Interval) -> Interval:
+        """D f."""
         a, r = self.a, self.r
         d = a.mul(a.round(p, r.softmax_probability), inner)
         factor = self.scale if r.gradient_scale_at == "logits" else 1.0
-        return a.round(self.times(d, r.dlogits_scale * factor), r.dlogits)
+        return self.times(d, r.dlogits_scale * factor)
 
     def put(self, total: Interval, rows: slice, term: Interval, step: Step) -> Interval:
         """`total` with `term` added to some rows."""
@@ -469,7 +231,7 @@ class _Oracle:
         lo[rows], hi[rows] = self.a.round(self.a.add(total.at(rows), term), step)
         return Interval(lo, hi)
 
-    def centre(self, k: Interval, visible, row: _Row) -> Interval:
+    def centre(self, k: Interval, visible, row: Row) -> Interval:
         a = self.a
         if self.r.dq_centre == "row":
             return row.centre
@@ -483,13 +245,9 @@ class _Oracle:
         return a.div(total, a.point(count))
 
 
-def _blocks(size: int | None, length: int) -> list[slice]:
-    size = length if size is None else min(size, length)
-    return [slice(j, min(j + size, length)) for j in range(0, length, size)]
-
-
-def _concatenate(parts: list[Interval]) -> Interval:
-    return Interval(*(np.concatenate(ends) for ends in zip(*parts)))
+def _scaled(x: Interval, powers_of_two: np.ndarray) -> Interval:
+    """Exact in any binary format whose range it stays in."""
+    return Interval(x.lo * powers_of_two, x.hi * powers_of_two)
 
 
 def _stack(parts: list[Interval], batch: int) -> Interval:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from analysis.__main__ import main
+from analysis.agreement import same_bits
 from analysis.experiments import EXPERIMENTS, emulator_speed
-from analysis.experiments.accuracy import PRESETS, Problem, _same_bits, measure
+from analysis.experiments.accuracy import PRESETS, Problem, measure
 from train import record
 
 TOY = Problem(T=64, S=48, N=4, K=2, H=64, is_causal=False, dtype="bfloat16")
@@ -36,9 +37,10 @@ def test_list_names_every_experiment(capsys):
 def test_every_experiment_has_a_test():
     # Capturing needs a run folder: tests/test_capture.py. Two need a GPU:
     # tests/test_experiments_gpu.py. The sweeps:
-    # tests/test_experiments_forward.py and _backward.py.
+    # tests/test_experiments_forward.py and _backward.py. Times: tests/test_speed.py.
     elsewhere = {
         "capture",
+        "speed",
         "kernels",
         "flash-attention-2",
         "precision",
@@ -191,7 +193,7 @@ def test_the_table_tells_the_backward_passes_apart():
 
 def test_bits_are_compared_as_bits():
     def same(a, b):
-        return bool(_same_bits({"x": jnp.float32(a)}, {"x": jnp.float32(b)}))
+        return bool(same_bits({"x": jnp.float32(a)}, {"x": jnp.float32(b)}))
 
     assert same(float("nan"), float("nan")) and same(1.0, 1.0)
     assert not same(0.0, -0.0)

@@ -65,6 +65,7 @@ KNOBS: dict[str, list] = {
     "delta": [_WIDE, _BF16],
     "dprobability": [_WIDE, _BF16],
     "dlogits": [_WIDE, _BF16, _FP8, _COIN],
+    "dq_dlogits": [None, _BF16, Step(FP16), _FP8],
     "dlogits_scale": [1.0, 8.0],
     "gradient_scale_at": ["logits", "epilogue"],
     "dq_centre": ["none", "mean", "row"],
@@ -207,6 +208,7 @@ def test_the_probabilistic_bound_holds_as_often_as_it_says(family):
         ({"probability": Step(E5M2)}, "out"),
         ({"backward_probability": Step(E5M2)}, "dvalue"),
         ({"dlogits": Step(E5M2)}, "dquery"),
+        ({"dq_dlogits": Step(E5M2)}, "dquery"),
         ({"lse": _BF16}, "lse"),
         ({"delta_source": "o", "dq_centre": "none"}, "dquery"),
     ],
@@ -345,6 +347,7 @@ def test_order_bound_tells_another_order_from_another_recipe(family):
         ({"backward_probability": _WIDE}, "dvalue"),
         ({"dlogits": _WIDE}, "dquery"),
         ({"dlogits": _WIDE}, "dkey"),
+        ({"dq_dlogits": Step(FP16)}, "dquery"),
     ]
     if family == "uniform":
         wrong += [({"delta_source": "o"}, "dquery"), ({"dq_centre": "none"}, "dquery")]

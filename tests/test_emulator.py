@@ -352,6 +352,8 @@ def test_each_step_named_in_a_recipe_changes_the_result():
         {"delta_source": "p_dp"},
         {"dq_centre": "mean"},
         {"dq_centre": "row"},
+        {"dq_dlogits": e5m2},
+        {"dq_dlogits": Step(FP16)},
         {"probability": Step(BF16, Rounding.TOWARD_ZERO)},
         {"block_kv": whole, "accumulator": Step(BF16)},
         {"backward_block_q": whole, "dk_accumulator": e5m2},
@@ -462,6 +464,7 @@ def test_output_types():
             "pass rounding_key=",
         ),
         ({"row_sum": Step(FP64)}, ValueError, "row_sum in fp64"),
+        ({"dq_dlogits": Step(FP64)}, ValueError, "dq_dlogits in fp64"),
     ],
 )
 def test_what_is_not_run_is_refused_by_name(change, error, message):

@@ -11,7 +11,7 @@ import pytest
 from attn_jax import dot_product_attention, emulator, reference
 from attn_jax.audit.error import correctly_rounded
 from attn_jax.emulator import tiles
-from attn_jax.formats import BF16, FP32, Rounding, number_format
+from attn_jax.formats import BF16, FP16, FP32, Rounding, number_format
 from attn_jax.mask import Mask
 from attn_jax.recipe import EXACT_FP32, FLASH2, QIU_YAO, RECIPES, Step
 
@@ -257,6 +257,7 @@ def test_one_key_gives_one_result_compiled_or_not_and_another_key_another():
         probability=STOCHASTIC,
         lse=STOCHASTIC,
         dlogits=STOCHASTIC,
+        dq_dlogits=Step(FP16, Rounding.STOCHASTIC),
         backward_probability=STOCHASTIC,
         block_kv=6,
         exponential="exp",

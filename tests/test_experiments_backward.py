@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -14,8 +15,8 @@ from analysis.__main__ import main
 from analysis.experiments import attribution, backward, bias, saturation
 from attn_jax.audit.error import correctly_rounded
 from attn_jax.audit.inputs import Inputs
-from attn_jax.formats import BF16, E4M3FN, FP32
-from attn_jax.recipe import RECIPES
+from attn_jax.formats import BF16, E4M3FN, FP16, FP32
+from attn_jax.recipe import RECIPES, Step
 from attn_jax.reference import golden
 from train.config import UsageError
 
@@ -74,6 +75,11 @@ def test_backward_tells_delta_sources_and_centres_apart(measured, monkeypatch):
     # A mean over all keys does not help where two keys have all the weight.
     assert units(few, row_of) < backward.GOOD
     assert units(few, mean_of) > 10 * units(few, row_of)
+    # A finer dS leaves dQ its own rounding alone, and dK as it was.
+    fine = backward.variant("o_hi_lo", "row", fp16=True)
+    assert units("uniform", fine) < backward.NEARLY_BEST < units("uniform", row_of)
+    assert units(few, fine) < backward.NEARLY_BEST
+    assert units(few, fine, "dk") == units(few, row_of, "dk")
     # delta from the rounded O is seen in dK, which no centre mends.
     assert units(few, "flash2: o, row", "dk") > 1.2 * units(few, row_of, "dk")
     verdicts = {c["recipe"]: c["holds"] for c in claims if "kernels" in c["source"]}
@@ -128,7 +134,10 @@ def test_names_side_by_side_are_not_joined():
 def test_every_source_and_centre_of_the_recipes_is_measured():
     found = backward.recipes()
     assert found["flash2: o, none"] == RECIPES["flash2"]
-    assert len(set(found.values())) == len(found) == 4 * 3 + 3
+    assert len(set(found.values())) == len(found) == 4 * 3 + 3 + 3
+    finer = [recipe for recipe in found.values() if recipe.dq_dlogits is not None]
+    assert {recipe.dq_centre for recipe in finer} == set(backward.CENTRES)
+    assert {recipe.dq_dlogits for recipe in finer} == {Step(FP16)}
 
 
 def test_gradients_of_a_zero_cotangent_have_no_unit():
@@ -185,6 +194,28 @@ def test_casts_of_a_recipe_and_the_steps_of_one_tensor():
     assert attribution.variants(recipe, "all")["all"] == recipe
     with pytest.raises(UsageError, match="exact_fp32 keeps every step in its carrier"):
         attribution.casts(RECIPES["exact_fp32"])
+
+
+def test_a_cast_of_ds_for_dq_alone_is_one_of_the_backward_pass():
+    recipe = dataclasses.replace(RECIPES["flash2"], dq_dlogits=Step(FP16))
+    assert "dq_dlogits" in attribution.casts(recipe)
+    assert "dq_dlogits" not in attribution.casts(RECIPES["flash2"])
+    pair = attribution.variants(recipe, "dq_dlogits")
+    assert pair["alone"].dq_dlogits == Step(FP16)
+    assert pair["alone"].dlogits == pair["all but"].dq_dlogits == Step(FP32)
+    for tensor, largest in (("dq", "dq_dlogits"), ("dk", "dlogits")):
+        here = [
+            {
+                "how": "alone",
+                "tensor": tensor,
+                "cast": cast,
+                "rel": 1.0 + (cast == largest),
+            }
+            for cast in ("dlogits", "dq_dlogits", "output")
+        ]
+        (claim,) = attribution._claims("", here)
+        assert claim.holds
+    assert {"dlogits", "dq_dlogits"} < set(attribution.BACKWARD)
 
 
 def test_saturation_shows_before_the_fix_and_not_after(measured):

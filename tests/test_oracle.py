@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from attn_jax import on_tensor_cores
-from attn_jax.audit.inputs import Inputs, Shape, make_inputs
+from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.formats import (
     BF16,
     E4M3FN,
@@ -30,69 +30,10 @@ from attn_jax.mask import Mask
 from attn_jax.recipe import EXACT_FP32, EXACT_FP64, RECIPES, Recipe, Step
 from tests import numpy_oracle
 from tests.enclosure import Interval
+from tests.oracle_inputs import BLOCKS, EXACT, LN2, SHAPE, exact_dlse, powers_of_two
 from tests.oracle_outcome import FIELDS, Outcome
 
-SHAPE = Shape(1, 16, 32, 2, 1, 4)
-BLOCKS = {
-    name: 10  # divides neither length
-    for name in ("block_q", "block_kv", "backward_block_q", "backward_block_kv")
-}
-
-
-def powers_of_two(parts=1) -> Inputs:
-    """Logits q.k that are small integers, with sum_j 2^x_ij = 1 in every row.
-
-    Each of `parts` equal shares of the keys sums to 1 / parts. V and dO are small
-    whole numbers, so with scale = ln 2 and exponential exp2 no step has to round. A
-    row's maximum rises from block to block, wanders or falls.
-    """
-    rng = np.random.default_rng(0)
-    B, T, S, N, K, H = dataclasses.astuple(SHAPE)
-
-    def exponents(arrange):
-        total = 1 - parts
-        values = [total - 1, total - 2, total - 2]
-        while len(values) < S // parts:
-            # Splits a smaller one: 2^x = 2^(x-1) + 2^(x-1).
-            splits = np.array(values) > total - 8
-            splits[:2] = False
-            index = int(rng.choice(np.flatnonzero(splits)))
-            values[index] -= 1
-            values.append(values[index])
-        return arrange(np.array(values))
-
-    k = np.zeros((B, S, K, H))
-    arrangements = (np.sort, rng.permutation, lambda x: -np.sort(-x))
-    for column, arrange in enumerate(arrangements):
-        patterns = [exponents(arrange) for _ in range(parts)]
-        k[..., column] = np.concatenate(patterns)[None, :, None]
-    q = np.zeros((B, T, N, H))
-    # Each row follows one of the three patterns.
-    np.put_along_axis(q, rng.integers(0, 3, (B, T, N, 1)), 1.0, -1)
-    v = rng.integers(-2, 3, (B, S, K, H)).astype(float)
-    k[..., 3:] = rng.integers(-2, 3, (B, S, K, H - 3))
-    dout = rng.integers(-1, 2, (B, T, N, H)).astype(float)
-    return Inputs(q, k, v, dout)
-
-
-LN2 = float(np.log(2))
-# LSE is 0 up to a few ulp of log: in a format this coarse it is 0, so that the backward
-# pass, too, starts from exact powers of two.
-COARSE = Step(number_format(4, 3))
-EXACT = dataclasses.replace(
-    EXACT_FP32,
-    name="exact",
-    exponential="exp2",
-    scale_at="exponent",
-    lse=COARSE,
-    **BLOCKS,
-)
 _BF16 = Step(BF16)
-
-
-def exact_dlse():
-    B, T, _, N, _, _ = dataclasses.astuple(SHAPE)
-    return np.random.default_rng(1).integers(-1, 2, (B, N, T)).astype(float)
 
 
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
@@ -132,6 +73,14 @@ EXACT_KNOBS = {
     "centre mean": dict(dq_centre="mean", dlogits=Step(_COARSE), gradient=_BF16),
     "centre row": dict(dq_centre="row", dlogits=Step(_COARSE), gradient=_BF16),
     "dlogits_scale": dict(dlogits=Step(E4M3FN), dlogits_scale=2.0**6),
+    "dq_dlogits": dict(dq_dlogits=Step(number_format(4, 2)), dlogits=Step(_COARSE)),
+    "dq_dlogits, subnormal": dict(
+        dq_dlogits=Step(_SHORT),
+        dlogits_scale=0.5,
+        gradient_scale_at="logits",
+        dq_centre="mean",
+        gradient=_BF16,
+    ),
     "carry": dict(ring_size=2, ring_merge="carry", gradient=_BF16),
 }
 
@@ -194,6 +143,7 @@ SINGLE_STEPS = {
     "delta": Single(_COARSE),
     "dprobability": Single(_BIT),
     "dlogits": Single(_COARSE),
+    "dq_dlogits": Single(_SHORT),
     "dq_accumulator": Single(_COARSE),
     "dk_accumulator": Single(_COARSE),
     "dv_accumulator": Single(_COARSE),
@@ -210,7 +160,9 @@ SINGLE_STEPS = {
 
 
 def test_every_step_has_its_single_case():
-    steps = {f.name for f in dataclasses.fields(Recipe) if f.type is Step}
+    steps = {
+        f.name for f in dataclasses.fields(Recipe) if f.type in (Step, Step | None)
+    }
     assert steps == set(SINGLE_STEPS)
 
 
@@ -379,7 +331,12 @@ _ON_CORES = dict.fromkeys(BLOCKS, 8) | dict(
             backward_probability=Step(number_format(2, 8)),
             dlogits=Step(number_format(4, 8)),
         ),
-        dict(dot_accumulator=Step(FP64), probability=_BF16, dlogits=_BF16),
+        dict(
+            dot_accumulator=Step(FP64),
+            probability=_BF16,
+            dlogits=_BF16,
+            dq_dlogits=Step(number_format(3, 8)),  # mostly subnormal, too
+        ),
     ],
     ids=["subnormal", "unrounded sums"],
 )
@@ -438,6 +395,10 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
         _OPEN,
         dict(dlogits=Step(FP16), dlogits_scale=1024.0, dq_accumulator=_BF16),
     ),
+    "dS of dQ in FP16": (
+        _WINDOW,
+        dict(dlogits=_BF16, dq_dlogits=Step(FP16), dq_centre="row", probability=_BF16),
+    ),
     "gradient sums": (
         _CAUSAL,
         dict(dq_accumulator=_BF16, dk_accumulator=_BF16, dv_accumulator=_BF16),
@@ -480,6 +441,7 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
             ring_partial=_BF16,
             ring_gradient_accumulator=_BF16,
             dq_centre="row",
+            dq_dlogits=Step(E4M3FN, Rounding.TOWARD_ZERO),
         ),
     ),
 }

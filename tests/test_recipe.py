@@ -80,6 +80,20 @@ def test_another_input_format_reaches_every_step_and_comes_back(recipe):
             assert moved == (FP16 if step.format == BF16 else step.format)
 
 
+def test_a_format_for_dq_alone_follows_where_it_is_named():
+    narrow = dataclasses.replace(ATTN_JAX, dq_dlogits=Step(BF16))
+    wide = dataclasses.replace(ATTN_JAX, dq_dlogits=Step(FP16))
+    assert narrow.with_inputs(FP16).dq_dlogits == Step(FP16)
+    assert narrow.with_inputs(FP16).with_inputs(BF16) == narrow
+    assert wide.with_inputs(FP16) == narrow.with_inputs(FP16)
+    assert wide.replace_format(BF16, FP32).dq_dlogits == Step(FP16)
+    assert wide.replace_format(FP16, FP32) == dataclasses.replace(
+        ATTN_JAX, dq_dlogits=Step(FP32)
+    )
+    assert ATTN_JAX.replace_format(BF16, FP32).dq_dlogits is None
+    assert wide.scales_rows and not narrow.scales_rows and not ATTN_JAX.scales_rows
+
+
 def test_the_kernels_differ_from_flash2_where_it_is_inaccurate():
     assert (FLASH2.delta_source, FLASH2.dq_centre) == ("o", "none")
     assert (ATTN_JAX.delta_source, ATTN_JAX.dq_centre) == ("o_hi_lo", "mean")
@@ -172,6 +186,8 @@ def test_contradictions_are_refused():
         (dict(lse=Step(E4M3FN)), "saturating"),
         (dict(shifted=Step(number_format(3, 1).saturating())), "hidden keys"),
         (dict(logits=BF16), "a Step"),
+        (dict(dq_dlogits=FP16), "a Step or None"),
+        (dict(dlogits=None), "a Step"),
         (dict(inputs="bf16"), "a NumberFormat"),
     ],
 )

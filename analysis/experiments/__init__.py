@@ -17,6 +17,7 @@ from analysis.experiments import (
     precision,
     saturation,
     sequence_length,
+    speed,
     state_format,
     tiling,
 )
@@ -44,6 +45,7 @@ EXPERIMENTS = {
     "emulator-speed": Experiment(
         emulator_speed.SUMMARY, emulator_speed.add_arguments, emulator_speed.run
     ),
+    "speed": Experiment(speed.SUMMARY, speed.add_arguments, speed.run),
     "kernels": Experiment(kernels.SUMMARY, kernels.add_arguments, kernels.run),
     "flash-attention-2": Experiment(
         flash_attention_2.SUMMARY,

@@ -21,11 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from analysis import ExperimentError
-from analysis.agreement import FORMATS, VANISHING, Problem
+from analysis.agreement import FORMATS, VANISHING, Problem, same_bits
 from analysis.record import Row, check_writable, environment, show, write
 from attn_jax import IMPLEMENTATIONS, RECIPES, dot_product_attention
 from attn_jax.api import Implementation
@@ -278,7 +277,7 @@ def _run(program: Program, inputs: Inputs) -> dict[str, Any] | str:
     if isinstance(program, str):
         return program
     found, again = program(*inputs), program(*inputs)
-    same = bool(_same_bits(found, again))
+    same = bool(same_bits(found, again))
     return {"same_bits": same, **jax.device_get(found)}
 
 
@@ -313,16 +312,6 @@ def _rows(
         row["same_bits"] = result["same_bits"]
         row["degenerate"] = " ".join(degenerate)
     return rows
-
-
-@jax.jit
-def _same_bits(first: dict[str, Array], second: dict[str, Array]) -> Bool[Array, ""]:
-    def bits(x):
-        return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-
-    return jnp.all(
-        jnp.stack([jnp.all(bits(x) == bits(second[k])) for k, x in first.items()])
-    )
 
 
 def _units(found: np.ndarray, target: np.ndarray, size: float) -> float:

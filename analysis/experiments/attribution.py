@@ -33,7 +33,8 @@ JOINT = (("logits", "shifted"), ("product", "accumulator"))
 # Steps that nothing of the forward pass depends on.
 BACKWARD = (
     *("softmax_probability", "backward_probability", "delta", "dprobability"),
-    *("dlogits", "dq_accumulator", "dk_accumulator", "dv_accumulator", "gradient"),
+    *("dlogits", "dq_dlogits"),
+    *("dq_accumulator", "dk_accumulator", "dv_accumulator", "gradient"),
     *("ring_gradient_partial", "ring_gradient_accumulator"),
 )
 
@@ -192,8 +193,11 @@ def _claims(title: str, here: Sequence[Row]) -> list[sweep.Claim]:
         source = "paper, Sec. IV-A"
         says = "The deviation comes from rescaling what was summed before."
         claims.append(sweep.Claim(source, says, title, found, order[0] == "correction"))
-    if here[0]["tensor"] in ("dq", "dk") and "dlogits" in alone:
+    ds = "dlogits"
+    if here[0]["tensor"] == "dq" and "dq_dlogits" in alone:
+        ds = "dq_dlogits"
+    if here[0]["tensor"] in ("dq", "dk") and ds in alone:
         source = "SageBwd, arXiv 2603.02170"
         says = "The main error of the backward pass is that of dS."
-        claims.append(sweep.Claim(source, says, title, found, order[0] == "dlogits"))
+        claims.append(sweep.Claim(source, says, title, found, order[0] == ds))
     return claims

@@ -47,7 +47,7 @@ EXP2_POLYNOMIAL_ERROR = {2: 2.1e-3, 3: 9e-5, 4: 3e-6, 5: 9e-8}
 # The step that rounds the first operand of a product; all others are inputs.
 _MADE_BY = {
     "product": "probability",
-    "dq_accumulator": "dlogits",
+    "dq_accumulator": "dq_dlogits",
     "dk_accumulator": "dlogits",
     "dv_accumulator": "backward_probability",
 }
@@ -327,7 +327,10 @@ class Arithmetic:
         if self.recipe.dot_alignment is None:
             return 0.0
         made_by = _MADE_BY.get(name)
-        made = getattr(self.recipe, made_by).format if made_by else self.recipe.inputs
+        made = self.recipe.inputs
+        if made_by is not None:
+            # None is `dq_dlogits` alone.
+            made = (getattr(self.recipe, made_by) or self.recipe.dlogits).format
         x = np.maximum(x, made.min_normal * unit.high)
         return x @ np.maximum(y, self.recipe.inputs.min_normal)
 

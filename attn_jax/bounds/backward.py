@@ -20,6 +20,7 @@ from attn_jax.bounds.arithmetic import (
     Arithmetic,
     Ball,
     Size,
+    Unit,
     exact,
     plus,
     scaled,
@@ -143,7 +144,7 @@ def _dquery(
     centre: tuple[np.ndarray, np.ndarray],
 ) -> Ball:
     recipe, key = arithmetic.recipe, head.key
-    ds = rows.dlogits
+    ds = rows.dq_dlogits
     at_end = _scale_at_end(recipe, head.scale)
     everything = with_shared(rows, ds, ds.value, rows.factor)
     W = recipe.ring_size
@@ -152,7 +153,8 @@ def _dquery(
     for rank, queries in enumerate(shares(len(head.query), W)):
         order = [keys[(rank - hop) % W] for hop in range(W)]
         terms = everything[queries]
-        sums.append(_sum_over_keys(arithmetic, terms, key, order, at_end))
+        unit = Unit(*(np.asarray(end)[queries] for end in rows.dq_unit))
+        sums.append(_sum_over_keys(arithmetic, terms, unit, key, order, at_end))
     c, c_error = centre
     has_keys = head.visible.any(-1, keepdims=True)
     off = rows.exact_probability @ key - np.where(has_keys, c, 0.0)
@@ -162,13 +164,16 @@ def _dquery(
     errors = plus(_against(ds, key, c), shared, shared=True)
     dquery = plus(joined(sums), scaled(errors, at_end), shared=True)
     if recipe.dq_centre != "none":
-        dquery = _subtract_centre(arithmetic, dquery, everything, c, c_error, at_end)
+        dquery = _subtract_centre(
+            arithmetic, dquery, everything, rows.dq_unit, c, c_error, at_end
+        )
     return arithmetic.step("gradient", arithmetic.carried(dquery))
 
 
 def _sum_over_keys(
     arithmetic: Arithmetic,
     terms: Ball,
+    unit: Unit,
     key: np.ndarray,
     devices: list[slice],
     at_end: float,
@@ -196,16 +201,20 @@ def _sum_over_keys(
                 values**2 @ key[block] ** 2,
                 values.shape[-1],
                 "dq_accumulator",
-                aligned=arithmetic.aligned(
-                    terms.size[:, block], size[block], "dq_accumulator"
+                unit,
+                arithmetic.aligned(
+                    terms.size[:, block], size[block], "dq_accumulator", unit
                 ),
                 extra=(own, np.sqrt(own_variance)),
             )
             extra = extra + own
             variance = variance + own_variance
-            sums = arithmetic.carried(plus(sums, part), extra=extra)
+            sums = arithmetic.carried(plus(sums, part), 1, unit, extra)
             spread = np.sqrt(variance)
-            sums = arithmetic.step("dq_accumulator", sums, ONE, extra, spread)
+            sums = arithmetic.step("dq_accumulator", sums, unit, extra, spread)
+        if arithmetic.recipe.dq_dlogits is not None:
+            # Divided by r: exact but for what leaves the range.
+            sums = arithmetic.carried(sums, extra=extra)
         before = before + abs(at_end) * extra
         before_spread = np.hypot(before_spread, abs(at_end) * np.sqrt(variance))
         sums = arithmetic.carried(scaled(sums, at_end), 2, extra=before)
@@ -226,7 +235,13 @@ def _against(ds: Ball, key: np.ndarray, centre: np.ndarray) -> Ball:
 
 
 def _subtract_centre(
-    arithmetic: Arithmetic, dquery: Ball, terms: Ball, centre, centre_error, at_end
+    arithmetic: Arithmetic,
+    dquery: Ball,
+    terms: Ball,
+    unit: Unit,
+    centre: np.ndarray,
+    centre_error: np.ndarray,
+    at_end: float,
 ) -> Ball:
     """Roundings of rowsum(dS) and of its product with the centre."""
 
@@ -238,7 +253,10 @@ def _subtract_centre(
         over_keys(terms.size),
         over_keys(terms.value**2),
         terms.value.shape[-1],
+        unit,
     )
+    if arithmetic.recipe.dq_dlogits is not None:
+        row_sum = arithmetic.carried(row_sum, extra=over_keys(terms.worst))
     # In exact arithmetic the sum vanishes: what is left of it is its error.
     off = over_keys(terms.worst) + row_sum.worst
     product = scaled(row_sum._replace(value=np.zeros(off.shape)), centre)

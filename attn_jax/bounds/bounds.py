@@ -19,8 +19,10 @@ positive number, and hats on what is computed:
                     e_P <= P (exp(e_x + e_LSE) - 1) as P = exp(x - LSE) [2]
     dQ              sum_j e_ij |K_j - C| + e_LSE |dQ| + e_delta |sum_j P_ij (K_j - C)|
 
-C is the centre (0 without one) and e_ij what is not common to a row. T tiles bring T
-roundings of every running sum, and of its factor exp(m - m') where m may have moved.
+C is the centre (0 without one) and e_ij what is not common to a row; in dQ it is that
+of `dq_dlogits`, whose eta is divided by the power of two that scales the row. T tiles
+bring T roundings of every running sum, and of its factor exp(m - m') where m may have
+moved.
 
 "probabilistic" takes roundings as independent and of mean zero [3], which stochastic
 rounding makes true: terms of first order d_k a_k, |d_k| <= u_k, then stay below

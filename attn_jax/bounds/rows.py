@@ -1,5 +1,6 @@
 """Bounds of P, dS and delta as the backward pass makes them, for one query head."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +9,7 @@ from attn_jax.bounds.arithmetic import (
     ONE,
     Arithmetic,
     Ball,
+    Unit,
     exact,
     exponential,
     plus,
@@ -25,6 +27,7 @@ from attn_jax.bounds.forward import (
     start,
 )
 from attn_jax.bounds.ring import shares
+from attn_jax.recipe_schema import MOST_ROW_EXPONENT
 
 
 class Shared(NamedTuple):
@@ -44,8 +47,10 @@ class Rows(NamedTuple):
     """One query head: values with their own errors, and what rows share."""
 
     probability: Ball  # as operand of P^T dO
-    dlogits: Ball  # dS as operand of its products, scaled by the recipe's factor
-    raw: Ball  # dS before that
+    dlogits: Ball  # dS as operand of dK, scaled by the recipe's factor
+    dq_dlogits: Ball  # dS as operand of dQ
+    dq_unit: Unit  # what one computed unit of that is worth, [T, 1]
+    raw: Ball  # dS before all that
     relative: Shared
     delta: Shared
     exact_probability: np.ndarray
@@ -95,12 +100,55 @@ def rows_of(arithmetic: Arithmetic, head: Head, fwd: Forward, dout: np.ndarray) 
     factor = recipe.dlogits_scale
     if recipe.gradient_scale_at == "logits":
         factor *= head.scale
-    ds = arithmetic.carried(scaled(raw, factor), 2, extra=abs(factor) * common)
+    wide = arithmetic.carried(scaled(raw, factor), 2, extra=abs(factor) * common)
     spread = np.abs(raw.value) * relative.spread + p.value * d.spread
-    ds = arithmetic.step("dlogits", ds, ONE, abs(factor) * common, abs(factor) * spread)
+    shared = abs(factor) * common, abs(factor) * spread
+    ds = dq_ds = arithmetic.step("dlogits", wide, ONE, *shared)
+    unit = ONE
+    if recipe.dq_dlogits is not None:
+        wide, unit = _scaled_rows(arithmetic, wide, shared[0], head, dout, factor)
+        dq_ds = arithmetic.step("dq_dlogits", wide, unit, *shared)
+    unit = Unit(*(np.broadcast_to(end, (len(dout), 1)) for end in unit))
     counts = head.visible | ~np.isfinite(difference.worst)
-    raw, ds = (where(counts, x, hidden) for x in (raw, ds))
-    return Rows(as_operand, ds, raw, relative, d, p.value, factor)
+    raw, ds, dq_ds = (where(counts, x, hidden) for x in (raw, ds, dq_ds))
+    return Rows(as_operand, ds, dq_ds, unit, raw, relative, d, p.value, factor)
+
+
+def _scaled_rows(
+    arithmetic: Arithmetic, x: Ball, extra, head: Head, dout, factor: float
+) -> tuple[Ball, Unit]:
+    """x, and the interval of 1 / r [T, 1] by which the recipe has scaled its rows.
+
+    r follows from norms, and is the power of two for any number near the exact one.
+    """
+    step, carrier = arithmetic.recipe.dq_dlogits, arithmetic.recipe.carrier
+    if step is None or not arithmetic.recipe.scales_rows:
+        return x, ONE
+    squares = (dout**2).sum(-1, keepdims=True), (head.value**2).sum(-1).max()
+    # Squares and products below the normal range may be lost, together or not.
+    lost = dout.shape[-1] * carrier.min_normal
+    u = 2 * (dout.shape[-1] + 8) * arithmetic.roundoff
+    product = 2 * math.prod(np.sqrt(np.maximum(s - lost, 0.0)) for s in squares)
+    product = np.where(product > 2 * carrier.min_normal, product, 0.0)
+    least = (1 - u) * abs(factor) * product
+    least = np.where(least > 2 * carrier.min_normal, least, 0.0)
+    most = 2 * math.prod(np.sqrt(s) for s in squares)
+    x = arithmetic.in_range(x, np.maximum(np.maximum(*squares), most) * (1 + u))
+    most = (1 + u) * abs(factor) * most
+    x = arithmetic.in_range(x, most)
+    low, high = (
+        np.clip(
+            np.frexp(b)[1] - step.format.max_exponent,
+            -MOST_ROW_EXPONENT,
+            MOST_ROW_EXPONENT,
+        )
+        for b in (least, most)
+    )
+    # A bound that is lost is 0, and r is 1 then.
+    low = np.where(least > 0, low, np.where(most > 0, -MOST_ROW_EXPONENT, 0))
+    high = np.where(least > 0, high, np.where(most > 0, np.maximum(high, 0), 0))
+    unit = Unit(np.ldexp(1.0, low), np.ldexp(1.0, high))
+    return arithmetic.carried(x, 1, unit, extra), unit
 
 
 def _probability(arithmetic: Arithmetic, head: Head, fwd: Forward):

@@ -9,6 +9,7 @@ from jax import Array
 from attn_jax.emulator.centre import mean_centre
 from attn_jax.emulator.forward import softmax_block, start
 from attn_jax.emulator.ring import over_hops
+from attn_jax.emulator.row_scale import row_scale
 from attn_jax.emulator.sums import read, walk, write
 from attn_jax.emulator.tiles import Operands, divide_or_zero, finite_shift
 from attn_jax.mask import slice_tile
@@ -20,15 +21,21 @@ class _Rows(NamedTuple):
     dout: Array
     lse: Array
     excess: Array  # delta - dLSE
+    scale: Array | None = None  # r of dS as dQ's operand; None for 1
 
     def of(self, share: Operands) -> "_Rows":
         """The rows of the queries that a device of the ring has."""
         queries = share.origin[0], share.shape[3]
-        return _Rows(*(read(rows, 3, *queries) for rows in self))
+        scale = None if self.scale is None else read(self.scale, 3, *queries)
+        dout, lse, excess = (read(rows, 3, *queries) for rows in self[:3])
+        return _Rows(dout, lse, excess, scale)
 
 
 class _Sums(NamedTuple):
-    """Running sums, each written block by block; `row_sum` is that of rounded dS."""
+    """Running sums, each written block by block.
+
+    `row_sum` is that of dS as dQ's operand; both are times the rows' scale on the way.
+    """
 
     dquery: Array
     dkey: Array
@@ -71,6 +78,7 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
     else:
         at_end = static.scale
     at_end /= recipe.dlogits_scale
+    rows = rows._replace(scale=row_scale(x, dout, dlse, on_dlogits))
     if recipe.ring_size == 1:
         sums = _sum_tiles(x, rows, _no_sums(x))
     else:
@@ -189,7 +197,12 @@ def _sum_tiles(x: Operands, rows: _Rows, sums: _Sums) -> _Sums:
         step = functools.partial(_add_tile, x, rows, kv_start, block_kv)
         return walk(step, sums, x.shape[3], block_q)
 
-    return walk(over_keys, sums, x.key_length, recipe.backward_block_kv)
+    sums = walk(over_keys, sums, x.key_length, recipe.backward_block_kv)
+    if rows.scale is None:
+        return sums
+    return sums._replace(
+        dquery=sums.dquery / rows.scale, row_sum=sums.row_sum / rows.scale
+    )
 
 
 def _add_tile(
@@ -214,7 +227,7 @@ def _add_tile(
     factor = recipe.dlogits_scale
     if recipe.gradient_scale_at == "logits":
         factor *= x.static.scale
-    ds = x.round(ds * factor, "dlogits", *at)
+    dq_ds, ds = _rounded_dlogits(x, rows, ds * factor, *at)
     p = x.round(p, "backward_probability", *at)
 
     def accumulate(total, part, axis, start, size, field):
@@ -222,10 +235,10 @@ def _add_tile(
         return write(total, new, axis, start)
 
     at_query, at_key = (3, q_start, block_q), (2, kv_start, block_kv)
-    dquery = x.dot("bkgts,bksh->bkgth", ds, k, *at, site="dquery")
+    dquery = x.dot("bkgts,bksh->bkgth", dq_ds, k, *at, site="dquery")
     dkey = x.dot("bkgts,bkgth->bksh", ds, q, *at, site="dkey")
     dvalue = x.dot("bkgts,bkgth->bksh", p, dout, *at, site="dvalue")
-    row_sum = read(sums.row_sum, *at_query) + ds.sum(-1, keepdims=True)
+    row_sum = read(sums.row_sum, *at_query) + dq_ds.sum(-1, keepdims=True)
     return _Sums(
         accumulate(sums.dquery, dquery, *at_query, "dq_accumulator"),
         accumulate(sums.dkey, dkey, *at_key, "dk_accumulator"),
@@ -233,6 +246,17 @@ def _add_tile(
         write(sums.row_sum, row_sum, 3, q_start),
         dbias,
     )
+
+
+def _rounded_dlogits(x: Operands, rows: _Rows, ds, q_start, kv_start):
+    """dS as operand of dQ, times the rows' scale, and of dK."""
+    at = q_start, kv_start
+    rounded = x.round(ds, "dlogits", *at)
+    if x.recipe.dq_dlogits is None:
+        return rounded, rounded
+    if rows.scale is not None:
+        ds = ds * read(rows.scale, 3, q_start, ds.shape[3])
+    return x.round(ds, "dq_dlogits", *at), rounded
 
 
 def _add_bias_tile(dbias, ds, q_start, kv_start):

@@ -19,7 +19,7 @@ from attn_jax.recipe_schema import Recipe
 # The step that rounds the first operand of a product; all others are inputs.
 _MADE_BY = {
     "product": "probability",
-    "dquery": "dlogits",
+    "dquery": "dq_dlogits",
     "dkey": "dlogits",
     "dvalue": "backward_probability",
 }
@@ -126,7 +126,10 @@ class Operands:
         if recipe.dot_alignment is None:
             return None
         made_by = _MADE_BY.get(site)
-        made = getattr(recipe, made_by).format if made_by else recipe.inputs
+        made = recipe.inputs
+        if made_by is not None:
+            # None is `dq_dlogits` alone.
+            made = (getattr(recipe, made_by) or recipe.dlogits).format
         formats = made, recipe.inputs, recipe.dot_accumulator.format
         return sums.Alignment(
             recipe.dot_alignment, *(fmt.min_exponent for fmt in formats)

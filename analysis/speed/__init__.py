@@ -1,0 +1,1 @@
+"""What `python -m analysis speed` is made of: cases, timing, errors, two frameworks."""
