@@ -332,7 +332,8 @@ def test_tilings_of_ours_are_named():
         *(("forward", tuning.FORWARD), ("dq", tuning.BACKWARD_DQ)),
         ("dkv", tuning.BACKWARD_DKV),
     ):
-        assert f"{kernel} {tilings[64].rows} x {tilings[64].columns}" in said
+        tiling = tilings["hopper"][64]
+        assert f"{kernel} {tiling.rows} x {tiling.columns}" in said
     assert in_jax._config("xla", TOY["full"], "both") == ""
     assert "T x S" in in_jax._config("cudnn", TOY["packed"], "both")
     assert "T x S" not in in_jax._config("pallas", TOY["packed"], "both")
