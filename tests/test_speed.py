@@ -194,7 +194,7 @@ def test_toy_runs_on_a_cpu_and_leaves_what_it_says(tmp_path, capsys):
         *("--implementations", "xla", "pallas"),
     )
     # What runs nowhere is an error, said after everything is written.
-    assert code == 1 and "pallas ran nowhere: 'pallas' needs a Hopper" in said.err
+    assert code == 1 and "pallas ran nowhere: 'pallas' needs an A100" in said.err
     by_name = {(row["implementation"], row["pass"]): row for row in rows}
     assert by_name.keys() == {(name, of) for name in ("xla", "pallas") for of in PASSES}
     for (name, of), row in by_name.items():
