@@ -59,10 +59,11 @@ def dot_product_attention(
       query_seq_lengths, key_value_seq_lengths: [B] int; what lies beyond is masked.
       local_window_size: (left, right) or one number for both: query i sees the keys
         i - left <= j <= i + right.
-      implementation: `pallas` (our kernels, Hopper GPUs), `emulated` (a recipe's
-        roundings in plain JAX, any device), `reference` (exact: float64 under x64, else
-        float32), `xla` and `cudnn` (jax.nn's). A named one runs or raises. None picks
-        `pallas` where it can run, else `xla`, else `reference`.
+      implementation: `pallas` (our kernels: Hopper GPUs; A100, no gradients yet),
+        `emulated` (a recipe's roundings in plain JAX, any device), `reference` (exact:
+        float64 under x64, else float32), `xla` and `cudnn` (jax.nn's). A named one runs
+        or raises. None picks `pallas` where it can run with gradients, else `xla`, else
+        `reference`.
       return_residual: also return LSE = log(sum(exp(logits))), [B] T N, natural log,
         float32 (float64 if computed so), differentiable.
       query_segment_ids, key_value_segment_ids: [B] T and [B] S int; a pair takes part
@@ -77,7 +78,7 @@ def dot_product_attention(
         only then.
 
     Where each implementation rounds is said in its module (`kernels/hopper_forward.py`,
-    `recipe.py`, `reference.py`, `external.py`).
+    `kernels/ampere_forward.py`, `recipe.py`, `reference.py`, `external.py`).
 
     A query that sees no key gives out 0, LSE -inf and no gradient (`cudnn`: whatever
     cuDNN gives).
@@ -129,10 +130,12 @@ def dot_product_attention(
     scale = reference.default_scale(scale, query.shape[-1])
     out_dtype = reference.output_dtype(query.dtype if out_dtype is None else out_dtype)
 
+    named = implementation is not None
+
     def refusal(name: Implementation) -> str | None:
         if name == "pallas":
             return _pallas_refusal(
-                query, key, value, bias, rules, soft_cap, sinks, out_dtype
+                query, key, value, bias, rules, soft_cap, sinks, out_dtype, named
             )
         if name in ("xla", "cudnn"):
             return external.unsupported(
@@ -210,14 +213,19 @@ def _window(size) -> tuple[int | None, int | None] | None:
 
 
 def _pallas_refusal(
-    query, key, value, bias, mask: Mask, soft_cap, sinks, out_dtype
+    query, key, value, bias, mask: Mask, soft_cap, sinks, out_dtype, named: bool
 ) -> str | None:
-    device = _device()
-    if getattr(device, "compute_capability", None) != "9.0":
+    """Why the kernels cannot run this, or, not `named`, should not be picked for it."""
+    try:  # Imported on use: a JAX that the kernels do not know is no harm to the rest.
+        from attn_jax.kernels import architecture
+    except ImportError as error:
+        return str(error)
+    device = architecture.default_device()
+    if architecture.of_device(device) is None:
         return (
-            "'pallas' needs a Hopper GPU (compute capability 9.0), and this is "
-            f"{device.device_kind}; use implementation='emulated' for the same "
-            "roundings, or 'xla'"
+            "'pallas' needs an A100 or a Hopper GPU (compute capability 8.0 or 9.0), "
+            f"and this is {device.device_kind}; use implementation='emulated' for the "
+            "same roundings, or 'xla'"
         )
     if bias is not None or soft_cap is not None or sinks is not None:
         return (
@@ -229,18 +237,9 @@ def _pallas_refusal(
             "'pallas' masks by is_causal alone so far; for mask, window, lengths or "
             "segment ids use implementation='emulated', 'xla' or 'cudnn'"
         )
-    try:  # Imported on use: a JAX that the kernels do not know is no harm to the rest.
-        from attn_jax.kernels import attention as kernels
-    except ImportError as error:
-        return str(error)
+    # Imported on use: it takes long.
+    from attn_jax.kernels import attention as kernels
+
+    if not named and not kernels.has_backward(architecture.chosen()):
+        return "'pallas' has no gradients on this GPU yet, and is run if it is named"
     return kernels.unsupported(query, key, value, out_dtype=out_dtype)
-
-
-def _device():
-    """The device that a computation placed nowhere else runs on."""
-    default = jax.config.jax_default_device
-    if default is None:
-        return jax.local_devices()[0]
-    if isinstance(default, str):
-        return jax.local_devices(backend=default)[0]
-    return default

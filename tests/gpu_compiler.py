@@ -1,10 +1,11 @@
-"""Compiles for H200 GPUs on a machine that has none.
+"""Compiles for H200 and A100 GPUs on a machine that has none.
 
 Needs the `compile` extra. `compiled` wants another process: it sets environment
 variables that the compiler reads, and code that the compiler cannot select for the
 architecture aborts the process.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -12,13 +13,15 @@ import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, SingleDeviceSharding
 
-# Figures of openxla/xla, xla/backends/gpu/target_config/specs/h200.txtpb.
+# Figures of openxla/xla, xla/backends/gpu/target_config/specs/h200.txtpb and
+# a100_sxm_80.txtpb, with the software of this project.
 _H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -52,12 +55,49 @@ dnn_version_info { major: 9 minor: 12 }
 device_description_str: "NVIDIA H200 141GB HBM3e"
 """
 
+_A100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 167936
+  shared_memory_per_block_optin: 166912
+  threads_per_core_limit: 2048
+  core_count: 108
+  fpus_per_core: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  memory_bandwidth: 2039040000000
+  l2_cache_size: 41943040
+  clock_rate_ghz: 1.41
+  device_memory_size: 85100068864
+  cuda_compute_capability { major: 8 feature_extension: NONE }
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.12.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+device_description_str: "NVIDIA A100-SXM4-80GB"
+"""
+
+Gpu = Literal["a100", "h200"]
+_GPUS: dict[Gpu, str] = {"a100": _A100, "h200": _H200}
+
 # Instructions of interest in machine code, and the letter each is written with.
 _INSTRUCTIONS = {
-    "M": r"HGMMA\.",  # asynchronous matrix product
-    "e": r"MUFU\.EX2",  # exp2
-    "1": r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1",  # wait until one product is in flight
-    "0": r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0",  # wait for all products
+    "M": r"\bHGMMA\.",  # asynchronous matrix product
+    "m": r"\bHMMA\.",  # matrix product of a warp
+    "e": r"\bMUFU\.EX2",  # exp2
+    "1": r"\bWARPGROUP\.DEPBAR\.LE gsb0, 0x1",  # wait until one product is in flight
+    "0": r"\bWARPGROUP\.DEPBAR\.LE gsb0, 0x0",  # wait for all products
 }
 
 
@@ -69,12 +109,18 @@ class Kernel:
       serialised: C7512 or C7513 was reported, wgmma does not overlap with anything.
       order: the instructions of `_INSTRUCTIONS` as they stand in the machine code,
         repetitions written once.
+      opcodes: of all instructions, without what follows a dot.
+      registers: of a thread.
+      shared_memory: bytes of a CTA.
     """
 
     name: str
     spilled_bytes: int
     serialised: bool
     order: str
+    opcodes: frozenset[str]
+    registers: int
+    shared_memory: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,23 +136,31 @@ class Program:
 
 
 def h200_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...], axis_types) -> Mesh:
-    count = int(np.prod(shape))
-    devices = topologies.get_topology_desc(
-        platform="cuda", target_config=_H200, topology=f"1x1x{count}"
-    ).devices
+    devices = _devices("h200", int(np.prod(shape)))
     return Mesh(np.array(devices).reshape(shape), axis_names, axis_types=axis_types)
 
 
-def compiled(function: Callable, *arguments: jax.ShapeDtypeStruct) -> Program:
+def _devices(gpu: Gpu, count: int) -> list:
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=_GPUS[gpu], topology=f"1x1x{count}"
+    ).devices
+
+
+def compiled(
+    function: Callable, *arguments: jax.ShapeDtypeStruct, gpu: Gpu = "h200"
+) -> Program:
     """Compiles `function` for the devices that the arguments' shardings name.
 
-    Arguments without a sharding stand for arrays on one H200.
+    Arguments without a sharding stand for arrays on one GPU of the kind `gpu`, which
+    then is the default device, too: kernels are picked and made for it.
     """
+    default = contextlib.nullcontext()
     if any(x.sharding is None for x in arguments):
-        mesh = h200_mesh((1,), ("device",), None)
-        whole = NamedSharding(mesh, PartitionSpec())
+        (device,) = _devices(gpu, 1)
+        whole = SingleDeviceSharding(device)
         arguments = tuple(x.update(sharding=whole) for x in arguments)
-    with tempfile.TemporaryDirectory() as folder:
+        default = jax.default_device(device)
+    with tempfile.TemporaryDirectory() as folder, default:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
         os.environ["MOSAIC_GPU_DUMP_SASS"] = "1"
@@ -118,17 +172,21 @@ def compiled(function: Callable, *arguments: jax.ShapeDtypeStruct) -> Program:
 def _read_kernel(ptxas: Path) -> Kernel:
     report = ptxas.read_text()
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
-    (code,) = ptxas.parent.glob(f"{ptxas.stem}.sass*")
-    lines = code.read_text().splitlines()
+    (path,) = ptxas.parent.glob(f"{ptxas.stem}.sass*")
+    code = path.read_text()
     letters = (
         letter
-        for line in lines
+        for line in code.splitlines()
         for letter, pattern in _INSTRUCTIONS.items()
         if re.search(pattern, line)
     )
+    resources = (ptxas.parent / f"{ptxas.stem}.resources.txt").read_text()
     return Kernel(
         name=ptxas.stem.rpartition("_")[0],
         spilled_bytes=max(map(int, spills)),
         serialised=bool(re.search(r"C751[23]", report)),
         order="".join(letter for letter, _ in itertools.groupby(letters)),
+        opcodes=frozenset(re.findall(r"\*/ +(?:@!?U?P\w+ +)?([A-Z][A-Z0-9]*)", code)),
+        registers=int(re.findall(r"Used (\d+) registers", report)[-1]),
+        shared_memory=int(re.findall(r"smem_scratch_bytes=(\d+)", resources)[0]),
     )

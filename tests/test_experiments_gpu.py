@@ -13,7 +13,7 @@ import pytest
 from analysis.__main__ import main
 from analysis.agreement import Problem, emulated, lower
 from analysis.experiments import flash_attention_2, kernels
-from attn_jax import api
+from attn_jax.kernels import architecture
 from attn_jax.kernels.internals import interpreted
 from tests.child_process import in_child_process
 
@@ -33,7 +33,7 @@ def verdicts(rows, **columns):
 def interpreted_rows(devices):
     # As many as here, so that the emulator's programs are the same.
     jax.config.update("jax_num_cpu_devices", devices)
-    api._device = lambda: SimpleNamespace(compute_capability="9.0")
+    architecture.default_device = lambda: SimpleNamespace(compute_capability="9.0")
     with interpreted():
         return list(kernels.measure([EVEN], ["uniform"], 1))
 

@@ -1,5 +1,6 @@
-"""The kernels compile to H200 machine code that is as fast as it is meant to be.
+"""The kernels compile to machine code that is as fast as it is meant to be.
 
+Hopper's for the H200, Ampere's for the A100 and, to be tried there, for the H200.
 Checked in what ptxas reports and in the disassembly, without a GPU: nothing spills to
 memory, no matrix product is serialised, softmax overlaps with matrix products.
 """
@@ -10,9 +11,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from attn_jax import dot_product_attention
+from attn_jax.kernels import ampere_forward, ampere_tiles, tuning
+from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 from tests.child_process import in_child_process
-from tests.gpu_compiler import Program, compiled
+from tests.gpu_compiler import Gpu, Program, compiled
 
 pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
 
@@ -74,3 +78,85 @@ def test_float16_compiles_alike():
 def test_float32_output_compiles_alike():
     program = in_child_process(_float32_forward, seconds=TIME_LIMIT)
     _check(program, kernel_count=1)
+
+
+def _ampere_forward(
+    gpu: Gpu, head_dim: int, dtype: str, is_causal: bool, out_dtypes: list[str]
+) -> Program:
+    """A kernel for each out_dtype, as the backward pass would need it."""
+    query = jax.ShapeDtypeStruct((1, 1000, 4, head_dim), dtype)
+    key = jax.ShapeDtypeStruct((1, 1100, 2, head_dim), dtype)
+
+    def program(query, key, value):
+        return [
+            ampere_forward.forward(
+                query,
+                key,
+                value,
+                query_count=1000,
+                key_count=1100,
+                scale=0.1,
+                is_causal=is_causal,
+                tiling=tuning.FORWARD["ampere"][head_dim],
+                out_dtype=jnp.dtype(out_dtype),
+                residual=True,
+            )
+            for out_dtype in out_dtypes
+        ]
+
+    with made_for("ampere"):
+        return compiled(program, query, key, key, gpu=gpu)
+
+
+def _compiled_alone(*call) -> Program:
+    """Mosaic GPU goes on compiling for the GPU that a process first compiled for."""
+    return in_child_process(*call, seconds=TIME_LIMIT, alone=True)
+
+
+def _check_ampere(program: Program, kernel_count: int) -> None:
+    assert len(program.kernels) == kernel_count
+    for kernel in program.kernels:
+        assert kernel.spilled_bytes == 0, kernel
+        # Two CTAs fit a multiprocessor: each has the other's products to wait under.
+        assert kernel.shared_memory <= ampere_tiles.SMEM_LIMIT_FOR_TWO, kernel
+        assert kernel.registers <= 255
+        assert {"HMMA", "LDSM", "LDGSTS"} <= kernel.opcodes, kernel
+        # Exponentials stand between products, again and again: P V of a strip of keys
+        # goes on while the next strip's weights are made.
+        assert re.search("(me){4}", kernel.order), kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_ampere_compiles_without_spills(head_dim, is_causal):
+    arguments = ("a100", head_dim, "bfloat16", is_causal, ["bfloat16", "float32"])
+    program = _compiled_alone(_ampere_forward, *arguments)
+    _check_ampere(program, kernel_count=2)
+
+
+def test_ampere_float16_compiles_alike():
+    arguments = ("a100", 128, "float16", True, ["float16"])
+    program = _compiled_alone(_ampere_forward, *arguments)
+    _check_ampere(program, kernel_count=1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_ampere_compiles_for_hopper(head_dim):
+    arguments = ("h200", head_dim, "bfloat16", True, ["bfloat16"])
+    program = _compiled_alone(_ampere_forward, *arguments)
+    _check_ampere(program, kernel_count=1)
+
+
+def _public_forward_on_an_a100() -> Program:
+    query = jax.ShapeDtypeStruct((1, 1000, 4, 64), "bfloat16")
+
+    def program(query, key, value):
+        return dot_product_attention(query, key, value, implementation="pallas")
+
+    return compiled(program, query, query, query, gpu="a100")
+
+
+def test_an_a100_gets_the_ampere_kernel():
+    program = _compiled_alone(_public_forward_on_an_a100)
+    _check_ampere(program, kernel_count=1)

@@ -17,6 +17,8 @@ from attn_jax import emulator, reference
 from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.formats import BF16, FP16
+from attn_jax.kernels import ampere_forward, ampere_tiles, tuning
+from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention, declared_recipe
 from attn_jax.kernels.internals import interpreted
 from attn_jax.mask import Mask
@@ -66,6 +68,12 @@ class Case:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
+class Forward(NamedTuple):
+    out: np.ndarray
+    low: np.ndarray | None
+    lse: np.ndarray
+
+
 class Results(NamedTuple):
     out: ArrayLike
     lse: ArrayLike
@@ -109,6 +117,50 @@ def _kernels(case: Case, detect_races: bool = False) -> Results:
     with interpreted(detect_races=detect_races):
         results = both(query, key, value, dout, dlse)
         return Results(*map(np.asarray, results))
+
+
+# As CASES, for the kernels that a warp of 32 rows and shorter blocks make.
+AMPERE_CASES = [
+    Case("normal", 128, 128, 1, 1, 64, False),
+    Case("uniform", 200, 330, 2, 1, 64, True),
+    Case("offset", 70, 190, 2, 1, 64, False, dtype="float16"),
+    Case("lse-130", 150, 100, 1, 1, 128, True),
+    Case("outlier", 40, 160, 2, 2, 128, True, out_dtype="float32"),
+    Case("wide", 130, 250, 1, 1, 128, False, scale=-0.05),
+    Case("normal", 1, 129, 4, 2, 64, False),
+]
+
+
+def _ampere(case: Case, residual: bool = False, detect_races: bool = False) -> Forward:
+    query, key, value, *_ = case.inputs()
+
+    @jax.jit
+    def run(query, key, value):
+        if not residual:
+            return attention(
+                query,
+                key,
+                value,
+                scale=case.logit_scale(),
+                is_causal=case.is_causal,
+                out_dtype=np.dtype(case.out_dtype or case.dtype),
+            )
+        return ampere_forward.forward(
+            query,
+            key,
+            value,
+            query_count=case.query_length,
+            key_count=case.key_length,
+            scale=case.logit_scale(),
+            is_causal=case.is_causal,
+            tiling=tuning.FORWARD["ampere"][case.head_dim],
+            out_dtype=np.dtype(case.out_dtype or case.dtype),
+            residual=True,
+        )
+
+    with made_for("ampere"), interpreted(detect_races=detect_races):
+        out, *low, lse = jax.device_get(run(query, key, value))
+    return Forward(out, low[0] if low else None, lse)
 
 
 def _golden(case: Case) -> reference.Golden:
@@ -187,3 +239,62 @@ def test_no_races():
     """No access to shared or global memory is unordered, forward and backward."""
     case = Case("normal", 200, 300, 1, 1, 64, True)
     in_child_process(_kernels, case, True, seconds=TIME_LIMIT)
+
+
+@pytest.mark.parametrize("case", AMPERE_CASES, ids=str)
+def test_ampere_is_as_good_as_correctly_rounded(case):
+    results = in_child_process(_ampere, case, seconds=TIME_LIMIT)
+    golden = _golden(case)
+    assert unit_error(results.out, golden.out, FORMATS[case.dtype]) <= 1.7
+    assert np.abs(results.lse - golden.lse).max() <= _lse_bound(case)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_ampere_follows_its_recipe(head_dim):
+    """Bit for bit, but for the order of additions: `test_kernels_follow_their_recipe`
+    says why 2**-8 of the results may differ."""
+    case = Case("normal", 200, 330, 2, 1, head_dim, True)
+    results = in_child_process(_ampere, case, seconds=TIME_LIMIT)
+    query, key, value, *_ = case.inputs()
+    recipe = declared_recipe(case.dtype, head_dim, "ampere")
+    out, lse = jax.jit(
+        lambda *qkv: emulator.attention(
+            *qkv, recipe=recipe, mask=Mask(is_causal=case.is_causal)
+        )
+    )(query, key, value)
+    assert np.mean(results.out == np.asarray(out)) >= 1 - 2**-8
+    assert np.abs(results.lse - np.asarray(lse)).max() <= 2 * _lse_bound(case)
+
+
+def test_ampere_keeps_what_rounding_drops():
+    """The two 16-bit parts are those of the FP32 result, bit for bit: all that differs
+    between the kernels is what is stored."""
+    case = Case("normal", 70, 100, 2, 1, 128, True)
+    results = in_child_process(_ampere, case, True, seconds=TIME_LIMIT)
+    wide = dataclasses.replace(case, out_dtype="float32")
+    whole = in_child_process(_ampere, wide, True, seconds=TIME_LIMIT)
+    assert whole.low is None
+    rounded = whole.out.astype(DTYPES[case.dtype])
+    low = (whole.out - rounded.astype(np.float32)).astype(DTYPES[case.dtype])
+    np.testing.assert_array_equal(results.out, rounded)
+    np.testing.assert_array_equal(results.low, low)
+    np.testing.assert_array_equal(results.lse, whole.lse)
+
+
+def test_ampere_has_no_races():
+    case = Case("normal", 200, 300, 1, 1, 64, True)
+    in_child_process(_ampere, case, True, True, seconds=TIME_LIMIT)
+
+
+def _ampere_waiting_for_less(case: Case) -> Forward:
+    wait = ampere_tiles.wait_for_copies
+    ampere_tiles.wait_for_copies = lambda in_flight: wait(in_flight + 1)
+    return _ampere(case)
+
+
+def test_interpreter_sees_a_block_that_was_not_waited_for():
+    case = Case("normal", 64, 256, 1, 1, 64, False)
+    results = in_child_process(
+        _ampere_waiting_for_less, case, seconds=TIME_LIMIT, alone=True
+    )
+    assert np.isnan(results.out).all()

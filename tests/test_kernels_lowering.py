@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from attn_jax.kernels import check_jax_version
+from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 
 GQA = dict(T=1000, S=1100, N=4, K=2)
@@ -81,6 +82,35 @@ def test_lowers_to_float32_output():
     query, key, value = _arrays(**GQA, H=128, dtype=jnp.bfloat16)
     lowered = _lowered(query, key, value, out_dtype=jnp.dtype("float32"))
     _check(lowered, query, key, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "is_causal", "x64"),
+    [
+        ("bfloat16", 64, False, True),
+        ("float16", 64, True, False),
+        ("bfloat16", 128, True, True),
+        ("float16", 128, False, False),
+    ],
+)
+@pytest.mark.parametrize(
+    "sizes",
+    [GQA, dict(T=1, S=1, N=1, K=1), dict(T=3, S=2000, N=8, K=1)],
+    ids=lambda sizes: "-".join(f"{name}{size}" for name, size in sizes.items()),
+)
+def test_ampere_lowers(sizes, dtype, head_dim, is_causal, x64):
+    query, key, value = _arrays(**sizes, H=head_dim, dtype=dtype)
+
+    def program(query, key, value):
+        return attention(query, key, value, scale=0.1, is_causal=is_causal)
+
+    with made_for("ampere"), jax.enable_x64(x64):
+        traced = jax.jit(program).trace(query, key, value)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    out, lse = lowered.out_info
+    assert (out.shape, out.dtype) == (query.shape, query.dtype)
+    assert (lse.shape, lse.dtype) == ((*query.shape[:1], sizes["N"], sizes["T"]), "f4")
+    assert len(re.findall(r"custom_call @mosaic_gpu\w*", lowered.as_text())) == 1
 
 
 @pytest.mark.parametrize(

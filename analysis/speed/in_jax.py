@@ -208,15 +208,16 @@ def _config(name: str, case: Case, of: Pass) -> str:
         said.append("documents as an array of T x S")
     if name != "pallas":
         return "; ".join(said)
-    from attn_jax.kernels import tuning
+    from attn_jax.kernels import architecture, tuning
 
+    target = architecture.chosen()
     kernels = {"forward": tuning.FORWARD} if of != "backward" else {}
     if of != "forward":
         kernels |= {"dq": tuning.BACKWARD_DQ, "dkv": tuning.BACKWARD_DKV}
     return "; ".join(
         f"{kernel} {x.rows} x {x.columns}, warpgroups {x.warpgroups}, stages {x.stages}"
         for kernel, tilings in kernels.items()
-        for x in [tilings[case.H]]
+        for x in [tilings[target][case.H]]
     )
 
 

@@ -1,7 +1,7 @@
-"""Differentiable attention on the Hopper kernels: padding, delta, centre, sharding.
+"""Differentiable attention on the kernels: which, padding, delta, centre, sharding.
 
-Runs on one device's arrays or on sharded ones (`partition`): batch and heads may be
-sharded, sequences may not.
+`architecture` says whose kernels run. Runs on one device's arrays or on sharded ones
+(`partition`): batch and heads may be sharded, sequences may not.
 """
 
 import dataclasses
@@ -13,11 +13,20 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.formats import BF16, FP16
-from attn_jax.kernels import hopper_backward, hopper_forward, tuning
+from attn_jax.kernels import (
+    ampere_forward,
+    architecture,
+    hopper_backward,
+    hopper_forward,
+    tuning,
+)
 from attn_jax.kernels.partition import Layout, partitioned, varying_alike
 from attn_jax.kernels.tuning import Tiling
-from attn_jax.recipe import ATTN_JAX, Recipe
+from attn_jax.recipe import ATTN_JAX, Architecture, Recipe
 from attn_jax.reference import check_arguments, default_scale
+
+_FORWARD = {"ampere": ampere_forward, "hopper": hopper_forward}
+_BACKWARD = {"hopper": hopper_backward}
 
 # TMA reads 16-bit tiles in groups of 8 rows.
 SEQUENCE_MULTIPLE = 8
@@ -35,16 +44,17 @@ def attention(
     """out = softmax(scale * Q K^T) V and LSE = logsumexp(scale * Q K^T), natural log.
 
     Query head n reads key/value head n // (N / K). With `is_causal` query i sees the
-    keys j <= i. Both results are differentiable. Where it rounds is said in
-    `hopper_forward` and `hopper_backward`; besides, a cotangent wider than the inputs
-    is rounded to their format, and gradients come in that format.
+    keys j <= i. Both results are differentiable (on Hopper). Where it rounds is said in
+    `<architecture>_forward` and `<architecture>_backward`; besides, a cotangent wider
+    than the inputs is rounded to their format, and gradients come in that format.
 
     Args:
       scale: a Python number; it is compiled into the kernel.
       out_dtype: the inputs' dtype (default) or float32, the accumulator unrounded.
 
     Raises:
-      NotImplementedError: `unsupported` names a reason.
+      NotImplementedError: `unsupported` names a reason, or a gradient is asked for
+        where there is no backward pass (`has_backward`).
       ValueError: shapes or a scale that do not fit.
     """
     check_arguments(query, key, value)
@@ -60,7 +70,13 @@ def attention(
         # Masked logits are -inf, and 0 * -inf would be NaN.
         query, scale = jnp.zeros_like(query), 1.0
     query, key, value = varying_alike(query, key, value)
-    return _attention(query, key, value, scale, bool(is_causal), out_dtype)
+    target = architecture.chosen()
+    return _attention(query, key, value, target, scale, bool(is_causal), out_dtype)
+
+
+def has_backward(target: Architecture) -> bool:
+    """Whether an architecture's kernels have a backward pass."""
+    return target in _BACKWARD
 
 
 def unsupported(
@@ -92,39 +108,52 @@ def unsupported(
     return None
 
 
-def declared_recipe(dtype, head_dim: int) -> Recipe:
+def declared_recipe(dtype, head_dim: int, target: Architecture | None = None) -> Recipe:
     """The kernels' recipe for 16-bit inputs of `dtype`, their block sizes included.
 
-    Running `emulator.attention` under it predicts their results up to the order of
-    additions inside a product; a test holds the two together.
+    `target` is whose kernels are meant; None: those that would run here. Running
+    `emulator.attention` under it predicts their results up to the order of additions
+    inside a product; a test holds the two together.
     """
     inputs = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}[
         jnp.dtype(dtype)
     ]
-    return dataclasses.replace(
+    target = architecture.chosen() if target is None else target
+    recipe = dataclasses.replace(
         ATTN_JAX.with_inputs(inputs),
-        block_q=tuning.FORWARD[head_dim].rows,
-        block_kv=tuning.FORWARD[head_dim].columns,
-        backward_block_q=tuning.BACKWARD_DKV[head_dim].columns,
-        backward_block_kv=tuning.BACKWARD_DQ[head_dim].columns,
+        block_q=tuning.FORWARD[target][head_dim].rows,
+        block_kv=tuning.FORWARD[target][head_dim].columns,
+    )
+    if not has_backward(target):
+        return recipe
+    return dataclasses.replace(
+        recipe,
+        backward_block_q=tuning.BACKWARD_DKV[target][head_dim].columns,
+        backward_block_kv=tuning.BACKWARD_DQ[target][head_dim].columns,
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _attention(query, key, value, scale, is_causal, out_dtype):
-    return _forward_program(scale, is_causal, out_dtype, False)(query, key, value)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _attention(query, key, value, target, scale, is_causal, out_dtype):
+    run = _forward_program(target, scale, is_causal, out_dtype, False)
+    return run(query, key, value)
 
 
-def _attention_fwd(query, key, value, scale, is_causal, out_dtype):
-    run = _forward_program(scale, is_causal, out_dtype, True)
+def _attention_fwd(query, key, value, target, scale, is_causal, out_dtype):
+    if not has_backward(target):
+        raise NotImplementedError(
+            f"the {target.capitalize()} kernels have no backward pass yet; for "
+            "gradients use implementation='xla', 'cudnn' or 'emulated'"
+        )
+    run = _forward_program(target, scale, is_causal, out_dtype, True)
     out, *low, lse = run(query, key, value)
     return (out, lse), (query, key, value, out, low, lse)
 
 
-def _attention_bwd(scale, is_causal, out_dtype, residuals, cotangents):
+def _attention_bwd(target, scale, is_causal, out_dtype, residuals, cotangents):
     query, key, value, out, low, lse = residuals
     dout, dlse = cotangents
-    run = _backward_program(scale, is_causal, bool(low))
+    run = _backward_program(target, scale, is_causal, bool(low))
     return run(query, key, value, dout, lse, dlse, out, *low)
 
 
@@ -133,10 +162,11 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 # Cached, so that calls outside `jax.jit` compile once.
 @functools.cache
-def _forward_program(scale, is_causal, out_dtype, residual):
+def _forward_program(target, scale, is_causal, out_dtype, residual):
     low = ("BTNH",) if residual and out_dtype != jnp.float32 else ()
     local = functools.partial(
         _local_forward,
+        target=target,
         scale=scale,
         is_causal=is_causal,
         out_dtype=out_dtype,
@@ -147,32 +177,37 @@ def _forward_program(scale, is_causal, out_dtype, residual):
 
 
 @functools.cache
-def _backward_program(scale, is_causal, has_low):
-    local = functools.partial(_local_backward, scale=scale, is_causal=is_causal)
+def _backward_program(target, scale, is_causal, has_low):
+    local = functools.partial(
+        _local_backward, target=target, scale=scale, is_causal=is_causal
+    )
     operands = {"query": "BTNH", "key": "BSKH", "value": "BSKH", "dout": "BTNH"}
     operands |= {"lse": "BNT", "dlse": "BNT", "out": "BTNH"}
     operands |= {"out_low": "BTNH"} if has_low else {}
     return jax.jit(partitioned(local, Layout(operands, ("BTNH", "BSKH", "BSKH"))))
 
 
-def _local_forward(query, key, value, *, scale, is_causal, out_dtype, residual):
+def _local_forward(query, key, value, *, target, scale, is_causal, out_dtype, residual):
     """(out, out_low if kept, LSE) of one device's arrays."""
     query_count, key_count = query.shape[1], key.shape[1]
-    out, low, lse = hopper_forward.forward(
+    out, low, lse = _FORWARD[target].forward(
         *(_pad_sequence(x) for x in (query, key, value)),
         query_count=query_count,
         key_count=key_count,
         scale=scale,
         is_causal=is_causal,
-        tiling=tuning.FORWARD[query.shape[-1]],
+        tiling=tuning.FORWARD[target][query.shape[-1]],
         out_dtype=out_dtype,
         residual=residual,
     )
     return (out, lse) if low is None else (out, low, lse)
 
 
-def _local_backward(query, key, value, dout, lse, dlse, out, *low, scale, is_causal):
+def _local_backward(
+    query, key, value, dout, lse, dlse, out, *low, target, scale, is_causal
+):
     """(dQ, dK, dV) of one device's arrays."""
+    backward = _BACKWARD[target]
     head_dim, dtype = query.shape[-1], query.dtype
     query_count, key_count = query.shape[1], key.shape[1]
     # The barrier keeps XLA from using the unrounded dout for delta while the products
@@ -180,10 +215,10 @@ def _local_backward(query, key, value, dout, lse, dlse, out, *low, scale, is_cau
     dout = lax.optimization_barrier(dout.astype(dtype))
     wide_out = sum(x.astype(jnp.float32) for x in (out, *low))
     delta = jnp.sum(dout.astype(jnp.float32) * wide_out, axis=-1).swapaxes(1, 2) - dlse
-    dq_tiling = tuning.BACKWARD_DQ[head_dim]
+    dq_tiling = tuning.BACKWARD_DQ[target][head_dim]
     centre = _mean_key(key, is_causal, dq_tiling, query_count)
     query, key, value, dout = map(_pad_sequence, (query, key, value, dout))
-    dq = hopper_backward.backward_dq(
+    dq = backward.backward_dq(
         query,
         key,
         value,
@@ -198,7 +233,7 @@ def _local_backward(query, key, value, dout, lse, dlse, out, *low, scale, is_cau
         is_causal=is_causal,
         tiling=dq_tiling,
     )
-    dk, dv = hopper_backward.backward_dkv(
+    dk, dv = backward.backward_dkv(
         query,
         key,
         value,
@@ -209,7 +244,7 @@ def _local_backward(query, key, value, dout, lse, dlse, out, *low, scale, is_cau
         key_count=key_count,
         scale=scale,
         is_causal=is_causal,
-        tiling=tuning.BACKWARD_DKV[head_dim],
+        tiling=tuning.BACKWARD_DKV[target][head_dim],
     )
     return dq, dk, dv
 

@@ -6,10 +6,11 @@ is known to fit is checked when the package is imported (`attn_jax/kernels/__ini
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic_gpu import core as mgpu_core
 from jax._src.pallas.mosaic_gpu import primitives as mgpu_primitives
@@ -23,19 +24,23 @@ from jax._src.state.types import AbstractRef
 from jax.experimental import io_callback
 from jax.experimental.custom_partitioning import custom_partitioning
 
+from attn_jax.kernels import ampere_tiles
+
 
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = False) -> Iterator[None]:
     """Runs the kernels traced inside on the CPU, in JAX's Mosaic GPU interpreter.
 
-    It models warpgroups as threads, shared memory, barriers, TMA copies and wgmma with
-    FP32 accumulation (in BLAS order); it does not model asynchronous wgmma, nor the
-    hardware's approximate exp2. Slow: some 20 ms for a block of 64 x 128 logits. A
+    It models warpgroups as threads, shared memory, barriers, TMA copies, wgmma and mma
+    with FP32 accumulation (in BLAS order); it does not model asynchronous wgmma, the
+    warps of a warpgroup, nor the hardware's approximate exp2. What cp.async copies is
+    NaN until it is waited for. Slow: some 20 ms for a block of 64 x 128 logits. A
     missing arrival hangs, so give a run a time limit. One device.
 
     Raises:
       RuntimeError: with `detect_races`, when accesses to a buffer are not ordered.
     """
+    _copies.clear()
     race_states = []
 
     def recorded_race_state(**options):
@@ -47,6 +52,12 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
         _replaced(JaxprInterpreter, "interpret", _interpret),
         _replaced(JaxprInterpreter, "_interpret_swap_p", _interpret_swap),
         _replaced(JaxprInterpreter, "_interpret_wgmma_ref_p", _interpret_wgmma),
+        _replaced(JaxprInterpreter, "_interpret_copy_gmem_to_smem_p", _interpret_copy),
+        _replaced(JaxprInterpreter, "_interpret_wait_smem_to_gmem_p", _interpret_wait),
+        _replaced(JaxprInterpreter, "_interpret_inline_mgpu_p", _interpret_inline),
+        _replaced(
+            JaxprInterpreter, "_interpret_arithmetic_primitive", _interpret_arithmetic
+        ),
         # The interpreter's callbacks are ordered effects, and JAX fails to lower those
         # inside a custom_partitioning. There is one device to run on.
         _replaced(custom_partitioning, "__call__", lambda self, *args: self.fun(*args)),
@@ -78,20 +89,32 @@ def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
 _stock_interpret = JaxprInterpreter.interpret
 _stock_swap = JaxprInterpreter._interpret_swap_p
 _stock_wgmma = JaxprInterpreter._interpret_wgmma_ref_p
+_stock_copy = JaxprInterpreter._interpret_copy_gmem_to_smem_p
+_stock_wait = JaxprInterpreter._interpret_wait_smem_to_gmem_p
+_stock_inline = JaxprInterpreter._interpret_inline_mgpu_p
+_stock_arithmetic = JaxprInterpreter._interpret_arithmetic_primitive
+
+# For each thread, how to land its cp.async copies that nobody waited for yet.
+_copies: dict[object, list[Callable[[], object]]] = {}
 
 
 def _interpret(self: JaxprInterpreter, jaxpr, token, *args):
-    """Gap: `acc_ref[...] = x`. To the interpreter an accumulator is a buffer like any
-    other, so the store becomes a swap, which is what a store to those is."""
-    eqns = [
-        eqn.replace(
+    """Gap: primitives that the interpreter hands to JAX as arithmetic. They take the
+    place of one that it handles itself, and are told from it by their operands."""
+    eqns = [_known(eqn) for eqn in jaxpr.eqns]
+    return _stock_interpret(self, jaxpr.replace(eqns=eqns), token, *args)
+
+
+def _known(eqn):
+    if eqn.primitive is mgpu_primitives.wgmma_accumulator_store_p:
+        # `acc_ref[...] = x`: an accumulator is a buffer like any other, so the store
+        # becomes a swap, which is what a store to those is.
+        return eqn.replace(
             primitive=state_primitives.swap_p, params={"tree": jax.tree.structure(())}
         )
-        if eqn.primitive is mgpu_primitives.wgmma_accumulator_store_p
-        else eqn
-        for eqn in jaxpr.eqns
-    ]
-    return _stock_interpret(self, jaxpr.replace(eqns=eqns), token, *args)
+    if eqn.primitive is mgpu_primitives.wait_gmem_to_smem_p:
+        return eqn.replace(primitive=mgpu_primitives.wait_smem_to_gmem_p)
+    return eqn
 
 
 def _interpret_swap(self: JaxprInterpreter, eqn, token, get_invals):
@@ -149,3 +172,94 @@ def _interpret_wgmma(self: JaxprInterpreter, eqn, token, get_invals):
         token, self.mesh_location, self.thread, buffer, eqn.source_info
     )
     return token, results
+
+
+def _interpret_arithmetic(self: JaxprInterpreter, eqn, get_invals):
+    """Gap: mma, whose operands are all in registers."""
+    if eqn.primitive is not mgpu_primitives.mma_p:
+        return _stock_arithmetic(self, eqn, get_invals)
+    accumulator, left, right = get_invals()
+    return accumulator + jnp.dot(left, right, preferred_element_type=accumulator.dtype)
+
+
+def _interpret_inline(self: JaxprInterpreter, eqn, token, get_invals):
+    """Gap: inlined code. Ours changes the layout, of which the interpreter has none."""
+    if eqn.params["mgpu_fn"] is not ampere_tiles.rename_accumulator_to_left:
+        return _stock_inline(self, eqn, token, get_invals)
+    return token, list(get_invals())
+
+
+def _interpret_copy(self: JaxprInterpreter, eqn, token, get_invals):
+    """Gap: copies without a barrier, which are cp.async."""
+    if eqn.params["has_barrier"]:
+        return _stock_copy(self, eqn, token, get_invals)
+    source, target, *leaves = get_invals()
+    trees = ("src_transforms_treedef", "dst_transforms_treedef")
+    source_view, target_view = jax.tree.unflatten(
+        jax.tree_util.treedef_tuple([eqn.params[name] for name in trees]), leaves
+    )
+    token = io_callback(
+        functools.partial(_start_copy, source_info=eqn.source_info),
+        gpu_callbacks.TOKEN_SHAPE_DTYPE,
+        token=token,
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        source=source,
+        source_view=source_view,
+        target=target,
+        target_view=target_view,
+    )
+    return token, []
+
+
+@gpu_callbacks.fail_on_exception
+def _start_copy(
+    *,
+    token,
+    mesh_location,
+    thread,
+    source,
+    source_view,
+    target,
+    target_view,
+    source_info,
+):
+    def put(values):
+        gpu_callbacks._swap(
+            token,
+            mesh_location,
+            thread,
+            target,
+            target_view,
+            values,
+            None,
+            source_info=source_info,
+        )
+
+    _, values = gpu_callbacks._get(
+        token, mesh_location, thread, source, source_view, source_info=source_info
+    )
+    put(np.full_like(values, np.nan))
+    _copies.setdefault(thread, []).append(functools.partial(put, values))
+    return token
+
+
+def _interpret_wait(self: JaxprInterpreter, eqn, token, get_invals):
+    """Gap: the wait for cp.async."""
+    if "wait_read_only" in eqn.params:
+        return _stock_wait(self, eqn, token, get_invals)
+    token = io_callback(
+        functools.partial(_land_copies, in_flight=eqn.params["n"]),
+        gpu_callbacks.TOKEN_SHAPE_DTYPE,
+        token=token,
+        thread=self.thread,
+    )
+    return token, []
+
+
+@gpu_callbacks.fail_on_exception
+def _land_copies(*, token, thread, in_flight):
+    copies = _copies.get(thread, [])
+    while len(copies) > in_flight:
+        copies.pop(0)()
+    return token

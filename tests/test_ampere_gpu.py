@@ -1,0 +1,96 @@
+"""The Ampere kernel on a GPU: an A100, or a Hopper GPU made to run it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attn_jax import emulator, reference
+from attn_jax.audit.error import unit_error
+from attn_jax.audit.inputs import Shape, make_inputs
+from attn_jax.formats import BF16
+from attn_jax.kernels.architecture import default_device, made_for, of_device
+from attn_jax.kernels.attention import attention, declared_recipe
+from attn_jax.mask import Mask
+
+pytestmark = pytest.mark.gpu
+
+# Lengths that no block divides; several heads, so that what runs over the end of one
+# head's rows lands in the next one's.
+SHAPES = [
+    Shape(2, 320, 320, 6, 6, 64),
+    Shape(1, 1000, 1337, 8, 2, 128),
+    Shape(2, 70, 333, 4, 1, 64),
+    Shape(1, 1337, 500, 4, 4, 128),
+]
+
+
+@pytest.fixture(autouse=True)
+def gpu_that_knows_the_instructions():
+    if of_device(default_device()) is None:
+        pytest.skip("needs an A100 or a Hopper GPU")
+
+
+def kernel(inputs, is_causal, out_dtype=None):
+    """(out, LSE); a function of its own each time, so that nothing traced is reused."""
+    scale = inputs.query.shape[-1] ** -0.5
+
+    def attend(query, key, value):
+        return attention(
+            query, key, value, scale=scale, is_causal=is_causal, out_dtype=out_dtype
+        )
+
+    with made_for("ampere"):
+        program = jax.jit(attend).lower(*inputs[:3]).compile()
+    return jax.device_get(program(*map(jnp.asarray, inputs[:3])))
+
+
+@pytest.mark.parametrize("family", ["normal", "wide", "lse-130"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ragged_lengths_keep_heads_apart(shape, is_causal, family):
+    inputs = make_inputs(family, 0, shape)
+    out, lse = kernel(inputs, is_causal)
+    golden = reference.golden(*inputs, mask=Mask(is_causal=is_causal))
+    # FP32 sums of head_dim products as large as `size`, and as many keys' weights.
+    size = np.abs(golden.lse).max() + np.abs(np.asarray(inputs.query, float)).max() ** 2
+    terms = shape.head_dim + shape.key_length
+    assert np.abs(lse - golden.lse).max() <= terms * 2.0**-24 * size
+    # The bar is 1.7 pooled over 16 heads and 4 seeds; a few heads scatter more.
+    assert unit_error(out, golden.out, BF16) <= 2.0
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel_follows_its_recipe(shape, is_causal):
+    inputs = make_inputs("normal", 1, shape)
+    out, _ = kernel(inputs, is_causal)
+    recipe = declared_recipe(jnp.bfloat16, shape.head_dim, "ampere")
+    mask = Mask(is_causal=is_causal)
+    predicted, _ = jax.jit(
+        lambda q, k, v: emulator.attention(q, k, v, recipe=recipe, mask=mask)
+    )(*inputs[:3])
+    exact = reference.golden(*inputs, mask=mask).out
+    # What differs is the order of FP32 additions and the hardware's exp2: it flips a
+    # rounding now and then. A step rounded elsewhere costs about a unit.
+    rounded = np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16), float)
+    apart = np.linalg.norm(np.asarray(out, float) - np.asarray(predicted, float))
+    assert apart <= 0.25 * np.linalg.norm(rounded - exact)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_float32_result_rounds_to_the_16_bit_one(shape):
+    inputs = make_inputs("normal", 2, shape)
+    out, lse = kernel(inputs, True)
+    wide, wide_lse = kernel(inputs, True, jnp.dtype("float32"))
+    np.testing.assert_array_equal(out, wide.astype(out.dtype))
+    np.testing.assert_array_equal(lse, wide_lse)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_runs_give_the_same_bits(shape):
+    inputs = make_inputs("normal", 3, shape)
+    first = kernel(inputs, True)
+    for _ in range(10):
+        for x, y in zip(first, kernel(inputs, True), strict=True):
+            np.testing.assert_array_equal(x, y)
