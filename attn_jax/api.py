@@ -59,11 +59,10 @@ def dot_product_attention(
       query_seq_lengths, key_value_seq_lengths: [B] int; what lies beyond is masked.
       local_window_size: (left, right) or one number for both: query i sees the keys
         i - left <= j <= i + right.
-      implementation: `pallas` (our kernels: Hopper GPUs; A100, no gradients yet),
-        `emulated` (a recipe's roundings in plain JAX, any device), `reference` (exact:
-        float64 under x64, else float32), `xla` and `cudnn` (jax.nn's). A named one runs
-        or raises. None picks `pallas` where it can run with gradients, else `xla`, else
-        `reference`.
+      implementation: `pallas` (our kernels, on A100 and Hopper GPUs), `emulated` (a
+        recipe's roundings in plain JAX, any device), `reference` (exact: float64 under
+        x64, else float32), `xla` and `cudnn` (jax.nn's). A named one runs or raises.
+        None picks `pallas` where it can run, else `xla`, else `reference`.
       return_residual: also return LSE = log(sum(exp(logits))), [B] T N, natural log,
         float32 (float64 if computed so), differentiable.
       query_segment_ids, key_value_segment_ids: [B] T and [B] S int; a pair takes part
@@ -130,12 +129,10 @@ def dot_product_attention(
     scale = reference.default_scale(scale, query.shape[-1])
     out_dtype = reference.output_dtype(query.dtype if out_dtype is None else out_dtype)
 
-    named = implementation is not None
-
     def refusal(name: Implementation) -> str | None:
         if name == "pallas":
             return _pallas_refusal(
-                query, key, value, bias, rules, soft_cap, sinks, out_dtype, named
+                query, key, value, bias, rules, soft_cap, sinks, out_dtype
             )
         if name in ("xla", "cudnn"):
             return external.unsupported(
@@ -213,9 +210,8 @@ def _window(size) -> tuple[int | None, int | None] | None:
 
 
 def _pallas_refusal(
-    query, key, value, bias, mask: Mask, soft_cap, sinks, out_dtype, named: bool
+    query, key, value, bias, mask: Mask, soft_cap, sinks, out_dtype
 ) -> str | None:
-    """Why the kernels cannot run this, or, not `named`, should not be picked for it."""
     try:  # Imported on use: a JAX that the kernels do not know is no harm to the rest.
         from attn_jax.kernels import architecture
     except ImportError as error:
@@ -237,9 +233,6 @@ def _pallas_refusal(
             "'pallas' masks by is_causal alone so far; for mask, window, lengths or "
             "segment ids use implementation='emulated', 'xla' or 'cudnn'"
         )
-    # Imported on use: it takes long.
-    from attn_jax.kernels import attention as kernels
+    from attn_jax.kernels import attention as kernels  # Imported on use: it takes long.
 
-    if not named and not kernels.has_backward(architecture.chosen()):
-        return "'pallas' has no gradients on this GPU yet, and is run if it is named"
     return kernels.unsupported(query, key, value, out_dtype=out_dtype)

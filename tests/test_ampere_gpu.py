@@ -1,4 +1,4 @@
-"""The Ampere kernel on a GPU: an A100, or a Hopper GPU made to run it."""
+"""The Ampere kernels on a GPU: an A100, or a Hopper GPU made to run them."""
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from attn_jax.kernels.attention import attention, declared_recipe
 from attn_jax.mask import Mask
 
 pytestmark = pytest.mark.gpu
+
+NAMES = ("out", "dq", "dk", "dv")
 
 # Lengths that no block divides; several heads, so that what runs over the end of one
 # head's rows lands in the next one's.
@@ -31,8 +33,15 @@ def gpu_that_knows_the_instructions():
         pytest.skip("needs an A100 or a Hopper GPU")
 
 
-def kernel(inputs, is_causal, out_dtype=None):
-    """(out, LSE); a function of its own each time, so that nothing traced is reused."""
+def gradients(attend, query, key, value, dout):
+    """((out, dQ, dK, dV), LSE, dLSE) for some dLSE."""
+    (out, lse), backward = jax.vjp(attend, query, key, value)
+    dlse = jnp.sin(jnp.arange(lse.size, dtype=lse.dtype)).reshape(lse.shape)
+    return (out, *backward((dout.astype(out.dtype), dlse))), lse, dlse
+
+
+def compiled(inputs, is_causal, out_dtype=None):
+    """`gradients`, in a function of its own each time: nothing traced is reused."""
     scale = inputs.query.shape[-1] ** -0.5
 
     def attend(query, key, value):
@@ -41,8 +50,18 @@ def kernel(inputs, is_causal, out_dtype=None):
         )
 
     with made_for("ampere"):
-        program = jax.jit(attend).lower(*inputs[:3]).compile()
-    return jax.device_get(program(*map(jnp.asarray, inputs[:3])))
+        return jax.jit(lambda *x: gradients(attend, *x)).lower(*inputs).compile()
+
+
+def kernels(inputs, is_causal, out_dtype=None):
+    program = compiled(inputs, is_causal, out_dtype)
+    return jax.device_get(program(*map(jnp.asarray, inputs)))
+
+
+def exact_results(inputs, is_causal, dlse) -> tuple:
+    """(out, dQ, dK, dV) and LSE in FP64."""
+    golden = reference.golden(*inputs, dlse, mask=Mask(is_causal=is_causal))
+    return (golden.out, golden.dquery, golden.dkey, golden.dvalue), golden.lse
 
 
 @pytest.mark.parametrize("family", ["normal", "wide", "lse-130"])
@@ -50,39 +69,43 @@ def kernel(inputs, is_causal, out_dtype=None):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_ragged_lengths_keep_heads_apart(shape, is_causal, family):
     inputs = make_inputs(family, 0, shape)
-    out, lse = kernel(inputs, is_causal)
-    golden = reference.golden(*inputs, mask=Mask(is_causal=is_causal))
+    results, lse, dlse = kernels(inputs, is_causal)
+    exact, exact_lse = exact_results(inputs, is_causal, dlse)
     # FP32 sums of head_dim products as large as `size`, and as many keys' weights.
-    size = np.abs(golden.lse).max() + np.abs(np.asarray(inputs.query, float)).max() ** 2
+    size = np.abs(exact_lse).max() + np.abs(np.asarray(inputs.query, float)).max() ** 2
     terms = shape.head_dim + shape.key_length
-    assert np.abs(lse - golden.lse).max() <= terms * 2.0**-24 * size
-    # The bar is 1.7 pooled over 16 heads and 4 seeds; a few heads scatter more.
-    assert unit_error(out, golden.out, BF16) <= 2.0
+    assert np.abs(lse - exact_lse).max() <= terms * 2.0**-24 * size
+    for name, x, y in zip(NAMES, results, exact, strict=True):
+        # The bar is 1.7 pooled over 16 heads and 4 seeds; a few heads scatter more.
+        assert unit_error(x, y, BF16) <= 2.0, name
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernel_follows_its_recipe(shape, is_causal):
+def test_kernels_follow_their_recipe(shape, is_causal):
     inputs = make_inputs("normal", 1, shape)
-    out, _ = kernel(inputs, is_causal)
+    results, _, dlse = kernels(inputs, is_causal)
     recipe = declared_recipe(jnp.bfloat16, shape.head_dim, "ampere")
     mask = Mask(is_causal=is_causal)
-    predicted, _ = jax.jit(
-        lambda q, k, v: emulator.attention(q, k, v, recipe=recipe, mask=mask)
-    )(*inputs[:3])
-    exact = reference.golden(*inputs, mask=mask).out
-    # What differs is the order of FP32 additions and the hardware's exp2: it flips a
-    # rounding now and then. A step rounded elsewhere costs about a unit.
-    rounded = np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16), float)
-    apart = np.linalg.norm(np.asarray(out, float) - np.asarray(predicted, float))
-    assert apart <= 0.25 * np.linalg.norm(rounded - exact)
+
+    def emulate(query, key, value):
+        return emulator.attention(query, key, value, recipe=recipe, mask=mask)
+
+    predicted, *_ = jax.jit(lambda *x: gradients(emulate, *x))(*inputs)
+    exact, _ = exact_results(inputs, is_causal, dlse)
+    for name, x, y, z in zip(NAMES, results, predicted, exact, strict=True):
+        # What differs is the order of FP32 additions and the hardware's exp2: it flips
+        # a rounding now and then. A step rounded elsewhere costs about a unit.
+        rounded = np.asarray(jnp.asarray(z, jnp.float32).astype(jnp.bfloat16), float)
+        apart = np.linalg.norm(np.asarray(x, float) - np.asarray(y, float))
+        assert apart <= 0.25 * np.linalg.norm(rounded - z), name
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_float32_result_rounds_to_the_16_bit_one(shape):
     inputs = make_inputs("normal", 2, shape)
-    out, lse = kernel(inputs, True)
-    wide, wide_lse = kernel(inputs, True, jnp.dtype("float32"))
+    (out, *_), lse, _ = kernels(inputs, True)
+    (wide, *_), wide_lse, _ = kernels(inputs, True, jnp.dtype("float32"))
     np.testing.assert_array_equal(out, wide.astype(out.dtype))
     np.testing.assert_array_equal(lse, wide_lse)
 
@@ -90,7 +113,8 @@ def test_float32_result_rounds_to_the_16_bit_one(shape):
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_runs_give_the_same_bits(shape):
     inputs = make_inputs("normal", 3, shape)
-    first = kernel(inputs, True)
-    for _ in range(10):
-        for x, y in zip(first, kernel(inputs, True), strict=True):
-            np.testing.assert_array_equal(x, y)
+    program = compiled(inputs, True)
+    first = program(*map(jnp.asarray, inputs))
+    for _ in range(20):
+        again = program(*map(jnp.asarray, inputs))
+        jax.tree.map(np.testing.assert_array_equal, first, again)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from attn_jax import dot_product_attention
-from attn_jax.kernels import ampere_forward, ampere_tiles, tuning
+from attn_jax.kernels import ampere_tiles
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 from tests.child_process import in_child_process
@@ -23,7 +23,9 @@ pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
 TIME_LIMIT = 240  # seconds; three kernels take six alone on a core
 
 
-def _forward_and_backward(head_dim: int, dtype: str, is_causal: bool) -> Program:
+def _forward_and_backward(
+    head_dim: int, dtype: str, is_causal: bool, gpu: Gpu = "h200"
+) -> Program:
     query = jax.ShapeDtypeStruct((1, 1000, 4, head_dim), dtype)
     key = jax.ShapeDtypeStruct((1, 1100, 2, head_dim), dtype)
 
@@ -36,16 +38,17 @@ def _forward_and_backward(head_dim: int, dtype: str, is_causal: bool) -> Program
         )
         return results, backward(jax.tree.map(jnp.ones_like, results))
 
-    return compiled(program, query, key, key)
+    return compiled(program, query, key, key, gpu=gpu)
 
 
-def _float32_forward() -> Program:
+def _float32_forward(gpu: Gpu = "h200") -> Program:
     query = jax.ShapeDtypeStruct((1, 1000, 4, 128), "bfloat16")
     return compiled(
         lambda *qkv: attention(*qkv, scale=0.1, out_dtype=jnp.dtype("float32")),
         query,
         query,
         query,
+        gpu=gpu,
     )
 
 
@@ -80,32 +83,14 @@ def test_float32_output_compiles_alike():
     _check(program, kernel_count=1)
 
 
-def _ampere_forward(
-    gpu: Gpu, head_dim: int, dtype: str, is_causal: bool, out_dtypes: list[str]
-) -> Program:
-    """A kernel for each out_dtype, as the backward pass would need it."""
-    query = jax.ShapeDtypeStruct((1, 1000, 4, head_dim), dtype)
-    key = jax.ShapeDtypeStruct((1, 1100, 2, head_dim), dtype)
-
-    def program(query, key, value):
-        return [
-            ampere_forward.forward(
-                query,
-                key,
-                value,
-                query_count=1000,
-                key_count=1100,
-                scale=0.1,
-                is_causal=is_causal,
-                tiling=tuning.FORWARD["ampere"][head_dim],
-                out_dtype=jnp.dtype(out_dtype),
-                residual=True,
-            )
-            for out_dtype in out_dtypes
-        ]
-
+def _ampere(gpu: Gpu, head_dim: int, dtype: str, is_causal: bool) -> Program:
     with made_for("ampere"):
-        return compiled(program, query, key, key, gpu=gpu)
+        return _forward_and_backward(head_dim, dtype, is_causal, gpu)
+
+
+def _ampere_float32_forward() -> Program:
+    with made_for("ampere"):
+        return _float32_forward("a100")
 
 
 def _compiled_alone(*call) -> Program:
@@ -130,33 +115,35 @@ def _check_ampere(program: Program, kernel_count: int) -> None:
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_ampere_compiles_without_spills(head_dim, is_causal):
-    arguments = ("a100", head_dim, "bfloat16", is_causal, ["bfloat16", "float32"])
-    program = _compiled_alone(_ampere_forward, *arguments)
-    _check_ampere(program, kernel_count=2)
+    arguments = ("a100", head_dim, "bfloat16", is_causal)
+    _check_ampere(_compiled_alone(_ampere, *arguments), kernel_count=3)
 
 
 def test_ampere_float16_compiles_alike():
-    arguments = ("a100", 128, "float16", True, ["float16"])
-    program = _compiled_alone(_ampere_forward, *arguments)
-    _check_ampere(program, kernel_count=1)
+    program = _compiled_alone(_ampere, "a100", 128, "float16", True)
+    _check_ampere(program, kernel_count=3)
+
+
+def test_ampere_float32_output_compiles_alike():
+    _check_ampere(_compiled_alone(_ampere_float32_forward), kernel_count=1)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_ampere_compiles_for_hopper(head_dim):
-    arguments = ("h200", head_dim, "bfloat16", True, ["bfloat16"])
-    program = _compiled_alone(_ampere_forward, *arguments)
-    _check_ampere(program, kernel_count=1)
+    program = _compiled_alone(_ampere, "h200", head_dim, "bfloat16", True)
+    _check_ampere(program, kernel_count=3)
 
 
-def _public_forward_on_an_a100() -> Program:
+def _public_gradient_on_an_a100() -> Program:
     query = jax.ShapeDtypeStruct((1, 1000, 4, 64), "bfloat16")
 
     def program(query, key, value):
-        return dot_product_attention(query, key, value, implementation="pallas")
+        out, backward = jax.vjp(dot_product_attention, query, key, value)
+        return backward(out)
 
     return compiled(program, query, query, query, gpu="a100")
 
 
-def test_an_a100_gets_the_ampere_kernel():
-    program = _compiled_alone(_public_forward_on_an_a100)
-    _check_ampere(program, kernel_count=1)
+def test_an_a100_gets_the_ampere_kernels():
+    program = _compiled_alone(_public_gradient_on_an_a100)
+    _check_ampere(program, kernel_count=3)

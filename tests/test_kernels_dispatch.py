@@ -30,7 +30,10 @@ def attend(query, **options):
 
 def products(**options) -> set[str]:
     """Names of the matrix products in the traced program."""
-    jaxpr = str(jax.make_jaxpr(lambda query: attend(query, **options))(QUERY))
+    return products_in(str(jax.make_jaxpr(lambda x: attend(x, **options))(QUERY)))
+
+
+def products_in(jaxpr: str) -> set[str]:
     return set(re.findall(r"\b(?:wgmma_ref|mma|dot_general)\b", jaxpr))
 
 
@@ -57,21 +60,11 @@ def test_other_gpus_are_refused_in_one_line(gpu, capability):
     assert "\n" not in str(error.value)
 
 
-def test_ampere_has_no_gradients_yet(gpu):
-    gpu("8.0")
-
-    def loss(query):
-        return attend(query, implementation="pallas").astype(jnp.float32).sum()
-
-    with pytest.raises(
-        NotImplementedError, match="Ampere.*no backward.*'xla'"
-    ) as error:
-        jax.eval_shape(jax.grad(loss), QUERY)
-    assert "\n" not in str(error.value)
-
-
-def test_what_is_picked_has_gradients(gpu):
-    gpu("8.0")
-    assert products() == {"dot_general"}
-    gpu("9.0")
-    assert products() == {"wgmma_ref"}
+def test_each_gpu_gets_its_gradients(gpu):
+    for capability, product in {"8.0": "mma", "9.0": "wgmma_ref"}.items():
+        gpu(capability)
+        # A new function each time: JAX keeps what it has traced.
+        jaxpr = str(jax.make_jaxpr(lambda x: jax.vjp(attend, x)[1](x))(QUERY))
+        assert products_in(jaxpr) == {product}
+        kernels = "forward", "backward_dq", "backward_dkv"
+        assert all(f"attention_{name}" in jaxpr for name in kernels)

@@ -100,17 +100,9 @@ def test_lowers_to_float32_output():
 )
 def test_ampere_lowers(sizes, dtype, head_dim, is_causal, x64):
     query, key, value = _arrays(**sizes, H=head_dim, dtype=dtype)
-
-    def program(query, key, value):
-        return attention(query, key, value, scale=0.1, is_causal=is_causal)
-
     with made_for("ampere"), jax.enable_x64(x64):
-        traced = jax.jit(program).trace(query, key, value)
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    out, lse = lowered.out_info
-    assert (out.shape, out.dtype) == (query.shape, query.dtype)
-    assert (lse.shape, lse.dtype) == ((*query.shape[:1], sizes["N"], sizes["T"]), "f4")
-    assert len(re.findall(r"custom_call @mosaic_gpu\w*", lowered.as_text())) == 1
+        lowered = _lowered(query, key, value, is_causal=is_causal)
+    _check(lowered, query, key, query.dtype)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Differentiable attention on the kernels: which, padding, delta, centre, sharding.
 
-`architecture` says whose kernels run. Runs on one device's arrays or on sharded ones
-(`partition`): batch and heads may be sharded, sequences may not.
+`architecture` says whose kernels run. They run on one device's arrays or on sharded
+ones (`partition`): batch and heads may be sharded, sequences may not.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Float32
 
 from attn_jax.formats import BF16, FP16
 from attn_jax.kernels import (
+    ampere_backward,
     ampere_forward,
     architecture,
     hopper_backward,
@@ -26,7 +27,7 @@ from attn_jax.recipe import ATTN_JAX, Architecture, Recipe
 from attn_jax.reference import check_arguments, default_scale
 
 _FORWARD = {"ampere": ampere_forward, "hopper": hopper_forward}
-_BACKWARD = {"hopper": hopper_backward}
+_BACKWARD = {"ampere": ampere_backward, "hopper": hopper_backward}
 
 # TMA reads 16-bit tiles in groups of 8 rows.
 SEQUENCE_MULTIPLE = 8
@@ -44,7 +45,7 @@ def attention(
     """out = softmax(scale * Q K^T) V and LSE = logsumexp(scale * Q K^T), natural log.
 
     Query head n reads key/value head n // (N / K). With `is_causal` query i sees the
-    keys j <= i. Both results are differentiable (on Hopper). Where it rounds is said in
+    keys j <= i. Both results are differentiable. Where it rounds is said in
     `<architecture>_forward` and `<architecture>_backward`; besides, a cotangent wider
     than the inputs is rounded to their format, and gradients come in that format.
 
@@ -53,8 +54,7 @@ def attention(
       out_dtype: the inputs' dtype (default) or float32, the accumulator unrounded.
 
     Raises:
-      NotImplementedError: `unsupported` names a reason, or a gradient is asked for
-        where there is no backward pass (`has_backward`).
+      NotImplementedError: `unsupported` names a reason.
       ValueError: shapes or a scale that do not fit.
     """
     check_arguments(query, key, value)
@@ -72,11 +72,6 @@ def attention(
     query, key, value = varying_alike(query, key, value)
     target = architecture.chosen()
     return _attention(query, key, value, target, scale, bool(is_causal), out_dtype)
-
-
-def has_backward(target: Architecture) -> bool:
-    """Whether an architecture's kernels have a backward pass."""
-    return target in _BACKWARD
 
 
 def unsupported(
@@ -119,16 +114,13 @@ def declared_recipe(dtype, head_dim: int, target: Architecture | None = None) ->
         jnp.dtype(dtype)
     ]
     target = architecture.chosen() if target is None else target
-    recipe = dataclasses.replace(
+    return dataclasses.replace(
         ATTN_JAX.with_inputs(inputs),
         block_q=tuning.FORWARD[target][head_dim].rows,
         block_kv=tuning.FORWARD[target][head_dim].columns,
-    )
-    if not has_backward(target):
-        return recipe
-    return dataclasses.replace(
-        recipe,
-        backward_block_q=tuning.BACKWARD_DKV[target][head_dim].columns,
+        # Queries that share a centre. The dK, dV kernel may take them in other blocks,
+        # which is but another order of additions.
+        backward_block_q=tuning.BACKWARD_DQ[target][head_dim].rows,
         backward_block_kv=tuning.BACKWARD_DQ[target][head_dim].columns,
     )
 
@@ -140,11 +132,6 @@ def _attention(query, key, value, target, scale, is_causal, out_dtype):
 
 
 def _attention_fwd(query, key, value, target, scale, is_causal, out_dtype):
-    if not has_backward(target):
-        raise NotImplementedError(
-            f"the {target.capitalize()} kernels have no backward pass yet; for "
-            "gradients use implementation='xla', 'cudnn' or 'emulated'"
-        )
     run = _forward_program(target, scale, is_causal, out_dtype, True)
     out, *low, lse = run(query, key, value)
     return (out, lse), (query, key, value, out, low, lse)
@@ -216,7 +203,12 @@ def _local_backward(
     wide_out = sum(x.astype(jnp.float32) for x in (out, *low))
     delta = jnp.sum(dout.astype(jnp.float32) * wide_out, axis=-1).swapaxes(1, 2) - dlse
     dq_tiling = tuning.BACKWARD_DQ[target][head_dim]
-    centre = _mean_key(key, is_causal, dq_tiling, query_count)
+    seen = key
+    if is_causal and target != "hopper":
+        # No query sees the later ones. Hopper's last tile counts those that rows past
+        # the last query would see; any centre is right, and that one keeps its bits.
+        seen = key[:, :query_count]
+    centre = _mean_key(seen, is_causal, dq_tiling, query_count)
     query, key, value, dout = map(_pad_sequence, (query, key, value, dout))
     dq = backward.backward_dq(
         query,

@@ -48,12 +48,20 @@ FORWARD: dict[Architecture, dict[int, Tiling]] = {
     },
 }
 BACKWARD_DQ: dict[Architecture, dict[int, Tiling]] = {
+    "ampere": {
+        64: Tiling(rows=128, columns=32, warpgroups=1, stages=2),
+        128: Tiling(rows=64, columns=32, warpgroups=1, stages=2),
+    },
     "hopper": {
         64: Tiling(rows=64, columns=128, warpgroups=2, stages=2),
         128: Tiling(rows=64, columns=64, warpgroups=2, stages=2),
     },
 }
 BACKWARD_DKV: dict[Architecture, dict[int, Tiling]] = {
+    "ampere": {
+        64: Tiling(rows=64, columns=64, warpgroups=1, stages=2),
+        128: Tiling(rows=64, columns=32, warpgroups=1, stages=2),
+    },
     "hopper": {
         64: Tiling(rows=64, columns=64, warpgroups=2, stages=2),
         128: Tiling(rows=64, columns=64, warpgroups=2, stages=2),
