@@ -45,11 +45,13 @@ class ResolvedAttention:
 
 
 def has_kernels(device: Any) -> bool:
-    """True on the GPUs the Pallas kernels are made for: compute capability 9.0."""
-    return (
-        device.platform == "gpu"
-        and getattr(device, "compute_capability", None) == "9.0"
-    )
+    """True on the GPUs that the Pallas kernels are made for: A100, H100, H200."""
+    if device.platform != "gpu":
+        return False
+    # Imported on use: it refuses a JAX that the kernels do not know.
+    from attn_jax.kernels import architecture
+
+    return architecture.of_device(device) is not None
 
 
 def resolve_attention(config: Config, device: Any) -> ResolvedAttention:
@@ -69,8 +71,8 @@ def resolve_attention(config: Config, device: Any) -> ResolvedAttention:
         )
     if name == "pallas" and not has_kernels(device):
         note = (
-            f"--attn=pallas: no Hopper GPU here ({device.device_kind}), the kernels' "
-            "recipe runs in the emulator"
+            f"--attn=pallas: no A100 or Hopper GPU here ({device.device_kind}), the "
+            "kernels' recipe runs in the emulator"
         )
         return ResolvedAttention(name, "emulated", _KERNEL_RECIPE, note)
     if name == "emulated":
