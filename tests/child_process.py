@@ -7,6 +7,7 @@ failed.
 """
 
 import atexit
+import itertools
 import multiprocessing
 import traceback
 from collections.abc import Callable
@@ -19,17 +20,23 @@ class ChildFailed(Exception):
     """The function raised, died or ran out of time; the message says which."""
 
 
-_kept: list[tuple[BaseProcess, Connection]] = []
+_kept: dict[str, list[tuple[BaseProcess, Connection]]] = {}
 
 
 def in_child_process(
-    function: Callable, *arguments: Any, seconds: float, alone: bool = False
+    function: Callable,
+    *arguments: Any,
+    seconds: float,
+    alone: bool = False,
+    among: str = "",
 ) -> Any:
     """`function(*arguments)`; both it and its result must be picklable.
 
-    `alone` is for a function that leaves its process changed.
+    `alone` is for a function that leaves its process changed; functions that may share
+    one with some others only say `among` which.
     """
-    process, connection = _kept.pop() if _kept and not alone else _started()
+    kept = _kept.setdefault(among, [])
+    process, connection = kept.pop() if kept and not alone else _started()
     keep = False
     try:
         connection.send((function, arguments))
@@ -44,7 +51,7 @@ def in_child_process(
         ) from None
     finally:
         if keep:
-            _kept.append((process, connection))
+            kept.append((process, connection))
         else:
             _end(process)
     if not returned:
@@ -68,8 +75,8 @@ def _end(process: BaseProcess) -> None:
 
 @atexit.register
 def _end_kept() -> None:
-    while _kept:
-        _end(_kept.pop()[0])
+    for process, _ in itertools.chain(*_kept.values()):
+        _end(process)
 
 
 def _serve(connection: Connection) -> None:

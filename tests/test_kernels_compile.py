@@ -93,9 +93,9 @@ def _ampere_float32_forward() -> Program:
         return _float32_forward("a100")
 
 
-def _compiled_alone(*call) -> Program:
+def _compiled_for_a100(*call) -> Program:
     """Mosaic GPU goes on compiling for the GPU that a process first compiled for."""
-    return in_child_process(*call, seconds=TIME_LIMIT, alone=True)
+    return in_child_process(*call, seconds=TIME_LIMIT, among="a100")
 
 
 def _check_ampere(program: Program, kernel_count: int) -> None:
@@ -116,21 +116,22 @@ def _check_ampere(program: Program, kernel_count: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_ampere_compiles_without_spills(head_dim, is_causal):
     arguments = ("a100", head_dim, "bfloat16", is_causal)
-    _check_ampere(_compiled_alone(_ampere, *arguments), kernel_count=3)
+    _check_ampere(_compiled_for_a100(_ampere, *arguments), kernel_count=3)
 
 
 def test_ampere_float16_compiles_alike():
-    program = _compiled_alone(_ampere, "a100", 128, "float16", True)
+    program = _compiled_for_a100(_ampere, "a100", 128, "float16", True)
     _check_ampere(program, kernel_count=3)
 
 
 def test_ampere_float32_output_compiles_alike():
-    _check_ampere(_compiled_alone(_ampere_float32_forward), kernel_count=1)
+    _check_ampere(_compiled_for_a100(_ampere_float32_forward), kernel_count=1)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_ampere_compiles_for_hopper(head_dim):
-    program = _compiled_alone(_ampere, "h200", head_dim, "bfloat16", True)
+    arguments = ("h200", head_dim, "bfloat16", True)
+    program = in_child_process(_ampere, *arguments, seconds=TIME_LIMIT)
     _check_ampere(program, kernel_count=3)
 
 
@@ -145,5 +146,5 @@ def _public_gradient_on_an_a100() -> Program:
 
 
 def test_an_a100_gets_the_ampere_kernels():
-    program = _compiled_alone(_public_gradient_on_an_a100)
+    program = _compiled_for_a100(_public_gradient_on_an_a100)
     _check_ampere(program, kernel_count=3)

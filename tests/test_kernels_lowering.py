@@ -85,18 +85,14 @@ def test_lowers_to_float32_output():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "is_causal", "x64"),
+    ("sizes", "dtype", "head_dim", "is_causal", "x64"),
     [
-        ("bfloat16", 64, False, True),
-        ("float16", 64, True, False),
-        ("bfloat16", 128, True, True),
-        ("float16", 128, False, False),
+        (GQA, "bfloat16", 64, False, True),
+        (dict(T=1, S=1, N=1, K=1), "float16", 64, True, False),
+        (dict(T=3, S=2000, N=8, K=1), "bfloat16", 128, True, True),
+        (GQA, "float16", 128, False, False),
     ],
-)
-@pytest.mark.parametrize(
-    "sizes",
-    [GQA, dict(T=1, S=1, N=1, K=1), dict(T=3, S=2000, N=8, K=1)],
-    ids=lambda sizes: "-".join(f"{name}{size}" for name, size in sizes.items()),
+    ids=str,
 )
 def test_ampere_lowers(sizes, dtype, head_dim, is_causal, x64):
     query, key, value = _arrays(**sizes, H=head_dim, dtype=dtype)
