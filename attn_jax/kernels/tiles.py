@@ -56,16 +56,15 @@ def visible(
     key_count: int | None,
     is_causal: bool,
     queries_first: bool = True,
-    layout=plgpu.Layout.WGMMA,
 ) -> jax.Array:
     """Pairs of a tile that take part: key < key_count, and key <= query if causal.
 
     `queries_first` says which axis the queries are on (the dK, dV kernel works on
-    transposed tiles), `layout` how the tile lies in registers.
+    transposed tiles).
     """
 
     def position(axis: int) -> jax.Array:
-        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
     queries, keys = (0, 1) if queries_first else (1, 0)
     limits = []
