@@ -1,5 +1,6 @@
 """The order of batches: a function of (seed, step) alone."""
 
+import multiprocessing.shared_memory
 import os
 import signal
 import subprocess
@@ -158,6 +159,19 @@ def test_counts_survive_worker_processes():
     reader.close()
 
 
+def test_no_batch_comes_through_shared_memory(monkeypatch):
+    # It would be lost there if Ctrl-C came between its making and its release.
+    def unexpected(*_, **__):
+        raise AssertionError("a batch is in shared memory")
+
+    monkeypatch.setattr(multiprocessing.shared_memory, "SharedMemory", unexpected)
+    reader = batches(
+        Numbers(20), ByteTokenizer(8), batch_size=10, seed=0, worker_count=1
+    )
+    assert next(reader)["image"].shape == (10, 2, 2, 3)
+    reader.close()
+
+
 def test_images_are_bytes_and_tokens_are_padded():
     batch = take(1)[0]
     assert batch["image"].shape == (8, 16, 16, 3) and batch["image"].dtype == np.uint8
@@ -180,7 +194,7 @@ def test_impossible_requests_raise_one_line():
         take(1, Numbers(5))
 
 
-# Holds a batch to the end, as JAX may, and leaves by any exception as a trainer does.
+# Holds batches to the end, as JAX may, and leaves by any exception as a trainer does.
 _READING = """
 import contextlib, signal, sys
 from train.data.loader import batches
@@ -226,7 +240,7 @@ def reading(tmp_path):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, -signal.SIGINT)]
 )
-def test_a_signal_to_the_group_leaves_nothing_in_shared_memory(reading, number, code):
+def test_a_signal_to_the_group_leaves_nothing_behind(reading, number, code):
     os.killpg(reading.pid, number)
     _, err = reading.communicate(timeout=60)
     assert reading.returncode == code, err
