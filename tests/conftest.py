@@ -34,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
+        # Nearly two thirds of all time would go into compiling. See `fully_optimised`.
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 def _keep_bytecode(config: pytest.Config) -> None:
@@ -90,6 +93,23 @@ def x64() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture(scope="module")
+def fully_optimised(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs are compiled as for a user, in which LLVM may fuse and reorder.
+
+    For tests of what is rounded where. Other tests check what a program computes, in
+    code that LLVM has hardly touched.
+    """
+    if request.config.getoption("--gpu"):
+        yield
+        return
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
 
 
 @pytest.fixture

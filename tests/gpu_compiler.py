@@ -160,6 +160,8 @@ def compiled(
         whole = SingleDeviceSharding(device)
         arguments = tuple(x.update(sharding=whole) for x in arguments)
         default = jax.default_device(device)
+    # The other tests' processes compile with few optimisations.
+    jax.config.update("jax_disable_most_optimizations", False)
     with tempfile.TemporaryDirectory() as folder, default:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"

@@ -18,7 +18,7 @@ from attn_jax.formats import BF16, E4M3FN, E5M2, FP16, FP32, Rounding
 from attn_jax.recipe import Step
 
 # Most of what a replaced function leaves alone is the same for every fault.
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("fully_optimised", "shared_programs")
 
 
 @pytest.fixture(autouse=True)

@@ -128,23 +128,17 @@ def test_ampere_float32_output_compiles_alike():
     _check_ampere(_compiled_for_a100(_ampere_float32_forward), kernel_count=1)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_ampere_compiles_for_hopper(head_dim):
-    arguments = ("h200", head_dim, "bfloat16", True)
+def test_ampere_compiles_for_hopper():
+    arguments = ("h200", 128, "bfloat16", True)
     program = in_child_process(_ampere, *arguments, seconds=TIME_LIMIT)
     _check_ampere(program, kernel_count=3)
 
 
-def _public_gradient_on_an_a100() -> Program:
+def _public_function_on_an_a100() -> Program:
     query = jax.ShapeDtypeStruct((1, 1000, 4, 64), "bfloat16")
-
-    def program(query, key, value):
-        out, backward = jax.vjp(dot_product_attention, query, key, value)
-        return backward(out)
-
-    return compiled(program, query, query, query, gpu="a100")
+    return compiled(dot_product_attention, query, query, query, gpu="a100")
 
 
 def test_an_a100_gets_the_ampere_kernels():
-    program = _compiled_for_a100(_public_gradient_on_an_a100)
-    _check_ampere(program, kernel_count=3)
+    program = _compiled_for_a100(_public_function_on_an_a100)
+    _check_ampere(program, kernel_count=1)

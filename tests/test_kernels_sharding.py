@@ -5,7 +5,6 @@ place of a kernel. That the kernels use it rightly is checked in programs compil
 four H200s: which collectives they hold, and which shapes the kernels see.
 """
 
-import contextlib
 import functools
 import re
 
@@ -247,15 +246,10 @@ def test_partial_shard_map_raises():
 
 def _gpu_program(situation: str, spec: PartitionSpec) -> Program:
     """Value and gradient on operands that are all placed by `spec`."""
-    mesh = h200_mesh(
-        (2, 2), ("data", "model"), EXPLICIT if situation == "explicit" else AUTO
-    )
-
+    mesh = h200_mesh((2, 2), ("data", "model"), AUTO)
     attend = functools.partial(attention, scale=0.1, is_causal=True)
     if situation == "shard_map":
         attend = _in_shard_map(attend, mesh, check_vma=True)
-    if situation == "vmap":
-        attend = _vmapped(attend, mesh)
 
     def program(*operands):
         results, backward = jax.vjp(attend, *operands)
@@ -264,8 +258,7 @@ def _gpu_program(situation: str, spec: PartitionSpec) -> Program:
     sharding = NamedSharding(mesh, spec)
     query = jax.ShapeDtypeStruct((4, 200, 4, 64), "bfloat16", sharding=sharding)
     key = jax.ShapeDtypeStruct((4, 300, 2, 64), "bfloat16", sharding=sharding)
-    with jax.set_mesh(mesh) if situation == "explicit" else contextlib.nullcontext():
-        return compiled(program, query, key, key)
+    return compiled(program, query, key, key)
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +267,7 @@ def compile_extra() -> None:
 
 
 @pytest.mark.usefixtures("compile_extra")
-@pytest.mark.parametrize("situation", ["jit", "explicit", "shard_map", "vmap"])
+@pytest.mark.parametrize("situation", ["jit", "shard_map"])
 def test_gpu_program_has_no_collective(situation):
     program = in_child_process(
         _gpu_program, situation, BATCH_AND_HEADS, seconds=TIME_LIMIT
