@@ -37,6 +37,7 @@ def dot_product_attention(
     return_residual: bool = False,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     deterministic: bool | None = None,
@@ -67,6 +68,8 @@ def dot_product_attention(
         float32 (float64 if computed so), differentiable.
       query_segment_ids, key_value_segment_ids: [B] T and [B] S int; a pair takes part
         if its ids are equal.
+      query_offset: [B] int, or one for all: `is_causal` and `local_window_size` take
+        query i for number i + query_offset. S - T puts the last query at the last key.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).
       sinks: [N], one more logit a head that takes weight and carries no value.
       deterministic: True raises unless two runs give the same bits; all but `cudnn` do.
@@ -107,6 +110,7 @@ def dot_product_attention(
         key_value_lengths=batched(key_value_seq_lengths, 1),
         query_segment_ids=batched(query_segment_ids, 2),
         key_value_segment_ids=batched(key_value_segment_ids, 2),
+        query_offset=_per_entry(query_offset, query.shape[0]),
     )
     bias = batched(bias, 4)
     sinks = None if sinks is None else jnp.asarray(sinks)
@@ -203,6 +207,14 @@ def dot_product_attention(
     return out, lse[0] if unbatched else lse
 
 
+def _per_entry(x: ArrayLike | None, batch: int) -> Array | None:
+    """One number for each batch entry, from those or from one for all."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    return jnp.broadcast_to(x, (batch,)) if x.ndim == 0 else x
+
+
 def _window(size) -> tuple[int | None, int | None] | None:
     if isinstance(size, numbers.Integral):
         return int(size), int(size)
@@ -228,10 +240,12 @@ def _pallas_refusal(
             "'pallas' has no bias, soft cap or sinks yet; use 'emulated', 'reference', "
             "or, for a bias, 'xla' or 'cudnn'"
         )
-    if not dataclasses.replace(mask, is_causal=False).is_empty:
+    if mask.query_offset is not None or (
+        not dataclasses.replace(mask, is_causal=False).is_empty
+    ):
         return (
-            "'pallas' masks by is_causal alone so far; for mask, window, lengths or "
-            "segment ids use implementation='emulated', 'xla' or 'cudnn'"
+            "'pallas' masks by is_causal alone so far; for mask, window, lengths, "
+            "segment ids or an offset use implementation='emulated', 'xla' or 'cudnn'"
         )
     from attn_jax.kernels import attention as kernels  # Imported on use: it takes long.
 

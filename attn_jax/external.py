@@ -30,6 +30,18 @@ def attention(
     For a query that sees no key jax.nn's `xla` gives the mean of V; here it gives 0.
     """
     dense = mask.dense
+    if mask.query_offset is not None:
+        # jax.nn counts queries and keys from the first.
+        band = Mask(mask.is_causal, mask.window, query_offset=mask.query_offset)
+        seen = band.materialise(query.shape[1], key.shape[1])
+        if seen is not None:
+            dense = seen if dense is None else dense & seen
+        plain = dataclasses.replace(
+            mask, is_causal=False, window=None, query_offset=None, dense=dense
+        )
+        return attention(
+            query, key, value, bias=bias, mask=plain, scale=scale, backend=backend
+        )
     if mask.query_segment_ids is not None:
         segments = Mask(
             query_segment_ids=mask.query_segment_ids,

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Int
         "key_value_lengths",
         "query_segment_ids",
         "key_value_segment_ids",
+        "query_offset",
     ),
     meta_fields=("is_causal", "window"),
 )
@@ -30,6 +31,7 @@ class Mask:
     entry b and head n sees key j if
         is_causal               j <= i (aligned to the first key, as in jax.nn)
         window = (left, right)  i - left <= j <= i + right; None leaves a side open
+        query_offset            both of these with i + query_offset[b] for i; int
         dense                   dense[b, n, i, j]; bool, axes of size 1 broadcast
         query_lengths           i < query_lengths[b]; int
         key_value_lengths       j < key_value_lengths[b]; int
@@ -48,6 +50,7 @@ class Mask:
     key_value_lengths: Any = None
     query_segment_ids: Any = None
     key_value_segment_ids: Any = None
+    query_offset: Any = None
 
     def __post_init__(self):
         if (self.query_segment_ids is None) != (self.key_value_segment_ids is None):
@@ -68,6 +71,14 @@ class Mask:
             )
 
     @property
+    def band(self) -> tuple[int | None, int | None]:
+        """(left, right) that is_causal and window come to together."""
+        left, right = self.window or (None, None)
+        if self.is_causal:
+            right = 0 if right is None else min(right, 0)
+        return left, right
+
+    @property
     def is_empty(self) -> bool:
         """True if no rule is set, so that every query sees every key."""
         return not (self.is_causal or self.window is not None or self._has_arrays)
@@ -79,7 +90,10 @@ class Mask:
 
     @property
     def _has_arrays(self) -> bool:
-        return bool(jax.tree_util.tree_leaves(self))
+        # An offset by itself hides nothing.
+        return bool(
+            jax.tree_util.tree_leaves(dataclasses.replace(self, query_offset=None))
+        )
 
     def materialise(self, T: int, S: int) -> Bool[Array, "#B #N #T #S"] | None:
         """The whole mask [B or 1, N or 1, T, S]; None if every query sees every key."""
@@ -96,13 +110,14 @@ class Mask:
         rules = []
         i = (q_start + jnp.arange(block_q, dtype=jnp.int32))[:, None]
         j = (kv_start + jnp.arange(block_kv, dtype=jnp.int32))[None, :]
-        left, right = self.window or (None, None)
-        if self.is_causal:
-            right = 0 if right is None else min(right, 0)
+        left, right = self.band
+        p = i[None, None]
+        if self.query_offset is not None:
+            p = p + _int32(self.query_offset)[:, None, None, None]
         if left is not None:
-            rules.append((j >= i - left)[None, None])
+            rules.append(j >= p - left)
         if right is not None:
-            rules.append((j <= i + right)[None, None])
+            rules.append(j <= p + right)
         if self.query_lengths is not None:
             rules.append(
                 i[None, None] < _int32(self.query_lengths)[:, None, None, None]
@@ -133,11 +148,12 @@ class Mask:
                 "Mask.interval needs a mask without dense and segment ids; use block"
             )
         i = jnp.arange(T, dtype=jnp.int32)[None]
-        left, right = self.window or (None, None)
-        if self.is_causal:
-            right = 0 if right is None else min(right, 0)
-        start = jnp.zeros_like(i) if left is None else jnp.clip(i - left, 0, S)
-        stop = jnp.full_like(i, S) if right is None else jnp.clip(i + right + 1, 0, S)
+        left, right = self.band
+        p = i
+        if self.query_offset is not None:
+            p = p + _int32(self.query_offset)[:, None]
+        start = jnp.zeros_like(p) if left is None else jnp.clip(p - left, 0, S)
+        stop = jnp.full_like(p, S) if right is None else jnp.clip(p + right + 1, 0, S)
         if self.key_value_lengths is not None:
             stop = jnp.minimum(stop, _int32(self.key_value_lengths)[:, None])
         if self.query_lengths is not None:

@@ -216,6 +216,7 @@ def check_arguments(
         ("mask.key_value_lengths", mask.key_value_lengths, (B,)),
         ("mask.query_segment_ids", mask.query_segment_ids, (B, T)),
         ("mask.key_value_segment_ids", mask.key_value_segment_ids, (B, S)),
+        ("mask.query_offset", mask.query_offset, (B,)),
     ):
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
@@ -247,6 +248,7 @@ def _check_types(query, key, value, bias, mask: Mask, sinks) -> None:
             jnp.integer,
             "integer",
         ),
+        ("mask.query_offset", mask.query_offset, jnp.integer, "integer"),
     ):
         if x is not None and not jnp.issubdtype(x.dtype, kind):
             raise ValueError(f"{name} must be {word}, got {x.dtype}; cast it")
@@ -425,6 +427,7 @@ def _pick_mask(mask: Mask, b: int, n: int) -> Mask:
                 mask.key_value_lengths,
                 mask.query_segment_ids,
                 mask.key_value_segment_ids,
+                mask.query_offset,
             )
         ),
     )

@@ -116,6 +116,28 @@ def test_segments_separate_documents_in_every_implementation():
         )
 
 
+@pytest.mark.parametrize("more", [{}, {"local_window_size": (9, 0)}], ids=str)
+def test_an_offset_gives_the_last_queries_what_they_see_among_all(more):
+    query, key, value, _ = inputs(T=48, S=48)
+    for implementation in CPU_IMPLEMENTATIONS:
+        attend = functools.partial(
+            attn_jax.dot_product_attention,
+            is_causal=True,
+            implementation=implementation,
+            **more,
+        )
+        every = attend(query, key, value)
+        for offset in (32, jnp.array([32, 32])):
+            last = attend(query[:, 32:], key, value, query_offset=offset)
+            # Sums of other lengths, then a rounding to 16 bit: neighbours at most.
+            np.testing.assert_allclose(
+                last.astype(jnp.float32),
+                every[:, 32:].astype(jnp.float32),
+                atol=4 * BF16.unit_roundoff,
+                err_msg=implementation,
+            )
+
+
 def test_unbatched_inputs_and_the_residual_have_jax_nn_shapes():
     query, key, value, _ = inputs()
     out, lse = attn_jax.dot_product_attention(

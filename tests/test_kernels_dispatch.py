@@ -68,3 +68,18 @@ def test_each_gpu_gets_its_gradients(gpu):
         assert products_in(jaxpr) == {product}
         kernels = "forward", "backward_dq", "backward_dkv"
         assert all(f"attention_{name}" in jaxpr for name in kernels)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(is_causal=True, query_offset=jnp.array([3])),
+        dict(local_window_size=4),
+        dict(key_value_seq_lengths=jnp.array([5])),
+    ],
+    ids=str,
+)
+def test_a_mask_that_kernels_lack_is_refused_and_not_left_out(gpu, options):
+    gpu("9.0")
+    with pytest.raises(NotImplementedError, match="is_causal alone so far"):
+        jax.eval_shape(lambda q: attend(q, implementation="pallas", **options), QUERY)

@@ -18,6 +18,7 @@ def arrays():
         key_value_lengths=jnp.array([5, 12], jnp.int32),
         query_segment_ids=jnp.asarray(rng.integers(0, 2, (B, T)), jnp.int32),
         key_value_segment_ids=jnp.asarray(rng.integers(0, 2, (B, S)), jnp.int32),
+        query_offset=jnp.array([3, -2], jnp.int32),
     )
 
 
@@ -33,16 +34,19 @@ MASKS = {
     "dense": Mask(**select("dense")),
     "lengths": Mask(**select("query_lengths", "key_value_lengths")),
     "segments": Mask(**select("query_segment_ids", "key_value_segment_ids")),
+    "causal_offset": Mask(is_causal=True, **select("query_offset")),
+    "window_offset": Mask(window=(2, 1), **select("query_offset")),
     "all": Mask(is_causal=True, window=(6, 0), **arrays()),
 }
 
 
 def sees(mask: Mask, b, n, i, j) -> bool:
     left, right = mask.window or (None, None)
+    p = i if mask.query_offset is None else i + mask.query_offset[b]
     rules = [
-        not mask.is_causal or j <= i,
-        left is None or j >= i - left,
-        right is None or j <= i + right,
+        not mask.is_causal or j <= p,
+        left is None or j >= p - left,
+        right is None or j <= p + right,
         mask.dense is None or mask.dense[b, n % mask.dense.shape[1], i, j],
         mask.query_lengths is None or i < mask.query_lengths[b],
         mask.key_value_lengths is None or j < mask.key_value_lengths[b],
@@ -84,7 +88,9 @@ def test_rules_and_tiles(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", "window", "left", "causal_window", "lengths"]
+    "name",
+    ["causal", "window", "left", "causal_window", "lengths", "causal_offset"]
+    + ["window_offset"],
 )
 def test_interval_bounds_exactly_the_visible_keys(name):
     start, stop = MASKS[name].interval(T, S)
@@ -104,11 +110,13 @@ def test_a_tile_never_builds_the_whole_mask():
 def test_no_rule_is_no_mask():
     assert Mask().is_empty and Mask().materialise(T, S) is None
     assert all(not mask.is_empty for mask in MASKS.values())
+    alone = Mask(**select("query_offset"))
+    assert alone.is_empty and alone.materialise(T, S) is None
 
 
 def test_is_a_pytree_with_static_rules():
     leaves, treedef = jax.tree_util.tree_flatten(MASKS["all"])
-    assert len(leaves) == 5
+    assert len(leaves) == 6
     again = jax.tree_util.tree_unflatten(treedef, leaves)
     assert (again.is_causal, again.window) == (True, (6, 0))
     # As static structure, two masks with other rules compile separately.
