@@ -26,8 +26,6 @@ from attn_jax.recipe import (
 from attn_jax.recipe_schema import Recipe, Step
 from tests.bounds_outcome import RESULTS, computed, errors, excess, run
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
-
 NAMED = [name for name in RECIPES if name != "exact_fp64"]
 
 

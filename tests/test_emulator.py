@@ -28,7 +28,7 @@ from attn_jax.recipe import (
     Step,
 )
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("fully_optimised")
 
 RESULTS = ("out", "dquery", "dkey", "dvalue")
 B, T, S, N, K, H = 2, 9, 13, 4, 2, 8

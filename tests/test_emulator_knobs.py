@@ -15,8 +15,6 @@ from attn_jax.formats import BF16, FP16, FP32, Rounding, number_format
 from attn_jax.mask import Mask
 from attn_jax.recipe import EXACT_FP32, FLASH2, QIU_YAO, RECIPES, Step
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
-
 STOCHASTIC = Step(BF16, Rounding.STOCHASTIC)
 
 

@@ -16,8 +16,6 @@ from attn_jax.formats import BF16
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, EXACT_FP32, FLASH2, RING_FLASH_ATTN, TE_RING, Step
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
-
 B, T, S, N, K, H = 2, 8, 12, 4, 2, 8
 W = 4
 MERGES = ("lse", "sigmoid", "two_pass", "carry")

@@ -16,8 +16,6 @@ from attn_jax.emulator import sums
 from attn_jax.formats import BF16, FP16, FP32, FP64, NumberFormat, Rounding, round_to
 from attn_jax.recipe import EXACT_FP32, FLASH2, Step, on_tensor_cores
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
-
 KEEP = lambda total, start: round_to(total, BF16)  # noqa: E731
 E8M2 = NumberFormat("e8m2", 8, 2, 2.0**127)
 

@@ -125,6 +125,7 @@ def _kernels(
 
 # As CASES, for the kernels that a warp of 32 rows and shorter blocks make.
 AMPERE_CASES = [
+    Case("normal", 128, 128, 1, 1, 64, False),
     Case("uniform", 200, 330, 2, 1, 64, True),
     Case("offset", 70, 190, 2, 1, 64, False, dtype="float16"),
     Case("lse-130", 150, 100, 1, 1, 128, True),

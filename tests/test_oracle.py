@@ -33,7 +33,7 @@ from tests.enclosure import Interval
 from tests.oracle_inputs import BLOCKS, EXACT, LN2, SHAPE, exact_dlse, powers_of_two
 from tests.oracle_outcome import FIELDS, Outcome
 
-pytestmark = pytest.mark.usefixtures("fully_optimised", "shared_programs")
+pytestmark = pytest.mark.usefixtures("fully_optimised")
 
 _BF16 = Step(BF16)
 
