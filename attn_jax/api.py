@@ -1,6 +1,5 @@
 """`dot_product_attention`: one signature, five implementations, no silent fallback."""
 
-import dataclasses
 import functools
 import numbers
 import typing
@@ -165,7 +164,9 @@ def dot_product_attention(
             key,
             value,
             scale=scale,
-            is_causal=rules.is_causal,
+            mask=rules,
+            sinks=sinks,
+            soft_cap=soft_cap,
             out_dtype=out_dtype,
         )
     elif implementation in ("xla", "cudnn"):
@@ -235,18 +236,16 @@ def _pallas_refusal(
             f"and this is {device.device_kind}; use implementation='emulated' for the "
             "same roundings, or 'xla'"
         )
-    if bias is not None or soft_cap is not None or sinks is not None:
-        return (
-            "'pallas' has no bias, soft cap or sinks yet; use 'emulated', 'reference', "
-            "or, for a bias, 'xla' or 'cudnn'"
-        )
-    if mask.query_offset is not None or (
-        not dataclasses.replace(mask, is_causal=False).is_empty
-    ):
-        return (
-            "'pallas' masks by is_causal alone so far; for mask, window, lengths, "
-            "segment ids or an offset use implementation='emulated', 'xla' or 'cudnn'"
-        )
+    if bias is not None:
+        return "'pallas' has no bias yet; use 'emulated', 'reference', 'xla' or 'cudnn'"
     from attn_jax.kernels import attention as kernels  # Imported on use: it takes long.
 
-    return kernels.unsupported(query, key, value, out_dtype=out_dtype)
+    return kernels.unsupported(
+        query,
+        key,
+        value,
+        mask=mask,
+        sinks=sinks,
+        soft_cap=soft_cap,
+        out_dtype=out_dtype,
+    )

@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import pytest
+
 
 class ChildFailed(Exception):
     """The function raised, died or ran out of time; the message says which."""
@@ -63,7 +65,12 @@ def _started() -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
-    process.start()
+    with pytest.MonkeyPatch.context() as patch:
+        # Threads of XLA's: the interpreter blocks one for each warpgroup that waits,
+        # and with one a core a kernel of four warpgroups never ends on two cores.
+        for name in ("NPROC", "PJRT_NPROC"):
+            patch.setenv(name, "16")
+        process.start()
     theirs.close()
     return process, ours
 

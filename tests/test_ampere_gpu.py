@@ -46,7 +46,12 @@ def compiled(inputs, is_causal, out_dtype=None):
 
     def attend(query, key, value):
         return attention(
-            query, key, value, scale=scale, is_causal=is_causal, out_dtype=out_dtype
+            query,
+            key,
+            value,
+            scale=scale,
+            mask=Mask(is_causal=is_causal),
+            out_dtype=out_dtype,
         )
 
     with made_for("ampere"):
@@ -85,8 +90,10 @@ def test_ragged_lengths_keep_heads_apart(shape, is_causal, family):
 def test_kernels_follow_their_recipe(shape, is_causal):
     inputs = make_inputs("normal", 1, shape)
     results, _, dlse = kernels(inputs, is_causal)
-    recipe = declared_recipe(jnp.bfloat16, shape.head_dim, "ampere")
     mask = Mask(is_causal=is_causal)
+    recipe = declared_recipe(
+        jnp.bfloat16, shape.head_dim, shape.key_length, mask, "ampere"
+    )
 
     def emulate(query, key, value):
         return emulator.attention(query, key, value, recipe=recipe, mask=mask)

@@ -15,6 +15,7 @@ from attn_jax import dot_product_attention
 from attn_jax.kernels import ampere_tiles
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
+from attn_jax.mask import Mask
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Gpu, Program, compiled
 
@@ -24,14 +25,18 @@ TIME_LIMIT = 240  # seconds; three kernels take six alone on a core
 
 
 def _forward_and_backward(
-    head_dim: int, dtype: str, is_causal: bool, gpu: Gpu = "h200"
+    head_dim: int,
+    dtype: str,
+    is_causal: bool,
+    gpu: Gpu = "h200",
+    key_length: int = 1100,
 ) -> Program:
     query = jax.ShapeDtypeStruct((1, 1000, 4, head_dim), dtype)
-    key = jax.ShapeDtypeStruct((1, 1100, 2, head_dim), dtype)
+    key = jax.ShapeDtypeStruct((1, key_length, 2, head_dim), dtype)
 
     def program(query, key, value):
         results, backward = jax.vjp(
-            lambda *qkv: attention(*qkv, scale=0.1, is_causal=is_causal),
+            lambda *qkv: attention(*qkv, scale=0.1, mask=Mask(is_causal=is_causal)),
             query,
             key,
             value,
@@ -63,11 +68,14 @@ def _check(program: Program, kernel_count: int) -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_compiles_without_spills_and_overlaps(head_dim, is_causal):
-    program = in_child_process(
-        _forward_and_backward, head_dim, "bfloat16", is_causal, seconds=TIME_LIMIT
-    )
+@pytest.mark.parametrize(
+    ("head_dim", "key_length"),
+    # Few and many keys have tilings of their own.
+    [(64, 1100), (64, 4200), (128, 1100)],
+)
+def test_compiles_without_spills_and_overlaps(head_dim, key_length, is_causal):
+    arguments = (head_dim, "bfloat16", is_causal, "h200", key_length)
+    program = in_child_process(_forward_and_backward, *arguments, seconds=TIME_LIMIT)
     _check(program, kernel_count=3)
 
 

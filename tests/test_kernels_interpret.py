@@ -109,7 +109,7 @@ def _kernels(
             key,
             value,
             scale=case.logit_scale(),
-            is_causal=case.is_causal,
+            mask=Mask(is_causal=case.is_causal),
             out_dtype=np.dtype(case.out_dtype or case.dtype),
         )
 
@@ -203,6 +203,19 @@ def test_kernels_are_as_good_as_correctly_rounded(architecture, case):
     assert np.abs(results.lse - golden.lse).max() <= _lse_bound(case)
 
 
+def _tiled_as_long_ones(case: Case) -> Results:
+    tuning.SHORT_FORWARD["hopper"].clear()
+    return _kernels("hopper", case)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiling_for_many_keys_is_as_good(is_causal):
+    case = Case("normal", 200, 390, 2, 1, 64, is_causal)
+    limit = {"seconds": TIME_LIMIT, "alone": True}
+    out = in_child_process(_tiled_as_long_ones, case, **limit).out
+    assert unit_error(out, _golden(case).out, BF16) <= 1.7
+
+
 @pytest.mark.parametrize(
     ("architecture", "head_dim", "key_length"),
     [("hopper", 64, 200), ("ampere", 64, 330), ("ampere", 128, 200)],
@@ -218,14 +231,13 @@ def test_kernels_follow_their_recipe(architecture, head_dim, key_length):
     """
     case = Case("normal", 200, key_length, 2, 1, head_dim, True)
     results = in_child_process(_kernels, architecture, case, seconds=TIME_LIMIT)
-    recipe = declared_recipe(case.dtype, head_dim, architecture)
+    mask = Mask(is_causal=True)
+    recipe = declared_recipe(case.dtype, head_dim, key_length, mask, architecture)
 
     @jax.jit
     def emulate(query, key, value, dout, dlse):
         results, backward = jax.vjp(
-            lambda q, k, v: emulator.attention(
-                q, k, v, recipe=recipe, mask=Mask(is_causal=True)
-            ),
+            lambda q, k, v: emulator.attention(q, k, v, recipe=recipe, mask=mask),
             query,
             key,
             value,

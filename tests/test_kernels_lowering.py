@@ -12,6 +12,7 @@ import pytest
 from attn_jax.kernels import check_jax_version
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
+from attn_jax.mask import Mask
 
 GQA = dict(T=1000, S=1100, N=4, K=2)
 
@@ -60,7 +61,7 @@ def _check(lowered: jax.stages.Lowered, query, key, out_dtype) -> None:
 def test_lowers(dtype, head_dim, is_causal, x64):
     query, key, value = _arrays(**GQA, H=head_dim, dtype=dtype)
     with jax.enable_x64(x64):
-        lowered = _lowered(query, key, value, is_causal=is_causal)
+        lowered = _lowered(query, key, value, mask=Mask(is_causal=is_causal))
     _check(lowered, query, key, query.dtype)
 
 
@@ -76,7 +77,7 @@ def test_lowers(dtype, head_dim, is_causal, x64):
 )
 def test_lowers_any_length(sizes):
     query, key, value = _arrays(**sizes, H=64, dtype=jnp.bfloat16)
-    lowered = _lowered(query, key, value, is_causal=True)
+    lowered = _lowered(query, key, value, mask=Mask(is_causal=True))
     _check(lowered, query, key, query.dtype)
 
 
@@ -99,7 +100,7 @@ def test_lowers_to_float32_output():
 def test_ampere_lowers(sizes, dtype, head_dim, is_causal, x64):
     query, key, value = _arrays(**sizes, H=head_dim, dtype=dtype)
     with made_for("ampere"), jax.enable_x64(x64):
-        lowered = _lowered(query, key, value, is_causal=is_causal)
+        lowered = _lowered(query, key, value, mask=Mask(is_causal=is_causal))
     _check(lowered, query, key, query.dtype)
 
 

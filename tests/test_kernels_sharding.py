@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.partition import Layout, partitioned, varying_alike
+from attn_jax.mask import Mask
 from tests.child_process import ChildFailed, in_child_process
 from tests.gpu_compiler import Program, compiled, h200_mesh
 
@@ -247,7 +248,7 @@ def test_partial_shard_map_raises():
 def _gpu_program(situation: str, spec: PartitionSpec) -> Program:
     """Value and gradient on operands that are all placed by `spec`."""
     mesh = h200_mesh((2, 2), ("data", "model"), AUTO)
-    attend = functools.partial(attention, scale=0.1, is_causal=True)
+    attend = functools.partial(attention, scale=0.1, mask=Mask(is_causal=True))
     if situation == "shard_map":
         attend = _in_shard_map(attend, mesh, check_vma=True)
 

@@ -211,13 +211,18 @@ def _config(name: str, case: Case, of: Pass) -> str:
     from attn_jax.kernels import architecture, tuning
 
     target = architecture.chosen()
-    kernels = {"forward": tuning.FORWARD} if of != "backward" else {}
+    tilings = {}
+    if of != "backward":
+        listed = case.mask not in ("full", "causal")
+        tilings["forward"] = tuning.forward(
+            target, case.H, case.S, is_causal=case.is_causal, listed=listed
+        )
     if of != "forward":
-        kernels |= {"dq": tuning.BACKWARD_DQ, "dkv": tuning.BACKWARD_DKV}
+        tilings["dq"] = tuning.BACKWARD_DQ[target][case.H]
+        tilings["dkv"] = tuning.BACKWARD_DKV[target][case.H]
     return "; ".join(
         f"{kernel} {x.rows} x {x.columns}, warpgroups {x.warpgroups}, stages {x.stages}"
-        for kernel, tilings in kernels.items()
-        for x in [tilings[target][case.H]]
+        for kernel, x in tilings.items()
     )
 
 

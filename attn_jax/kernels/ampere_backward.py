@@ -12,7 +12,7 @@ of `Tiling.columns` rows of the other sequence; while it works on one, cp.async 
 the next. P and dS become left operands in the registers where they were made
 (`ampere_tiles.as_left`). For dK and dV that takes transposed tiles, S^T = K Q^T.
 
-Where it rounds (16 bit: the inputs' format), as in `hopper_backward`:
+Where it rounds (16 bit: the inputs' format), as in `hopper_backward_dq` and `_dkv`:
   S, P, dP, dS, delta and all accumulators are FP32;
   P is rounded to 16 bit as the operand of P^T dO, dS as that of dS K and dS^T Q;
   scale is applied to the FP32 accumulators, which are then rounded once.

@@ -6,6 +6,8 @@ ones (`partition`): batch and heads may be sharded, sequences may not.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +19,42 @@ from attn_jax.kernels import (
     ampere_backward,
     ampere_forward,
     architecture,
-    hopper_backward,
+    hopper_backward_dkv,
+    hopper_backward_dq,
     hopper_forward,
     tuning,
+    visibility,
 )
 from attn_jax.kernels.partition import Layout, partitioned, varying_alike
 from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.visibility import Band, Rules
+from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, Architecture, Recipe
-from attn_jax.reference import check_arguments, default_scale
+from attn_jax.reference import check_arguments, default_scale, python_float
 
 _FORWARD = {"ampere": ampere_forward, "hopper": hopper_forward}
-_BACKWARD = {"ampere": ampere_backward, "hopper": hopper_backward}
+# In which the forward kernels visit blocks of keys.
+_KV_ORDER: dict[Architecture, Literal["forward", "reverse"]] = {
+    "ampere": "forward",
+    "hopper": "reverse",
+}
+_BACKWARD_DQ = {"ampere": ampere_backward, "hopper": hopper_backward_dq}
+_BACKWARD_DKV = {"ampere": ampere_backward, "hopper": hopper_backward_dkv}
 
 # TMA reads 16-bit tiles in groups of 8 rows.
 SEQUENCE_MULTIPLE = 8
+
+
+class _Static(NamedTuple):
+    """What is compiled in. `mask` has no arrays; `is_causal` is for a mask that a
+    kernel can count by itself, and `band` for the others."""
+
+    target: Architecture
+    scale: float
+    is_causal: bool
+    band: Band
+    soft_cap: float | None
+    out_dtype: jnp.dtype
 
 
 def attention(
@@ -39,29 +63,33 @@ def attention(
     value: Float[Array, "B S K H"],
     *,
     scale: float,
-    is_causal: bool = False,
+    mask: Mask = Mask(),
+    sinks: Float[Array, " N"] | None = None,
+    soft_cap: float | None = None,
     out_dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float32[Array, "B N T"]]:
     """out = softmax(scale * Q K^T) V and LSE = logsumexp(scale * Q K^T), natural log.
 
-    Query head n reads key/value head n // (N / K). With `is_causal` query i sees the
-    keys j <= i. Both results are differentiable. Where it rounds is said in
-    `<architecture>_forward` and `<architecture>_backward`; besides, a cotangent wider
-    than the inputs is rounded to their format, and gradients come in that format.
+    Query head n reads key/value head n // (N / K). A query that sees no key gives out
+    0, LSE -inf (or the sink's logit) and no gradient. Both results are differentiable.
+    Where it rounds is said in `<architecture>_forward` and `<architecture>_backward`;
+    besides, a cotangent wider than the inputs is rounded to their format, and gradients
+    come in that format.
 
     Args:
       scale: a Python number; it is compiled into the kernel.
+      soft_cap: logits become soft_cap * tanh(logits / soft_cap).
+      sinks: one more logit for each head, which takes weight and carries no value.
       out_dtype: the inputs' dtype (default) or float32, the accumulator unrounded.
 
     Raises:
       NotImplementedError: `unsupported` names a reason.
       ValueError: shapes or a scale that do not fit.
     """
-    check_arguments(query, key, value)
-    reason = unsupported(query, key, value, out_dtype=out_dtype)
+    check_arguments(query, key, value, mask=mask, soft_cap=soft_cap, sinks=sinks)
+    reason = unsupported(query, key, value, mask=mask, sinks=sinks, out_dtype=out_dtype)
     if reason is not None:
         raise NotImplementedError(reason)
-    out_dtype = jnp.dtype(query.dtype if out_dtype is None else out_dtype)
     scale = default_scale(scale, query.shape[-1])
     if scale < 0:
         # The kernels take the row maximum before they scale. The sign is exact in Q.
@@ -69,13 +97,33 @@ def attention(
     if scale == 0:
         # Masked logits are -inf, and 0 * -inf would be NaN.
         query, scale = jnp.zeros_like(query), 1.0
-    query, key, value = varying_alike(query, key, value)
-    target = architecture.chosen()
-    return _attention(query, key, value, target, scale, bool(is_causal), out_dtype)
+    by_itself = visibility.is_static(mask)
+    static = _Static(
+        target=architecture.chosen(),
+        scale=scale,
+        is_causal=mask.is_causal and by_itself,
+        band=Band(None, None) if by_itself else Band(*mask.band),
+        soft_cap=python_float(soft_cap),
+        out_dtype=jnp.dtype(query.dtype if out_dtype is None else out_dtype),
+    )
+    rules = sink_row = None
+    if not by_itself:
+        batch, query_count = query.shape[:2]
+        rules = visibility.rules(mask, batch, query_count, key.shape[1])
+    if sinks is not None:
+        sink_row = sinks.astype(jnp.float32)[None]
+    return _attention(static, *varying_alike(query, key, value, rules, sink_row))
 
 
 def unsupported(
-    query: Array, key: Array, value: Array, *, out_dtype=None
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: Mask = Mask(),
+    sinks: Array | None = None,
+    soft_cap: float | None = None,
+    out_dtype=None,
 ) -> str | None:
     """Why the kernels cannot take these arguments, in one line, or None if they can."""
     dtypes = {jnp.dtype(x.dtype) for x in (query, key, value)}
@@ -92,6 +140,13 @@ def unsupported(
             f"and value, not {head_dim} and {value.shape[-1]}; use "
             "implementation='emulated' or 'xla'"
         )
+    if architecture.chosen() == "ampere" and not (
+        sinks is None and soft_cap is None and visibility.is_static(mask)
+    ):
+        return (
+            "the kernels for Ampere mask by is_causal alone so far, and have no sinks "
+            "and no soft cap; use implementation='emulated' or 'xla'"
+        )
     if query.shape[0] == 0:
         return "the kernels take no empty batch"
     out_dtype = jnp.dtype(query.dtype if out_dtype is None else out_dtype)
@@ -103,7 +158,13 @@ def unsupported(
     return None
 
 
-def declared_recipe(dtype, head_dim: int, target: Architecture | None = None) -> Recipe:
+def declared_recipe(
+    dtype,
+    head_dim: int,
+    key_length: int,
+    mask: Mask = Mask(),
+    target: Architecture | None = None,
+) -> Recipe:
     """The kernels' recipe for 16-bit inputs of `dtype`, their block sizes included.
 
     `target` is whose kernels are meant; None: those that would run here. Running
@@ -114,10 +175,18 @@ def declared_recipe(dtype, head_dim: int, target: Architecture | None = None) ->
         jnp.dtype(dtype)
     ]
     target = architecture.chosen() if target is None else target
+    forward = tuning.forward(
+        target,
+        head_dim,
+        key_length,
+        is_causal=mask.is_causal,
+        listed=not visibility.is_static(mask),
+    )
     return dataclasses.replace(
         ATTN_JAX.with_inputs(inputs),
-        block_q=tuning.FORWARD[target][head_dim].rows,
-        block_kv=tuning.FORWARD[target][head_dim].columns,
+        block_q=forward.rows,
+        block_kv=forward.columns,
+        kv_order=_KV_ORDER[target],
         # Queries that share a centre. The dK, dV kernel may take them in other blocks,
         # which is but another order of additions.
         backward_block_q=tuning.BACKWARD_DQ[target][head_dim].rows,
@@ -125,120 +194,176 @@ def declared_recipe(dtype, head_dim: int, target: Architecture | None = None) ->
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _attention(query, key, value, target, scale, is_causal, out_dtype):
-    run = _forward_program(target, scale, is_causal, out_dtype, False)
-    return run(query, key, value)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: _Static, query, key, value, rules, sinks):
+    return _attention_fwd(static, query, key, value, rules, sinks, residual=False)[0]
 
 
-def _attention_fwd(query, key, value, target, scale, is_causal, out_dtype):
-    run = _forward_program(target, scale, is_causal, out_dtype, True)
-    out, *low, lse = run(query, key, value)
-    return (out, lse), (query, key, value, out, low, lse)
+def _attention_fwd(static, query, key, value, rules, sinks, residual=True):
+    inputs = (query, key, value)
+    more = _Extra.of(rules, sinks)
+    run = _forward_program(static, more.layout, residual)
+    out, *low, lse = run(*inputs, *more.arrays)
+    return (out, lse), (inputs, rules, sinks, out, low, lse)
 
 
-def _attention_bwd(target, scale, is_causal, out_dtype, residuals, cotangents):
-    query, key, value, out, low, lse = residuals
+def _attention_bwd(static, residuals, cotangents):
+    inputs, rules, sinks, out, low, lse = residuals
     dout, dlse = cotangents
-    run = _backward_program(target, scale, is_causal, bool(low))
-    return run(query, key, value, dout, lse, dlse, out, *low)
+    more = _Extra.of(rules, sinks)
+    run = _backward_program(static, more.layout, bool(low))
+    *gradients, dsinks = run(*inputs, dout, lse, dlse, out, *low, *more.arrays)
+    dsinks = None if sinks is None else dsinks.sum(axis=0, keepdims=True)
+    return *gradients, None, dsinks
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
+class _Extra(NamedTuple):
+    """Operands that not every call has, and their axes by name, for `Layout`."""
+
+    layout: tuple[tuple[str, str], ...]
+    arrays: tuple[Array, ...]
+
+    @classmethod
+    def of(cls, rules: Rules | None, sinks: Array | None) -> "_Extra":
+        given = {} if rules is None else rules._asdict()
+        given = {n: x for n, x in (given | {"sinks": sinks}).items() if x is not None}
+        axes = {"spans": "BX", "query_ids": "BT", "key_ids": "BS", "sinks": "1N"}
+        if "dense" in given:
+            batch, heads = given["dense"].shape[:2]
+            axes["dense"] = ("1" if batch == 1 else "B") + ("1" if heads == 1 else "N")
+            axes["dense"] += "TS"
+        return cls(tuple((name, axes[name]) for name in given), tuple(given.values()))
+
+
+def _unpacked(
+    layout: tuple[tuple[str, str], ...], arrays: Sequence[Array]
+) -> tuple[Rules | None, Array | None]:
+    """(rules, sinks) from the arrays of `_Extra`."""
+    given = dict(zip((name for name, _ in layout), arrays, strict=True))
+    sinks = given.pop("sinks", None)
+    return Rules(**given) if given else None, sinks
+
+
 # Cached, so that calls outside `jax.jit` compile once.
 @functools.cache
-def _forward_program(target, scale, is_causal, out_dtype, residual):
-    low = ("BTNH",) if residual and out_dtype != jnp.float32 else ()
+def _forward_program(static: _Static, more, residual: bool):
+    low = ("BTNH",) if residual and static.out_dtype != jnp.float32 else ()
     local = functools.partial(
-        _local_forward,
-        target=target,
-        scale=scale,
-        is_causal=is_causal,
-        out_dtype=out_dtype,
-        residual=residual,
+        _local_forward, static=static, more=more, residual=residual
     )
-    operands = {"query": "BTNH", "key": "BSKH", "value": "BSKH"}
+    operands = {"query": "BTNH", "key": "BSKH", "value": "BSKH"} | dict(more)
     return jax.jit(partitioned(local, Layout(operands, ("BTNH", *low, "BNT"))))
 
 
 @functools.cache
-def _backward_program(target, scale, is_causal, has_low):
+def _backward_program(static: _Static, more, has_low: bool):
     local = functools.partial(
-        _local_backward, target=target, scale=scale, is_causal=is_causal
+        _local_backward, static=static, more=more, has_low=has_low
     )
     operands = {"query": "BTNH", "key": "BSKH", "value": "BSKH", "dout": "BTNH"}
     operands |= {"lse": "BNT", "dlse": "BNT", "out": "BTNH"}
     operands |= {"out_low": "BTNH"} if has_low else {}
-    return jax.jit(partitioned(local, Layout(operands, ("BTNH", "BSKH", "BSKH"))))
+    results = ("BTNH", "BSKH", "BSKH", "BN")
+    return jax.jit(partitioned(local, Layout(operands | dict(more), results)))
 
 
-def _local_forward(query, key, value, *, target, scale, is_causal, out_dtype, residual):
+def _local_forward(query, key, value, *arrays, static: _Static, more, residual):
     """(out, out_low if kept, LSE) of one device's arrays."""
-    query_count, key_count = query.shape[1], key.shape[1]
+    rules, sinks = _unpacked(more, arrays)
+    target = static.target
+    options = {} if rules is None else {"mask": rules, "band": static.band}
+    if static.soft_cap is not None:
+        options["soft_cap"] = static.soft_cap
     out, low, lse = _FORWARD[target].forward(
         *(_pad_sequence(x) for x in (query, key, value)),
-        query_count=query_count,
-        key_count=key_count,
-        scale=scale,
-        is_causal=is_causal,
-        tiling=tuning.FORWARD[target][query.shape[-1]],
-        out_dtype=out_dtype,
+        query_count=query.shape[1],
+        key_count=key.shape[1],
+        scale=static.scale,
+        is_causal=static.is_causal,
+        tiling=tuning.forward(
+            target,
+            query.shape[-1],
+            key.shape[1],
+            is_causal=static.is_causal,
+            listed=rules is not None,
+        ),
+        out_dtype=static.out_dtype,
         residual=residual,
+        **options,
+        **({} if sinks is None else {"sinks": sinks}),
     )
     return (out, lse) if low is None else (out, low, lse)
 
 
 def _local_backward(
-    query, key, value, dout, lse, dlse, out, *low, target, scale, is_causal
+    query, key, value, dout, lse, dlse, out, *arrays, static: _Static, more, has_low
 ):
-    """(dQ, dK, dV) of one device's arrays."""
-    backward = _BACKWARD[target]
+    """(dQ, dK, dV, dsinks) of one device's arrays; dsinks is zero without sinks."""
+    rules, sinks = _unpacked(more, arrays[has_low:])
+    target, is_causal = static.target, static.is_causal
     head_dim, dtype = query.shape[-1], query.dtype
     query_count, key_count = query.shape[1], key.shape[1]
     # The barrier keeps XLA from using the unrounded dout for delta while the products
     # see the rounded one: rows of dS would no longer sum to zero.
     dout = lax.optimization_barrier(dout.astype(dtype))
-    wide_out = sum(x.astype(jnp.float32) for x in (out, *low))
-    delta = jnp.sum(dout.astype(jnp.float32) * wide_out, axis=-1).swapaxes(1, 2) - dlse
+    wide_out = sum(x.astype(jnp.float32) for x in (out, *arrays[:has_low]))
+    excess = jnp.sum(dout.astype(jnp.float32) * wide_out, axis=-1).swapaxes(1, 2)
+    if rules is not None:
+        # Rows that see nothing: their P = exp(S - LSE) is to be 0.
+        empty = jnp.isneginf(lse)
+        lse, dlse = jnp.where(empty, jnp.inf, lse), jnp.where(empty, 0.0, dlse)
+    delta = excess - dlse
+    dsinks = jnp.zeros((query.shape[0], query.shape[2]), jnp.float32)
+    row_sum = dlse  # of dS over the keys
+    if sinks is not None:
+        # The sink is a key whose dP is zero: dS = P (0 - delta).
+        of_sink = jnp.exp(sinks[..., None] - lse) * -delta
+        dsinks, row_sum = of_sink.sum(axis=-1), dlse - of_sink
     dq_tiling = tuning.BACKWARD_DQ[target][head_dim]
     seen = key
     if is_causal and target != "hopper":
         # No query sees the later ones. Hopper's last tile counts those that rows past
         # the last query would see; any centre is right, and that one keeps its bits.
         seen = key[:, :query_count]
-    centre = _mean_key(seen, is_causal, dq_tiling, query_count)
+    if rules is None:
+        centre = _mean_key(seen, is_causal, dq_tiling, query_count)
+    else:
+        centre = visibility.mean_key(
+            key, rules, static.band, query_count, dq_tiling.rows
+        )
     query, key, value, dout = map(_pad_sequence, (query, key, value, dout))
-    dq = backward.backward_dq(
+    lengths = {"query_count": query_count, "key_count": key_count}
+    options = {"scale": static.scale, "is_causal": is_causal} | lengths
+    if rules is not None:
+        options |= {"mask": rules, "band": static.band}
+    if static.soft_cap is not None:
+        options |= {"soft_cap": static.soft_cap}
+    dq = _BACKWARD_DQ[target].backward_dq(
         query,
         key,
         value,
         dout,
         lse,
         delta,
-        dlse,
+        row_sum,
         centre,
-        query_count=query_count,
-        key_count=key_count,
-        scale=scale,
-        is_causal=is_causal,
         tiling=dq_tiling,
+        **options,
     )
-    dk, dv = backward.backward_dkv(
+    dk, dv = _BACKWARD_DKV[target].backward_dkv(
         query,
         key,
         value,
         dout,
         lse,
         delta,
-        query_count=query_count,
-        key_count=key_count,
-        scale=scale,
-        is_causal=is_causal,
         tiling=tuning.BACKWARD_DKV[target][head_dim],
+        **options,
     )
-    return dq, dk, dv
+    return dq, dk, dv, dsinks
 
 
 def _mean_key(

@@ -3,9 +3,14 @@
     S = scale * Q K^T        P = exp(S - m), m = rowmax(S)        l = rowsum(P)
     out = P V / l            LSE = m + log(l)
 
-A CTA owns `Tiling.tile` queries of one head: consumer warpgroups of 64 rows each, and
-one warpgroup that feeds them K and V by TMA. Inside a warpgroup the softmax of block j
-overlaps the product P V of block j - 1 (FlashAttention-3, arXiv 2407.08608, Alg. 2).
+A persistent grid: a CTA works off the tiles of the output that `schedule` deals it.
+Consumer warpgroups own 64 queries of a tile each; one more warpgroup feeds them Q, K
+and V by TMA, across the borders of tiles. Inside a warpgroup the softmax of a block of
+keys overlaps with the product P V of the block before (FlashAttention-3, arXiv
+2407.08608, Alg. 2).
+
+Blocks of keys are taken from the last to the first: only the first that a warpgroup
+meets can need a mask, so the loop over the others has no branch.
 
 Where it rounds (16 bit: the inputs' format):
   S, m, l, the correction factors and the accumulator are FP32;
@@ -15,6 +20,9 @@ Where it rounds (16 bit: the inputs' format):
 exp2 with scale * log2(e) folded in replaces exp, so m is kept in units of log2.
 """
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -22,22 +30,52 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
+from attn_jax.kernels import schedule
 from attn_jax.kernels.tiles import (
     LN_2,
     LOG2_E,
-    ROWS,
     accumulator,
     along_rows,
-    block_counts,
+    capped,
+    head_of,
+    hide_from,
+    partial_sum,
+    read_tile,
+    row_positions,
     smem_tile,
-    stream,
-    visible,
+    widen,
 )
-from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.tuning import ForwardTiling
+from attn_jax.kernels.visibility import (
+    Band,
+    Pairs,
+    Rules,
+    block_lists,
+    hide,
+    pad_to_tiles,
+    whole_tiles,
+)
 
-# Registers a thread: setmaxnreg moves them from the loading warpgroup to the others.
-CONSUMER_REGISTERS = 240
-PRODUCER_REGISTERS = 24
+# H100 and H200. On a card with fewer the CTAs that do not fit wait their turn.
+MULTIPROCESSORS = 132
+# Registers a thread (consumers, producer) by number of consumer warpgroups: setmaxnreg
+# moves them from the loading warpgroup to the others.
+REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
+# What a tile costs besides its blocks of keys, in blocks: loading Q, storing out.
+TILE_COST = 1
+
+
+def finite(row_max: jax.Array) -> jax.Array:
+    """0 for the maximum of a row that sees nothing: -inf - -inf would be NaN."""
+    return jnp.where(row_max == -jnp.inf, 0.0, row_max)
+
+
+class State(NamedTuple):
+    """Softmax of each row over the blocks so far: m in units of log2, and l, whose sum
+    over a row's threads is still to be taken (`partial_sum`)."""
+
+    row_max: jax.Array
+    row_sum: jax.Array
 
 
 def forward(
@@ -49,204 +87,394 @@ def forward(
     key_count: int,
     scale: float,
     is_causal: bool,
-    tiling: Tiling,
+    tiling: ForwardTiling,
     out_dtype: jnp.dtype,
     residual: bool,
+    mask: Rules | None = None,
+    band: Band = Band(None, None),
+    sinks: Float32[Array, "1 N"] | None = None,
+    soft_cap: float | None = None,
+    bias: Float[Array, "#B #N T S"] | None = None,
 ) -> tuple[
     Float[Array, "B T N H"], Float[Array, "B T N H"] | None, Float32[Array, "B N T"]
 ]:
     """Returns (out, what rounding dropped from out or None, LSE in natural log).
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
-    rows are real. `scale` is not negative. A causal row i sees the keys j <= i.
+    rows are real. `scale` is not negative. A causal row i sees the keys j <= i. With
+    `mask` it is that and `band` which say what is seen, and `is_causal` is False; a
+    `bias` comes with one.
     """
     batch, padded, query_heads, head_dim = query.shape
-    key_heads = key.shape[2]
     dtype = query.dtype
     rows, columns, stages = tiling.rows, tiling.columns, tiling.stages
+    warpgroups = tiling.warpgroups
     tile_count = pl.cdiv(query_count, tiling.tile)
-    log2_scale = scale * LOG2_E
-    keep_low = residual and out_dtype != jnp.float32
+    key_blocks = pl.cdiv(key_count, columns)
+    group = query_heads // key.shape[2]
+    # What logits are multiplied by in the exponent: capped ones are in units of log2.
+    unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
+    wide_out = out_dtype == jnp.float32
+    keep_low = residual and not wide_out
+    consumer_registers, producer_registers = REGISTERS[warpgroups]
+
+    pairs = None
+    if mask is not None:
+        lists = block_lists(
+            mask,
+            band,
+            query_count=query_count,
+            key_count=key_count,
+            query_tile=tiling.tile,
+            key_tile=columns,
+            last_first=True,
+        )
+        pairs = Pairs(pad_to_tiles(mask, tiling.tile, columns), lists)
+    if bias is not None:
+        bias = whole_tiles(bias, tiling.tile, columns)
+
+    def blocks_seen(row_end):
+        """How many blocks of keys the queries before `row_end` see."""
+        if not is_causal:
+            return jnp.int32(key_blocks)
+        until = lax.div(row_end + jnp.int32(columns - 1), jnp.int32(columns))
+        return jnp.minimum(until, jnp.int32(key_blocks))
+
+    ends = ((tile + 1) * tiling.tile for tile in range(tile_count))
+    costs = tuple(
+        TILE_COST
+        + (min(pl.cdiv(end, columns), key_blocks) if is_causal else key_blocks)
+        for end in ends
+    )
+    together = schedule.heads_together(
+        batch * query_heads, 2 * key.shape[1] * head_dim * dtype.itemsize
+    )
+    table = schedule.balanced(batch * query_heads, costs, together, MULTIPROCESSORS)
+    # In a program of its own: custom_partitioning takes no function with constants.
+    table = jax.jit(functools.partial(jnp.asarray, table))()
+
+    def slot(step):
+        return lax.rem(step, jnp.int32(stages))
 
     def attention_forward(
-        q_gmem, k_gmem, v_gmem, out_gmem, low_gmem, lse_gmem, smem, barriers
-    ):
-        q_smem, k_smem, v_smem, low_smem, lse_smem = smem
-        q_ready, k_ready, v_ready, k_free, v_free = barriers
-        b, n = lax.axis_index("batch"), lax.axis_index("head")
-        # Heavy tiles first: with a causal mask the last rows see the most keys.
-        tile = jnp.int32(tile_count - 1) - lax.axis_index("tile")
+        q_gmem, k_gmem, v_gmem, table_gmem, pairs, sinks_gmem, bias_gmem, out_gmem,
+        low_gmem, lse_gmem, smem, barriers,
+    ):  # fmt: skip
+        q_smem, k_smem, v_smem, out_smem, low_smem = smem
+        q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
+        cta = lax.axis_index("cta")
         warpgroup = lax.axis_index("warpgroup")
-        kv_head = lax.div(n, jnp.int32(query_heads // key_heads))
-        full_blocks, blocks = block_counts(
-            tile * tiling.tile, tiling.tile, columns, key_count, is_causal
-        )
 
-        def slot(j):
-            return lax.rem(j, jnp.int32(stages))
+        def for_each_tile(work, carry):
+            """`carry = work(turn, b, n, tile, carry)` for the tiles of this CTA.
 
-        @pl.when(warpgroup < tiling.warpgroups)
-        def consume():
-            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            q_tile = q_smem.at[warpgroup]
+            `work` is a generator that pauses once, when there is something to do while
+            the next tile's number comes from memory, and registers to keep it in.
+            """
+
+            def take(turn, both):
+                index, carry = both
+                pair = lax.div(index, jnp.int32(tile_count))
+                tile = lax.rem(index, jnp.int32(tile_count))
+                b = lax.div(pair, jnp.int32(query_heads))
+                n = lax.rem(pair, jnp.int32(query_heads))
+                working = work(turn, b, n, tile, carry)
+                next(working)
+                following = table_gmem[cta, turn + 2]
+                return following, next(working)
+
+            turns, first = table_gmem[cta, 0], table_gmem[cta, 1]
+            return lax.fori_loop(jnp.int32(0), turns, take, (first, carry))[1]
+
+        def consume_tile(turn, b, n, tile, first_step):
+            """Attention of a warpgroup's rows; the result is the next first step."""
+            del turn
             first_row = tile * tiling.tile + warpgroup * rows
             q_slice = (b, pl.ds(first_row, rows), n)
-            plgpu.copy_gmem_to_smem(q_gmem.at[q_slice], q_tile, q_ready.at[warpgroup])
-            plgpu.barrier_wait(q_ready.at[warpgroup])
+            q_tile = q_smem.at[warpgroup]
+            if pairs is None:
+                tile_blocks = blocks_seen((tile + 1) * tiling.tile)
+                blocks = blocks_seen(first_row + rows)
+            else:
+                listed = pairs.entries(b, n, tile)
+                tile_blocks = blocks = listed[0]
+            start = first_step + (tile_blocks - blocks)
+            last = first_step + tile_blocks - 1
 
-            def hide(j, s):
-                seen = visible(
-                    s.shape,
-                    query_start=first_row,
-                    key_start=j * columns,
-                    key_count=key_count,
-                    is_causal=is_causal,
-                )
-                return jnp.where(seen, s, -jnp.inf)
+            def k_of(step):
+                return k_smem.at[slot(step)].transpose((1, 0))
 
-            def softmax(j, s, row_max, row_sum):
-                # A branch, not a second loop for the masked blocks: between two loops
-                # ptxas copies P's registers, which serialises every wgmma (C7513).
-                s = lax.cond(j < full_blocks, lambda s: s, lambda s: hide(j, s), s)
-                new_max = jnp.maximum(row_max, s.max(axis=1) * log2_scale)
-                correction = jnp.exp2(row_max - new_max)
-                p = jnp.exp2(s * log2_scale - along_rows(new_max, s.shape))
-                row_sum = row_sum * correction + p.sum(axis=1)
-                return new_max, row_sum, p.astype(dtype), correction
+            def await_k(step):
+                @pl.when(step <= last)
+                def _():
+                    plgpu.barrier_wait(k_ready.at[slot(step)])
+
+            def entry(step):
+                """What the list says of a step's block; 0 past its end."""
+                if pairs is None:
+                    return jnp.int32(0)
+                return listed[jnp.minimum(step - first_step + 1, tile_blocks)]
+
+            def hide_pairs(s, entry):
+                """What the rows do not see of a block of the list."""
+                key_start = lax.div(entry, jnp.int32(2)) * columns
+                tile = None
+                if bias_gmem is not None:
+                    tile = head_of(bias_gmem, b, n)
+                    tile = read_tile(tile, first_row, key_start, s.shape)
+                s, _ = capped(s, scale, soft_cap, tile)
+                if pairs is None:
+                    return s
+
+                def hide_some(s):
+                    return hide(s, pairs, band, b, n, first_row, key_start)
+
+                partial = lax.rem(entry, jnp.int32(2)) == 1
+                return lax.cond(partial, hide_some, lambda s: s, s)
+
+            def hide_last(s):
+                """The last block's keys that a row does not see."""
+                if pairs is not None:
+                    return hide_pairs(s, entry(start))
+                s, _ = capped(s, scale, soft_cap)
+                first_key = (blocks - 1) * columns
+                seen = None
+                if key_count % columns:
+                    seen = key_count - first_key
+                if is_causal:
+                    diagonal = row_positions(rows) + (first_row + 1 - first_key)
+                    seen = diagonal if seen is None else jnp.minimum(diagonal, seen)
+                return s if seen is None else hide_from(s, seen)
+
+            def softmax(s, before):
+                """(state, P, correction of what is summed already or None)."""
+                row_max = s.max(axis=1) * unit
+                if before is not None:
+                    row_max = jnp.maximum(before.row_max, row_max)
+                # A row may have seen nothing so far.
+                base = row_max if pairs is None else finite(row_max)
+                p = jnp.exp2(s * unit - along_rows(base, s.shape))
+                row_sum = partial_sum(p)
+                correction = None
+                if before is not None:
+                    correction = jnp.exp2(before.row_max - base)
+                    row_sum += before.row_sum * along_rows(correction, row_sum.shape)
+                return State(row_max, row_sum), p.astype(dtype), correction
+
+            def skip_blocks():
+                """Blocks that only the warpgroups below see."""
+
+                @pl.loop(first_step, start)
+                def _(step):
+                    for ready, free in ((k_ready, k_free), (v_ready, v_free)):
+                        plgpu.barrier_wait(ready.at[slot(step)])
+                        plgpu.barrier_arrive(free.at[slot(step)])
 
             def attend(acc):
-                row_max = plgpu.layout_cast(
-                    jnp.full((rows,), -jnp.inf, jnp.float32), ROWS
-                )
-                row_sum = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), ROWS)
-
-                plgpu.barrier_wait(k_ready.at[0])
+                if is_causal and warpgroups > 1:
+                    skip_blocks()
+                plgpu.barrier_wait(q_ready.at[warpgroup])
+                q = q_tile
+                if tiling.q_registers:
+                    q = q_tile[...]
+                    # Orders the read before TMA's next write to the tile.
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(q_free)
+                await_k(start)
 
                 def first_logits(s_acc):
-                    plgpu.wgmma(s_acc, q_tile, k_smem.at[0].transpose((1, 0)))
+                    plgpu.wgmma(s_acc, q, k_of(start))
                     return s_acc[...]
 
                 s = pl.run_scoped(first_logits, accumulator(rows, columns))
-                plgpu.barrier_arrive(k_free.at[0])
-                row_max, row_sum, p = softmax(jnp.int32(0), s, row_max, row_sum)[:3]
+                plgpu.barrier_arrive(k_free.at[slot(start)])
+                state, p, _ = softmax(hide_last(s), None)
+                await_k(start + 1)
 
-                @pl.when(blocks > 1)
-                def _():
-                    plgpu.barrier_wait(k_ready.at[slot(jnp.int32(1))])
-
-                def step(j, carry):
-                    row_max, row_sum, p = carry
-                    now, before = slot(j), slot(j - 1)
+                def step(now, carry):
+                    state, p, listed_as = carry
+                    following = entry(now + 1)
 
                     def products(s_acc):
-                        plgpu.wgmma(s_acc, q_tile, k_smem.at[now].transpose((1, 0)))
-                        plgpu.barrier_wait(v_ready.at[before])
-                        plgpu.wgmma(acc, p, v_smem.at[before])
+                        plgpu.wgmma(s_acc, q, k_of(now))
+                        plgpu.barrier_wait(v_ready.at[slot(now - 1)])
+                        plgpu.wgmma(acc, p, v_smem.at[slot(now - 1)])
                         # S is ready while P V still runs under the softmax below.
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
                     s = pl.run_scoped(products, accumulator(rows, columns))
-                    plgpu.barrier_arrive(k_free.at[now])
-                    row_max, row_sum, p, correction = softmax(j, s, row_max, row_sum)
-
+                    plgpu.barrier_arrive(k_free.at[slot(now)])
+                    state, p, correction = softmax(hide_pairs(s, listed_as), state)
                     # This wait between the softmax and the wait for P V keeps ptxas
                     # from moving the latter above the exponentials.
-                    @pl.when(j + 1 < blocks)
-                    def _():
-                        plgpu.barrier_wait(k_ready.at[slot(j + 1)])
-
+                    await_k(now + 1)
                     plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(v_free.at[before])
+                    plgpu.barrier_arrive(v_free.at[slot(now - 1)])
                     old = acc[...]
+                    assert correction is not None
                     acc[...] = old * along_rows(correction, old.shape)
-                    return row_max, row_sum, p
+                    return state, p, following
 
-                row_max, row_sum, p = lax.fori_loop(
-                    jnp.int32(1), blocks, step, (row_max, row_sum, p)
+                state, p, _ = lax.fori_loop(
+                    start + 1, last + 1, step, (state, p, entry(start + 1))
                 )
-                last = slot(blocks - 1)
-                plgpu.barrier_wait(v_ready.at[last])
-                plgpu.wgmma(acc, p, v_smem.at[last])
+                if not tiling.q_registers:
+                    plgpu.barrier_arrive(q_free)
+                plgpu.barrier_wait(v_ready.at[slot(last)])
+                plgpu.wgmma(acc, p, v_smem.at[slot(last)])
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(v_free.at[last])
-                return acc[...], row_max, row_sum
+                plgpu.barrier_arrive(v_free.at[slot(last)])
+                return acc[...], state
 
-            acc, row_max, row_sum = pl.run_scoped(attend, accumulator(rows, head_dim))
-            out = acc / along_rows(row_sum, acc.shape)
-            lse_smem[warpgroup] = row_max * LN_2 + jnp.log(row_sum)
-            if out_dtype == jnp.float32:
+            acc, state = pl.run_scoped(attend, accumulator(rows, head_dim))
+            yield
+            row_sum = state.row_sum.sum(axis=1)
+            row_max, shrink = state.row_max, 1.0
+            if sinks is not None:
+                sink = sinks_gmem[0, n] * LOG2_E
+                row_max = jnp.maximum(row_max, sink)
+            if pairs is not None:
+                row_max = finite(row_max)
+            if sinks is not None:
+                shrink = jnp.exp2(state.row_max - row_max)
+                row_sum = row_sum * shrink + jnp.exp2(sink - row_max)
+            inverse = shrink / row_sum
+            if pairs is not None:
+                inverse = jnp.where(row_sum == 0.0, 0.0, inverse)
+            out = acc * along_rows(inverse, acc.shape)
+            lse = row_max * LN_2 + jnp.log(row_sum)
+            if pairs is not None and sinks is not None:
+                # To the bit where the sink is all there is: dQ is to be 0 there.
+                lse = jnp.where(state.row_max == -jnp.inf, sinks_gmem[0, n], lse)
+            lse_gmem[b, n, pl.ds(first_row, rows)] = lse
+            if wide_out:
                 # Two FP32 tiles do not fit in shared memory beside K and V.
                 out_gmem[q_slice] = out
-            else:
-                rounded = out.astype(dtype)
-                # Q is no longer needed: its tile carries out to the TMA store.
-                q_tile[...] = rounded
+                yield last + 1
+                return
+            # The stores of the tile before have been read out of shared memory.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            rounded = out.astype(dtype)
+            out_smem[warpgroup] = rounded
             if keep_low:
-                low_smem[warpgroup] = (out - rounded.astype(jnp.float32)).astype(dtype)
+                low_smem[warpgroup] = (out - widen(rounded)).astype(dtype)
             plgpu.commit_smem()
-            if out_dtype != jnp.float32:
-                plgpu.copy_smem_to_gmem(q_tile, out_gmem.at[q_slice])
+            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[q_slice])
             if keep_low:
                 plgpu.copy_smem_to_gmem(low_smem.at[warpgroup], low_gmem.at[q_slice])
-            plgpu.copy_smem_to_gmem(
-                lse_smem.at[warpgroup], lse_gmem.at[b, n, pl.ds(first_row, rows)]
-            )
+            yield last + 1
+
+        @pl.when(warpgroup < warpgroups)
+        def consume():
+            plgpu.set_max_registers(consumer_registers, action="increase")
+            for_each_tile(consume_tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(warpgroup == tiling.warpgroups)
+        @pl.when(warpgroup == warpgroups)
         def produce():
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(producer_registers, action="decrease")
 
-            def load(gmem, smem, ready, j):
-                block = gmem.at[b, pl.ds(j * columns, columns), kv_head]
-                plgpu.copy_gmem_to_smem(block, smem.at[slot(j)], ready.at[slot(j)])
+            def load(gmem, smem, ready, free, step, b, n, block):
+                @pl.when(step >= stages)
+                def _():
+                    plgpu.barrier_wait(free.at[slot(step)])
 
-            stream(
-                blocks,
-                stages,
-                [
-                    (lambda j: load(k_gmem, k_smem, k_ready, j), k_free),
-                    (lambda j: load(v_gmem, v_smem, v_ready, j), v_free),
-                ],
-            )
+                keys = pl.ds(block * columns, columns)
+                kv_head = lax.div(n, jnp.int32(group))
+                plgpu.copy_gmem_to_smem(
+                    gmem.at[b, keys, kv_head],
+                    smem.at[slot(step)],
+                    ready.at[slot(step)],
+                )
 
-    warpgroups = tiling.warpgroups
-    kv_smem = smem_tile((stages, columns, head_dim), dtype)
-    out_tile = (warpgroups, rows, head_dim)
-    free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
-    # TMA stores drop what lies outside an array; plain stores (FP32 out) do not.
-    whole_tiles = tile_count * tiling.tile
-    out_rows = whole_tiles if out_dtype == jnp.float32 else padded
+            load_k = functools.partial(load, k_gmem, k_smem, k_ready, k_free)
+            load_v = functools.partial(load, v_gmem, v_smem, v_ready, v_free)
+
+            def produce_tile(turn, b, n, tile, carry):
+                first_step, *before = carry
+                yield
+                if pairs is None:
+                    blocks = blocks_seen((tile + 1) * tiling.tile)
+                else:
+                    listed = pairs.entries(b, n, tile)
+                    blocks = listed[0]
+                end = first_step + blocks
+
+                def block_of(step):
+                    if pairs is None:
+                        return blocks - 1 - (step - first_step)
+                    return lax.div(listed[step - first_step + 1], jnp.int32(2))
+
+                # V is needed a step later than K.
+                load_k(first_step, b, n, block_of(first_step))
+
+                @pl.when(turn > 0)
+                def _():
+                    load_v(first_step - 1, *before)
+                    plgpu.barrier_wait(q_free)
+
+                for index in range(warpgroups):
+                    q_rows = pl.ds(tile * tiling.tile + index * rows, rows)
+                    plgpu.copy_gmem_to_smem(
+                        q_gmem.at[b, q_rows, n], q_smem.at[index], q_ready.at[index]
+                    )
+
+                @pl.loop(first_step + 1, end)
+                def _(step):
+                    load_k(step, b, n, block_of(step))
+                    load_v(step - 1, b, n, block_of(step - 1))
+
+                yield end, b, n, block_of(end - 1)
+
+            zero = jnp.int32(0)
+            end, *before = for_each_tile(produce_tile, (zero, zero, zero, zero))
+            load_v(end - 1, *before)
+            # Every release is awaited: no barrier may be left with an arrival nobody
+            # saw.
+            plgpu.barrier_wait(q_free)
+            for free in (k_free, v_free):
+                for back in range(stages, 0, -1):
+
+                    @pl.when(end >= back)
+                    def _():
+                        plgpu.barrier_wait(free.at[slot(end - back)])
+
+    tile_shape = (warpgroups, rows, head_dim)
+    block = smem_tile((stages, columns, head_dim), dtype)
+    free = functools.partial(plgpu.Barrier, num_arrivals=warpgroups)
+    tile_rows = tile_count * tiling.tile
+    # TMA stores drop what lies outside an array; plain stores (FP32 out, LSE) do not.
+    out_rows = tile_rows if wide_out else padded
     low = jax.ShapeDtypeStruct(query.shape, dtype) if keep_low else None
     out, low, lse = plgpu.kernel(
         attention_forward,
         out_type=[
             jax.ShapeDtypeStruct((batch, out_rows, query_heads, head_dim), out_dtype),
             low,
-            # A copy of one row axis is not cut off at the array's end: whole tiles.
-            jax.ShapeDtypeStruct((batch, query_heads, whole_tiles), jnp.float32),
+            jax.ShapeDtypeStruct((batch, query_heads, tile_rows), jnp.float32),
         ],
         scratch_types=[
             (
-                smem_tile(out_tile, dtype),
-                kv_smem,
-                kv_smem,
-                smem_tile(out_tile, dtype) if keep_low else None,
-                plgpu.SMEM((warpgroups, rows), jnp.float32),
+                smem_tile(tile_shape, dtype),
+                block,
+                block,
+                None if wide_out else smem_tile(tile_shape, dtype),
+                smem_tile(tile_shape, dtype) if keep_low else None,
             ),
             (
                 plgpu.Barrier(num_barriers=warpgroups),
                 plgpu.Barrier(num_barriers=stages),
                 plgpu.Barrier(num_barriers=stages),
-                free,
-                free,
+                free(),
+                free(num_barriers=stages),
+                free(num_barriers=stages),
             ),
         ],
-        grid=(query_heads, tile_count, batch),
-        grid_names=("head", "tile", "batch"),
+        grid=(table.shape[0],),
+        grid_names=("cta",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query, key, value)
+    )(query, key, value, table, pairs, sinks, bias)
     cut = slice(0, query_count)
     return out[:, cut], None if low is None else low[:, cut], lse[:, :, cut]

@@ -29,7 +29,8 @@ class Layout:
     """Axis letters of the operands and results of a function, batch axis first.
 
     Letters: `B` batch, `N` query heads, `K` key/value heads (may be sharded); `T`, `S`,
-    `H` (must be whole on a device). The operands are named for messages. Example:
+    `H` and others (must be whole on a device); `1` is an axis of size one, in place of
+    any of them, whose entry is for all. The operands are named for messages. Example:
     `Layout({"query": "BTNH", "key": "BSKH", "value": "BSKH"}, ("BTNH", "BNT"))`.
     """
 
@@ -68,9 +69,15 @@ def _mapped(function: Callable, layout: Layout, depth: int) -> Callable:
 
     def local(*arrays: Array) -> tuple[Array, ...]:
         batch = arrays[0].shape[: depth + 1]
-        results = function(
-            *(x.reshape(math.prod(batch), *x.shape[depth + 1 :]) for x in arrays)
-        )
+
+        def one_batch_axis(x: Array, axes: str) -> Array:
+            own = x.shape[depth + 1 :]
+            if axes[0] == "1" and depth:
+                x = jnp.broadcast_to(x, (*batch, *own))
+            return x.reshape(-1, *own)
+
+        operands = map(one_batch_axis, arrays, layout.operands.values())
+        results = function(*operands)
         return tuple(x.reshape(*batch, *x.shape[1:]) for x in results)
 
     @custom_vmap
@@ -186,7 +193,12 @@ def _sharding_rule(
         # A factor of its own for each sequence and head dim keeps their shardings from
         # spreading: an output that is split over its sequence later on must not make
         # the query look as if it had been.
-        own = (shared.get(axis, f"{axis.lower()}{index}") for axis in axes)
+        own = (
+            shared.get(
+                axis, f"{axis.lower()}{index}" if axis != "1" else f"one{index}{place}"
+            )
+            for place, axis in enumerate(axes)
+        )
         return " ".join((*(f"v{i}" for i in range(depth)), *own))
 
     count = len(layout.operands)
@@ -205,7 +217,8 @@ class _Placement:
 
     def spec(self, axes: str) -> PartitionSpec:
         rest = (self.heads if axis in "NK" else None for axis in axes[1:])
-        return PartitionSpec(*self.batch, *rest)
+        batch = (*self.batch[:-1], None) if axes[0] == "1" else self.batch
+        return PartitionSpec(*batch, *rest)
 
 
 def _placement(layout: Layout, depth: int, operands: Sequence) -> _Placement:

@@ -16,6 +16,8 @@ from jax.experimental import pallas as pl
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
+# In a wgmma accumulator a thread holds columns c, c + 8, c + 16, ...
+GROUP = 8
 # Row and column layouts of a wgmma accumulator: one value per row, one per column.
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
@@ -38,14 +40,105 @@ def smem_tile(shape: tuple[int, ...], dtype):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
-def along_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Broadcasts one value per row over a tile."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def along_columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def along_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Broadcasts one value per column over a tile."""
     return lax.broadcast_in_dim(x, shape, [1])
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """x as FP32, for 16-bit values that are an operand of a product too.
+
+    BF16 goes by way of its bits: a conversion back would make LLVM round the elements
+    one by one (F2F, a quarter of the speed of exp2's unit, which it shares) instead of
+    in pairs (F2FP).
+    """
+    if x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(bits << 16, jnp.float32)
+
+
+def head_of(array, batch, head):
+    """The part for a batch entry and head of an array in which those axes may have size
+    one, whose entry is for all; `array` is a reference."""
+    b = batch if array.shape[0] > 1 else 0
+    n = head if array.shape[1] > 1 else 0
+    return array.at[b, n]
+
+
+def read_tile(array, row_start, column_start, shape: tuple[int, int]) -> jax.Array:
+    """A tile of a matrix in global memory, in the layout of a wgmma accumulator."""
+    rows, columns = shape
+    tile = array.at[pl.ds(row_start, rows), pl.ds(column_start, columns)]
+    return plgpu.load(tile, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def capped(
+    s: jax.Array, scale: float, soft_cap: float | None, bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """cap(scale * S + bias) in units of log2, and the cap's derivative or None.
+
+    cap(x) = soft_cap * tanh(x / soft_cap). Without cap and bias it is S itself, not
+    scaled. tanh(x) = 1 - 2 / (1 + exp(2 x)) is off by some 2**-23 at most where the
+    hardware's is off by 2**-11.
+    """
+    if bias is not None:
+        s = s * scale + bias.astype(jnp.float32)
+        if soft_cap is None:
+            return s * LOG2_E, None
+        scale = 1.0
+    elif soft_cap is None:
+        return s, None
+    tanh = 1.0 - 2.0 / (1.0 + jnp.exp2(s * (2.0 * LOG2_E * scale / soft_cap)))
+    return tanh * (soft_cap * LOG2_E), 1.0 - tanh * tanh
+
+
+def row_positions(rows: int) -> jax.Array:
+    """The row of each value of a tile [rows, 8]."""
+    return plgpu.broadcasted_iota(
+        jnp.int32, (rows, GROUP), 0, layout=plgpu.Layout.WGMMA
+    )
+
+
+def hide_from(s: jax.Array, seen: jax.Array) -> jax.Array:
+    """s with -inf in all but the first `seen` columns; `seen` is one number, or
+    [rows, 8] with the same in each row.
+
+    Eight columns at a time against `seen - column`: against the number of every column
+    LLVM would keep those numbers in registers through the whole kernel.
+    """
+    rows, columns = s.shape
+    position = plgpu.broadcasted_iota(
+        jnp.int32, (rows, GROUP), 1, layout=plgpu.Layout.WGMMA
+    )
+    return jnp.concatenate(
+        [
+            jnp.where(
+                position < seen - column,
+                lax.slice(s, (0, column), (rows, column + GROUP)),
+                -jnp.inf,
+            )
+            for column in range(0, columns, GROUP)
+        ],
+        axis=1,
+    )
+
+
+def partial_sum(x: jax.Array) -> jax.Array:
+    """Sums over every 8th column, [rows, 8]: additions that need no other thread."""
+    rows, columns = x.shape
+    return functools.reduce(
+        jnp.add,
+        [
+            lax.slice(x, (0, column), (rows, column + GROUP))
+            for column in range(0, columns, GROUP)
+        ],
+    )
 
 
 def visible(

@@ -1,4 +1,4 @@
-"""Block sizes: which tiling a kernel uses, by architecture and head dimension.
+"""Block sizes: which tiling a kernel uses, by architecture, head dimension and length.
 
 A tiling changes the order of the sums, hence the bits of the result, so it is a pure
 function of the shape: the same shape gives the same tiling on every run.
@@ -32,6 +32,18 @@ class Tiling:
         return self.rows * self.warpgroups
 
 
+@dataclass(frozen=True)
+class ForwardTiling(Tiling):
+    """How Hopper's forward kernel cuts its work.
+
+    Attributes:
+      q_registers: Q is an operand from registers, which leaves shared memory more time
+        for K; for two consumer warpgroups at most, which have registers to spare.
+    """
+
+    q_registers: bool = False
+
+
 HEAD_DIMS = (64, 128)
 
 # Ampere: 128 rows, so that a warp has 32 for each fragment of K and V that it reads
@@ -43,9 +55,17 @@ FORWARD: dict[Architecture, dict[int, Tiling]] = {
         128: Tiling(rows=128, columns=32, warpgroups=1, stages=2),
     },
     "hopper": {
-        64: Tiling(rows=64, columns=128, warpgroups=2, stages=2),
-        128: Tiling(rows=64, columns=128, warpgroups=2, stages=2),
+        64: ForwardTiling(rows=64, columns=128, warpgroups=3, stages=4),
+        128: ForwardTiling(
+            rows=64, columns=128, warpgroups=2, stages=2, q_registers=True
+        ),
     },
+}
+# Where a query sees few keys, by head dim: how many at the most, in the mean, and the
+# tiling. Starting and ending a tile weighs more there; four warpgroups hide it better.
+SHORT_FORWARD: dict[Architecture, dict[int, tuple[int, Tiling]]] = {
+    "ampere": {},
+    "hopper": {64: (2048, ForwardTiling(rows=64, columns=64, warpgroups=4, stages=4))},
 }
 BACKWARD_DQ: dict[Architecture, dict[int, Tiling]] = {
     "ampere": {
@@ -67,3 +87,20 @@ BACKWARD_DKV: dict[Architecture, dict[int, Tiling]] = {
         128: Tiling(rows=64, columns=64, warpgroups=2, stages=2),
     },
 }
+
+
+def forward(
+    target: Architecture,
+    head_dim: int,
+    key_count: int,
+    *,
+    is_causal: bool,
+    listed: bool,
+) -> Tiling:
+    """The forward kernel's tiling. Blocks that come in lists (`listed`) take registers
+    that four warpgroups do not have."""
+    most, short = SHORT_FORWARD[target].get(head_dim, (0, None))
+    seen = key_count // 2 if is_causal else key_count
+    if short is not None and seen <= most and not listed:
+        return short
+    return FORWARD[target][head_dim]

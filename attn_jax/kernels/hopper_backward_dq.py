@@ -1,0 +1,305 @@
+"""Backward attention for Hopper (sm_90a) in Mosaic GPU: the kernel for dQ.
+
+    P  = exp(S - LSE)             delta = rowsum(dO * out) - dLSE
+    dP = dO V^T                   dS    = P * (dP - delta)        dQ = scale * dS K
+
+It recomputes S and P from the LSE; nothing is added with atomics, so two runs give the
+same bits.
+
+Where it rounds (16 bit: the inputs' format):
+  S, P, dP, dS, delta and the accumulator are FP32;
+  dS is rounded to 16 bit as the operand of dS K;
+  scale is applied to the FP32 accumulator, which is then rounded once.
+
+Rows of dS sum to dLSE in exact arithmetic; rounded ones do not, and what is left over
+multiplies the mean of K, which can be far larger than what dQ should be. So dQ
+subtracts (rowsum(rounded dS) - dLSE) * centre, zero in exact arithmetic, for a `centre`
+near the keys that the row sees. Under a soft cap rows sum to nothing known, so there it
+is what rounding adds to them, rowsum(rounded dS - dS); the error of delta stays.
+"""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Float32
+
+from attn_jax.kernels.tiles import (
+    COLUMNS,
+    GROUP,
+    LOG2_E,
+    ROWS,
+    accumulator,
+    along_columns,
+    along_rows,
+    block_counts,
+    capped,
+    head_of,
+    pad_rows,
+    partial_sum,
+    read_tile,
+    smem_tile,
+    stream,
+    visible,
+    widen,
+)
+from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.visibility import (
+    Band,
+    Pairs,
+    Rules,
+    block_lists,
+    hide,
+    pad_to_tiles,
+    whole_tiles,
+)
+
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
+
+
+def backward_dq(
+    query: Float[Array, "B Tpad N H"],
+    key: Float[Array, "B Spad K H"],
+    value: Float[Array, "B Spad K H"],
+    dout: Float[Array, "B Tpad N H"],
+    lse: Float32[Array, "B N T"],
+    delta: Float32[Array, "B N T"],
+    dlse: Float32[Array, "B N T"],
+    centre: Float32[Array, "B K C H"],
+    *,
+    query_count: int,
+    key_count: int,
+    scale: float,
+    is_causal: bool,
+    tiling: Tiling,
+    mask: Rules | None = None,
+    band: Band = Band(None, None),
+    soft_cap: float | None = None,
+    bias: Float[Array, "#B #N T S"] | None = None,
+) -> Float[Array, "B T N H"]:
+    """dQ. `centre` has one row for all queries (C = 1), one for each `tiling.rows`, or
+    one for each query (C = T, with `mask`).
+
+    Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
+    rows are real. With `mask` it is that and `band` which say what is seen, and
+    `is_causal` is False; LSE is +inf for queries that see nothing.
+    """
+    batch, _, query_heads, head_dim = query.shape
+    key_heads = key.shape[2]
+    dtype = query.dtype
+    rows, columns, stages = tiling.rows, tiling.columns, tiling.stages
+    warpgroups = tiling.warpgroups
+    tile_count = pl.cdiv(query_count, tiling.tile)
+    unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
+    lse, delta, dlse = (
+        pad_rows(x, tile_count * tiling.tile) for x in (lse, delta, dlse)
+    )
+    own_centres = mask is not None and centre.shape[2] == query_count
+    row_centres = centre.shape[2] > 1 and not own_centres
+    if own_centres:
+        rows_more = tile_count * tiling.tile - query_count
+        centre = jnp.pad(centre, ((0, 0), (0, 0), (0, rows_more), (0, 0)))
+    pairs = None
+    if mask is not None:
+        lists = block_lists(
+            mask,
+            band,
+            query_count=query_count,
+            key_count=key_count,
+            query_tile=tiling.tile,
+            key_tile=columns,
+        )
+        pairs = Pairs(pad_to_tiles(mask, tiling.tile, columns), lists)
+    if bias is not None:
+        bias = whole_tiles(bias, tiling.tile, columns)
+
+    def attention_backward_dq(
+        q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, dlse_gmem, centre_gmem,
+        pairs, bias_gmem, dq_gmem, smem, barriers,
+    ):  # fmt: skip
+        q_smem, dout_smem, k_smem, v_smem, row_smem, centre_smem = smem
+        tile_ready, k_ready, v_ready, k_free, v_free = barriers
+        b, n = lax.axis_index("batch"), lax.axis_index("head")
+        tile = jnp.int32(tile_count - 1) - lax.axis_index("tile")
+        warpgroup = lax.axis_index("warpgroup")
+        kv_head = lax.div(n, jnp.int32(query_heads // key_heads))
+        if pairs is None:
+            full_blocks, blocks = block_counts(
+                tile * tiling.tile, tiling.tile, columns, key_count, is_causal
+            )
+        else:
+            listed = pairs.entries(b, n, tile)
+            full_blocks, blocks = jnp.int32(0), listed[0]
+
+        def slot(j):
+            return lax.rem(j, jnp.int32(stages))
+
+        def block_of(j):
+            return j if pairs is None else lax.div(listed[j + 1], jnp.int32(2))
+
+        @pl.when(warpgroup < warpgroups)
+        def consume():
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            ready = tile_ready.at[warpgroup]
+            q_tile, dout_tile = q_smem.at[warpgroup], dout_smem.at[warpgroup]
+            first_row = tile * tiling.tile + warpgroup * rows
+            q_slice = (b, pl.ds(first_row, rows), n)
+            plgpu.copy_gmem_to_smem(q_gmem.at[q_slice], q_tile, ready)
+            plgpu.copy_gmem_to_smem(dout_gmem.at[q_slice], dout_tile, ready)
+            for i, gmem in enumerate((lse_gmem, delta_gmem, dlse_gmem)):
+                plgpu.copy_gmem_to_smem(
+                    gmem.at[b, n, pl.ds(first_row, rows)],
+                    row_smem.at[warpgroup, i],
+                    ready,
+                )
+            centre_index = jnp.int32(0)
+            if row_centres:
+                centre_index = tile * warpgroups + warpgroup
+            plgpu.copy_gmem_to_smem(
+                centre_gmem.at[b, kv_head, centre_index],
+                centre_smem.at[warpgroup],
+                ready,
+            )
+            plgpu.barrier_wait(ready)
+
+            def load_rows(i):
+                return plgpu.load(row_smem.at[warpgroup, i], layout=ROWS)
+
+            row_lse, row_delta = load_rows(0) * LOG2_E, load_rows(1)
+
+            def accumulate(dq_acc):
+                def step(j, ds_sum):
+                    now = slot(j)
+
+                    if pairs is None:
+                        whole = j < full_blocks
+                    else:
+                        whole = lax.rem(listed[j + 1], jnp.int32(2)) == 0
+
+                    def hide_some(s):
+                        if pairs is not None:
+                            key_start = block_of(j) * columns
+                            return hide(s, pairs, band, b, n, first_row, key_start)
+                        seen = visible(
+                            s.shape,
+                            query_start=first_row,
+                            key_start=j * columns,
+                            key_count=key_count,
+                            is_causal=is_causal,
+                        )
+                        return jnp.where(seen, s, -jnp.inf)
+
+                    def products(s_acc, dp_acc):
+                        plgpu.wgmma(s_acc, q_tile, k_smem.at[now].transpose((1, 0)))
+                        plgpu.barrier_wait(v_ready.at[now])
+                        plgpu.wgmma(dp_acc, dout_tile, v_smem.at[now].transpose((1, 0)))
+                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                        tile_bias = None
+                        if bias_gmem is not None:
+                            tile_bias = read_tile(
+                                head_of(bias_gmem, b, n),
+                                first_row,
+                                block_of(j) * columns,
+                                s.shape,
+                            )
+                        s, slope = capped(s, scale, soft_cap, tile_bias)
+                        s = lax.cond(whole, lambda s: s, hide_some, s)
+                        p = jnp.exp2(s * unit - along_rows(row_lse, s.shape))
+                        # All that P is for here is dS = P (dP - delta) slope.
+                        p = p if slope is None else p * slope
+
+                        # As in the forward pass, this wait keeps ptxas from moving the
+                        # wait for dP above the exponentials.
+                        @pl.when(j + 1 < blocks)
+                        def _():
+                            plgpu.barrier_wait(k_ready.at[slot(j + 1)])
+
+                        return p, dp_acc[...]
+
+                    block = accumulator(rows, columns)
+                    p, dp = pl.run_scoped(products, block, block)
+                    plgpu.barrier_arrive(v_free.at[now])
+                    exact = p * (dp - along_rows(row_delta, dp.shape))
+                    ds = exact.astype(dtype)
+                    plgpu.wgmma(dq_acc, ds, k_smem.at[now])
+                    added = widen(ds)
+                    if soft_cap is not None:
+                        added -= exact
+                    ds_sum = ds_sum + partial_sum(added)
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(k_free.at[now])
+                    return ds_sum
+
+                plgpu.barrier_wait(k_ready.at[0])
+                ds_sum = plgpu.layout_cast(
+                    jnp.zeros((rows, GROUP), jnp.float32), plgpu.Layout.WGMMA
+                )
+                ds_sum = lax.fori_loop(jnp.int32(0), blocks, step, ds_sum)
+                return dq_acc[...], ds_sum.sum(axis=1)
+
+            dq, ds_sum = pl.run_scoped(accumulate, accumulator(rows, head_dim))
+            if own_centres:
+                centres = plgpu.load(
+                    centre_gmem.at[b, kv_head, pl.ds(first_row, rows)],
+                    layout=plgpu.Layout.WGMMA,
+                    optimized=False,
+                )
+            else:
+                centre_row = plgpu.load(centre_smem.at[warpgroup], layout=COLUMNS)
+                centres = along_columns(centre_row, dq.shape)
+            excess = ds_sum if soft_cap is not None else ds_sum - load_rows(2)
+            dq -= along_rows(excess, dq.shape) * centres
+            q_tile[...] = (dq * scale).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_tile, dq_gmem.at[q_slice])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == warpgroups)
+        def produce():
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+
+            def load(gmem, smem, ready, j):
+                block = gmem.at[b, pl.ds(block_of(j) * columns, columns), kv_head]
+                plgpu.copy_gmem_to_smem(block, smem.at[slot(j)], ready.at[slot(j)])
+
+            stream(
+                blocks,
+                stages,
+                [
+                    (lambda j: load(k_gmem, k_smem, k_ready, j), k_free),
+                    (lambda j: load(v_gmem, v_smem, v_ready, j), v_free),
+                ],
+            )
+
+    out_tile = smem_tile((warpgroups, rows, head_dim), dtype)
+    block = smem_tile((stages, columns, head_dim), dtype)
+    free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
+    dq = plgpu.kernel(
+        attention_backward_dq,
+        out_type=jax.ShapeDtypeStruct(query.shape, dtype),
+        scratch_types=[
+            (
+                out_tile,
+                out_tile,
+                block,
+                block,
+                plgpu.SMEM((warpgroups, 3, rows), jnp.float32),
+                plgpu.SMEM((warpgroups, head_dim), jnp.float32),
+            ),
+            (
+                plgpu.Barrier(num_arrivals=6, num_barriers=warpgroups),
+                plgpu.Barrier(num_barriers=stages),
+                plgpu.Barrier(num_barriers=stages),
+                free,
+                free,
+            ),
+        ],
+        grid=(query_heads, tile_count, batch),
+        grid_names=("head", "tile", "batch"),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(query, key, value, dout, lse, delta, dlse, centre, pairs, bias)
+    return dq[:, :query_count]

@@ -1,0 +1,59 @@
+"""Which tiles of the output each CTA of a persistent grid works off, in which order.
+
+A grid of one CTA a multiprocessor saves what starting a CTA costs, and its stores
+overlap with the next tile; but nothing hands a tile to whoever is idle. So the tiles
+are dealt out beforehand, as a scheduler would that knew what each costs: the next one
+in the list to the CTA that has had the least. The same shapes get the same schedule.
+"""
+
+import functools
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+# What K and V of the heads that run together may take of the L2 cache (50 MB on H100
+# and H200).
+L2_SHARE = 24 * 2**20
+
+
+def heads_together(pairs: int, bytes_a_head: int) -> int:
+    """How many (batch, head) pairs take turns: as many as keep K and V in `L2_SHARE`.
+
+    A divisor of `pairs`, so that no small group is left over.
+    """
+    most = max(1, min(pairs, L2_SHARE // max(1, bytes_a_head)))
+    return max(size for size in range(1, most + 1) if pairs % size == 0)
+
+
+@functools.lru_cache(maxsize=64)
+def balanced(
+    pairs: int, costs: Sequence[int], group: int, multiprocessors: int
+) -> np.ndarray:
+    """int32 [CTAs, 1 + turns + 1]: how many tiles a CTA has, then the tiles.
+
+    A tile is written as `pair * len(costs) + tile`; there is always one column more
+    than the most turns, so that a CTA can read one tile ahead. `costs` (a tuple) is
+    what each tile of a pair takes. Pairs are taken `group` at a time; within a group
+    the dear tiles come first, so that the cheap ones fill the gaps at the end.
+    """
+    count = pairs * len(costs)
+    ctas = min(multiprocessors, count)
+    dear_first = sorted(range(len(costs)), key=lambda tile: (-costs[tile], tile))
+    order = (
+        (pair, tile)
+        for first in range(0, pairs, group)
+        for tile in dear_first
+        for pair in range(first, min(first + group, pairs))
+    )
+    tiles: list[list[int]] = [[] for _ in range(ctas)]
+    least = [(0, cta) for cta in range(ctas)]
+    for pair, tile in order:
+        load, cta = least[0]
+        tiles[cta].append(pair * len(costs) + tile)
+        heapq.heapreplace(least, (load + costs[tile], cta))
+    table = np.zeros((ctas, 2 + max(map(len, tiles))), np.int32)
+    for cta, mine in enumerate(tiles):
+        table[cta, 0] = len(mine)
+        table[cta, 1 : 1 + len(mine)] = mine
+    return table

@@ -1,0 +1,367 @@
+"""Which blocks a tile of a kernel's output visits, and what it hides in them.
+
+A full or a causal mask is known when a kernel is compiled, which then counts its blocks
+by itself. For every other mask XLA makes, before the kernel, a list for each tile of
+the blocks in which some pair of query and key takes part (`block_lists`); in those of
+them that are not seen whole, the kernel hides pairs one by one (`hide`).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from attn_jax.kernels.tiles import (
+    COLUMNS,
+    GROUP,
+    ROWS,
+    along_columns,
+    along_rows,
+    head_of,
+    read_tile,
+)
+from attn_jax.mask import Mask
+
+# Columns of `Rules.spans`.
+OFFSET, QUERY_LENGTH, KEY_LENGTH = range(3)
+
+
+class Band(NamedTuple):
+    """Query at position p sees the keys p - left <= j <= p + right; None: no limit."""
+
+    left: int | None
+    right: int | None
+
+
+class Rules(NamedTuple):
+    """What decides about a pair besides a `Band`, as arrays.
+
+    Query i of batch entry b stands at position i + spans[b, 0] and sees keys if it is
+    one of the first spans[b, 1]; keys from spans[b, 2] on are seen by none. Ids must be
+    equal; dense must not be 0. None: no such rule.
+    """
+
+    spans: Int32[Array, "B 3"]
+    query_ids: Int32[Array, "B T"] | None = None
+    key_ids: Int32[Array, "B S"] | None = None
+    dense: Array | None = None  # int8 [B or 1, N or 1, T, S]
+
+
+def is_static(mask: Mask) -> bool:
+    """True if a kernel can count its blocks by itself: a full or a causal mask."""
+    return mask.window is None and not jax.tree.leaves(mask)
+
+
+def rules(mask: Mask, batch: int, query_count: int, key_count: int) -> Rules:
+    """The arrays of a mask, as kernels want them. Lengths beyond the arrays are cut."""
+
+    def per_batch(x, default: int):
+        x = default if x is None else x
+        return jnp.broadcast_to(jnp.asarray(x, jnp.int32), (batch,))
+
+    lengths = (
+        jnp.clip(per_batch(length, count), 0, count)
+        for length, count in (
+            (mask.query_lengths, query_count),
+            (mask.key_value_lengths, key_count),
+        )
+    )
+    dense = mask.dense
+    if dense is not None:
+        shape = (*dense.shape[:2], query_count, key_count)
+        dense = jnp.broadcast_to(dense, shape).astype(jnp.int8)
+    query_ids, key_ids = (
+        None if x is None else x.astype(jnp.int32)
+        for x in (mask.query_segment_ids, mask.key_value_segment_ids)
+    )
+    spans = jnp.stack([per_batch(mask.query_offset, 0), *lengths], axis=1)
+    return Rules(spans, query_ids, key_ids, dense)
+
+
+def block_lists(
+    rules: Rules,
+    band: Band,
+    *,
+    query_count: int,
+    key_count: int,
+    query_tile: int,
+    key_tile: int,
+    by_key: bool = False,
+    group: int = 1,
+    last_first: bool = False,
+) -> Int32[Array, "B N tiles entries"]:
+    """For each tile of queries the blocks of keys to visit; N is 1 without dense.
+
+    Entry 0 is how many there are, at least one. The others are 2 * block + (1 if some
+    pair of it is hidden), in ascending order of the blocks, or descending with
+    `last_first`. With `by_key` it is the blocks of queries to visit for each tile of
+    keys, the same for the `group` query heads of a key/value head: N is their number.
+    """
+    some, whole = _kinds(rules, band, query_count, key_count, query_tile, key_tile)
+    if by_key:
+        some, whole = some.swapaxes(2, 3), whole.swapaxes(2, 3)
+        if some.shape[1] > 1:
+            heads = (some.shape[0], -1, group, *some.shape[2:])
+            some, whole = some.reshape(heads).any(2), whole.reshape(heads).all(2)
+    # A tile that sees nothing visits one block in vain, for its rows to be zero.
+    none = ~some.any(axis=-1, keepdims=True)
+    blocks = some.shape[-1]
+    some |= none & (jnp.arange(blocks) == 0)
+    entry = 2 * jnp.arange(blocks, dtype=jnp.int32) + (some & ~whole)
+    if last_first:
+        listed = -jnp.sort(jnp.where(some, -entry, 1), axis=-1)
+    else:
+        listed = jnp.sort(jnp.where(some, entry, 2 * blocks), axis=-1)
+    count = some.sum(axis=-1, dtype=jnp.int32)
+    return jnp.concatenate([count[..., None], listed], axis=-1)
+
+
+def _kinds(
+    rules: Rules,
+    band: Band,
+    query_count: int,
+    key_count: int,
+    query_tile: int,
+    key_tile: int,
+) -> tuple[Bool[Array, "B N tiles blocks"], Bool[Array, "B N tiles blocks"]]:
+    """Blocks in which some pair may take part, and those in which all pairs do.
+
+    A pair counts if it is in the arrays. Each rule by itself, so a block in which two
+    rules hide everything between them may be visited in vain.
+    """
+    low, high = _interval(rules, band, query_count, key_count)
+    first_row = jnp.arange(0, query_count, query_tile)
+    last_row = jnp.minimum(first_row + query_tile, query_count) - 1
+    first_key = jnp.arange(0, key_count, key_tile, dtype=jnp.int32)
+    end_key = jnp.minimum(first_key + key_tile, key_count)
+    # Rows past a query length have an empty interval; bounds grow with the row before.
+    real = low < high
+    lowest = _patches(jnp.where(real, low, key_count), query_tile, key_count).min(-1)
+    highest = _patches(jnp.where(real, high, 0), query_tile, 0).max(-1)
+    some = (lowest[..., None] < end_key) & (highest[..., None] > first_key)
+    all_low, all_high = low[:, last_row], high[:, first_row]
+    whole = (all_low[..., None] <= first_key) & (all_high[..., None] >= end_key)
+    whole &= _patches(real, query_tile, True).all(-1)[..., None]
+    # A block that runs over the last key has keys to hide.
+    whole &= first_key + key_tile <= key_count
+    some, whole = some[:, None], whole[:, None]
+    if rules.query_ids is not None:
+        assert rules.key_ids is not None
+        queries = _extremes(rules.query_ids, query_tile)
+        keys = _extremes(rules.key_ids, key_tile)
+        (q_min, q_max), (k_min, k_max) = (
+            (x[:, None, :, None] for x in queries),
+            (x[:, None, None, :] for x in keys),
+        )
+        some &= (q_min <= k_max) & (k_min <= q_max)
+        whole &= (q_min == q_max) & (k_min == k_max) & (q_min == k_min)
+    if rules.dense is not None:
+        seen = rules.dense != 0
+        some = some & _tiles(seen, query_tile, key_tile, False).any((-3, -1))
+        whole = whole & _tiles(seen, query_tile, key_tile, True).all((-3, -1))
+    return some, whole
+
+
+def _interval(
+    rules: Rules, band: Band, query_count: int, key_count: int
+) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
+    """First key and one past the last that a row sees by band and spans."""
+    offset, query_length, key_length = (x[:, None] for x in rules.spans.T)
+    row = jnp.arange(query_count, dtype=jnp.int32)
+    position = row + offset
+    low = jnp.zeros_like(position)
+    high = jnp.broadcast_to(key_length, position.shape)
+    if band.left is not None:
+        low = jnp.clip(position - band.left, 0, key_count)
+    if band.right is not None:
+        high = jnp.minimum(high, jnp.maximum(position + band.right + 1, 0))
+    return low, jnp.where(row < query_length, high, 0)
+
+
+def _patches(x: Array, size: int, fill) -> Array:
+    """[..., L] as [..., patches, size], the last one filled up."""
+    pad = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)]
+    x = jnp.pad(x, pad, constant_values=fill)
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+def _tiles(x: Array, rows: int, columns: int, fill) -> Array:
+    """[..., T, S] as [..., tiles, rows, blocks, columns]."""
+    x = _patches(x, columns, fill)
+    pad = [(0, 0)] * (x.ndim - 3) + [(0, -x.shape[-3] % rows), (0, 0), (0, 0)]
+    x = jnp.pad(x, pad, constant_values=fill)
+    return x.reshape(*x.shape[:-3], -1, rows, *x.shape[-2:])
+
+
+def _extremes(ids: Int32[Array, "B L"], size: int) -> tuple[Array, Array]:
+    """Least and greatest id in each patch."""
+    most = jnp.iinfo(jnp.int32)
+    return (
+        _patches(ids, size, most.max).min(-1),
+        _patches(ids, size, most.min).max(-1),
+    )
+
+
+def mean_key(
+    key: Float[Array, "B S K H"],
+    rules: Rules,
+    band: Band,
+    query_count: int,
+    rows: int,
+) -> Float32[Array, "B K C H"]:
+    """Mean of keys that a row sees, in FP32: the centre that dQ's cure subtracts.
+
+    With ids one for each query (C = T), over the keys of the same id; otherwise one for
+    every `rows` queries, over the keys that band and spans show to any of them. Zero
+    where there are none.
+    """
+    wide = key.astype(jnp.float32)
+    # Differences of sums lose digits where the mean is large, so it is taken out first.
+    middle = wide.mean(axis=1, keepdims=True)
+    wide = wide - middle
+    key_count = key.shape[1]
+    if rules.query_ids is not None:
+        assert rules.key_ids is not None
+        order = jnp.argsort(rules.key_ids, axis=1)
+        ids = jnp.take_along_axis(rules.key_ids, order, axis=1)
+        wide = jnp.take_along_axis(wide, order[..., None, None], axis=1)
+        low, high = (
+            jax.vmap(functools.partial(jnp.searchsorted, side=side))(
+                ids, rules.query_ids
+            ).astype(jnp.int32)
+            for side in ("left", "right")
+        )
+    else:
+        low, high = _interval(rules, band, query_count, key_count)
+        real = low < high
+        low = _patches(jnp.where(real, low, key_count), rows, key_count).min(-1)
+        high = _patches(jnp.where(real, high, 0), rows, 0).max(-1)
+        low = jnp.minimum(low, high)
+    sums = jnp.pad(wide.cumsum(axis=1), ((0, 0), (1, 0), (0, 0), (0, 0)))
+    top, bottom = (
+        jnp.take_along_axis(sums, i[..., None, None], axis=1) for i in (high, low)
+    )
+    count = (high - low)[..., None, None]
+    mean = jnp.where(count > 0, (top - bottom) / jnp.maximum(count, 1) + middle, 0.0)
+    return mean.swapaxes(1, 2)
+
+
+class Pairs(NamedTuple):
+    """A mask as a kernel gets it: the arrays (references, inside) and the lists."""
+
+    rules: Any
+    lists: Any
+
+    def entries(self, batch, head, tile):
+        """The list of a tile."""
+        return head_of(self.lists, batch, head).at[tile]
+
+
+def hide(
+    s: jax.Array,
+    pairs: Pairs,
+    band: Band,
+    batch,
+    head,
+    query_start: jax.Array,
+    key_start: jax.Array,
+    *,
+    queries_first: bool = True,
+) -> jax.Array:
+    """s with -inf at the pairs of a tile that do not take part.
+
+    `queries_first` says which axis the queries are on. The arrays of `rules` hold whole
+    tiles (`pad_to_tiles`). Eight columns at a time: what is to be compared with all
+    columns LLVM would keep in registers through the whole kernel.
+    """
+    rules = pairs.rules
+    rows, columns = s.shape
+    row_start, column_start = query_start, key_start
+    row_ids, column_ids = rules.query_ids, rules.key_ids
+    if not queries_first:
+        row_start, column_start = column_start, row_start
+        row_ids, column_ids = column_ids, row_ids
+    column = _positions(rows, 1)
+    low, high = _seen_columns(pairs, band, batch, rows, row_start, queries_first)
+    high = high - column_start
+    low = None if low is None else low - column_start
+    if row_ids is not None:
+        ids = row_ids.at[batch, pl.ds(row_start, rows)]
+        row_ids = along_rows(plgpu.load(ids, layout=ROWS, optimized=False), (rows, 8))
+
+    def hidden(first: int):
+        seen = column < high - first
+        if low is not None:
+            seen = jnp.logical_and(seen, column >= low - first)
+        group = pl.ds(column_start + first, GROUP)
+        if row_ids is not None:
+            ids = plgpu.load(
+                column_ids.at[batch, group], layout=COLUMNS, optimized=False
+            )
+            same = row_ids == along_columns(ids, (rows, GROUP))
+            seen = jnp.logical_and(seen, same)
+        part = jnp.where(
+            seen, lax.slice(s, (0, first), (rows, first + GROUP)), -jnp.inf
+        )
+        if rules.dense is not None:
+            dense = head_of(rules.dense, batch, head)
+            tile = read_tile(dense, row_start, column_start + first, (rows, GROUP))
+            part = jnp.where(tile != 0, part, -jnp.inf)
+        return part
+
+    return jnp.concatenate([hidden(i) for i in range(0, columns, GROUP)], axis=1)
+
+
+def _positions(rows: int, axis: int) -> jax.Array:
+    return plgpu.broadcasted_iota(
+        jnp.int32, (rows, GROUP), axis, layout=plgpu.Layout.WGMMA
+    )
+
+
+def _seen_columns(pairs: Pairs, band: Band, batch, rows: int, start, queries_first):
+    """First column and one past the last that each row sees by band and spans, the same
+    in all 8 entries of a row; None for the first if it is the first of all."""
+    offset, query_length, key_length = (pairs.rules.spans[batch, i] for i in range(3))
+    row = _positions(rows, 0) + start
+    # A query sees the keys position - back ... position + ahead; of a key it is seen by
+    # the queries at position - ahead ... position + back.
+    back, ahead = band
+    count, end, position = query_length, key_length, row + offset
+    if not queries_first:
+        back, ahead = ahead, back
+        count, end, position = key_length, query_length, row - offset
+    low = None if back is None else position - back
+    high = jnp.full_like(row, 0) + end
+    if ahead is not None:
+        high = jnp.minimum(high, position + (ahead + 1))
+    return low, jnp.where(row < count, high, 0)
+
+
+def pad_to_tiles(
+    rules: Rules, query_tile: int, key_tile: int, *, by_key: bool = False
+) -> Rules:
+    """Arrays that hold whole tiles, which is how a kernel reads them.
+
+    With `by_key` dense is transposed to [B, N, S, T].
+    """
+    query_ids, key_ids, dense = rules.query_ids, rules.key_ids, rules.dense
+    if query_ids is not None:
+        assert key_ids is not None
+        query_ids = whole_tiles(query_ids, query_tile)
+        key_ids = whole_tiles(key_ids, key_tile)
+    if dense is not None:
+        dense = whole_tiles(dense, query_tile, key_tile)
+        dense = dense.swapaxes(2, 3) if by_key else dense
+    return Rules(rules.spans, query_ids, key_ids, dense)
+
+
+def whole_tiles(x: Array, *tiles: int) -> Array:
+    """Zeros added to the last axes, up to multiples of `tiles`."""
+    lead = [(0, 0)] * (x.ndim - len(tiles))
+    ends = x.shape[len(lead) :]
+    return jnp.pad(x, lead + [(0, -n % t) for n, t in zip(ends, tiles)])

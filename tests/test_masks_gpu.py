@@ -1,0 +1,78 @@
+"""Masks, sinks and soft caps in the kernels on a Hopper GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attn_jax import reference
+from attn_jax.audit.error import unit_error
+from attn_jax.audit.inputs import Shape, make_inputs
+from attn_jax.kernels.attention import attention
+from tests.mask_cases import FORMATS, mask_cases, sink_gradient_bound
+
+pytestmark = pytest.mark.gpu(capability="9.0")
+
+# No block divides the lengths; more tiles than the card has multiprocessors, so that a
+# CTA of a persistent kernel meets tiles that visit different blocks.
+T, S, N, K = 1000, 1337, 32, 8
+CASES = mask_cases(T, S, N)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", CASES)
+def test_masked_kernels_are_as_good_as_correctly_rounded(name, head_dim):
+    case = CASES[name]
+    shape = Shape(case.batch, T, S, N, K, head_dim)
+    inputs = make_inputs("normal", 0, shape, jnp.dtype(case.dtype))
+    # Keys far from zero, whose mean dQ must not see.
+    key = (np.asarray(inputs.key, np.float32) + 2).astype(inputs.key.dtype)
+    arrays = (inputs.query, key, inputs.value, inputs.dout)
+    lse_shape = (case.batch, N, T)
+    dlse = np.random.default_rng(1).standard_normal(lse_shape).astype(np.float32)
+    sinks = None if case.sinks is None else np.asarray(case.sinks, np.float32)
+    mask = jax.tree.map(jnp.asarray, case.mask)
+
+    @jax.jit
+    def results(query, key, value, dout, dlse, mask, sinks):
+        def attend(query, key, value, sinks):
+            return attention(
+                query, key, value, scale=head_dim**-0.5, mask=mask, sinks=sinks,
+                soft_cap=case.soft_cap,
+            )  # fmt: skip
+
+        (out, lse), backward = jax.vjp(attend, query, key, value, sinks)
+        return out, lse, *backward((dout, dlse))
+
+    arguments = (*map(jnp.asarray, arrays), dlse, mask, sinks)
+    first = jax.device_get(results(*arguments))
+    for _ in range(10):
+        again = jax.device_get(results(*arguments))
+        jax.tree.map(np.testing.assert_array_equal, first, again)
+    out, lse, dquery, dkey, dvalue, dsinks = first
+    golden = reference.golden(
+        *arrays, dlse, mask=case.mask, sinks=sinks, soft_cap=case.soft_cap
+    )
+    for field, got in zip(
+        ("out", "dquery", "dkey", "dvalue"), (out, dquery, dkey, dvalue)
+    ):
+        want = getattr(golden, field)
+        assert np.isfinite(got.astype(np.float32)).all(), field
+        # Where nothing is seen there is nothing to round.
+        hidden = ~want.any(axis=-1)
+        if field == "dquery" and case.soft_cap is not None:
+            # A row that sees a single key has a dQ of 0 as well, but not by the mask.
+            hidden = ~golden.out.any(axis=-1)
+        assert not got[hidden].any(), field
+        # Under a soft cap the centre does not take up the error of delta.
+        limit = 2.0 if field == "dquery" and case.soft_cap else 1.7
+        assert unit_error(got, want, FORMATS[case.dtype]) <= limit, field
+    empty = np.isneginf(golden.lse)
+    np.testing.assert_array_equal(np.isneginf(lse), empty)
+    # FP32 sums of head_dim products, and of as many weights as there are keys.
+    size = np.abs(golden.lse[~empty]).max() + 2.0 * head_dim**0.5 * 5
+    bound = (head_dim + S) * 2.0**-24 * size
+    assert np.abs(lse[~empty] - golden.lse[~empty]).max() <= bound
+    if sinks is not None:
+        bound = sink_gradient_bound(golden, sinks, inputs.dout, case.dtype)
+        assert (np.abs(dsinks - golden.dsinks) <= bound).all()
