@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -160,15 +160,25 @@ def compiled(
         whole = SingleDeviceSharding(device)
         arguments = tuple(x.update(sharding=whole) for x in arguments)
         default = jax.default_device(device)
-    # The other tests' processes compile with few optimisations.
-    jax.config.update("jax_disable_most_optimizations", False)
-    with tempfile.TemporaryDirectory() as folder, default:
+    with tempfile.TemporaryDirectory() as folder, default, _fully_optimised():
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
         os.environ["MOSAIC_GPU_DUMP_SASS"] = "1"
         hlo = jax.jit(function).lower(*arguments).compile().as_text() or ""
         kernels = [_read_kernel(path) for path in sorted(Path(folder).glob("*.ptxas"))]
     return Program(hlo, kernels)
+
+
+@contextlib.contextmanager
+def _fully_optimised() -> Iterator[None]:
+    """The other tests compile with few optimisations, also in this process: what it
+    interprets after this must not differ in the last bit from what it did before."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def _read_kernel(ptxas: Path) -> Kernel:

@@ -96,11 +96,3 @@ def sink_gradient_bound(golden: Golden, sinks, dout, dtype: str) -> np.ndarray:
     weight = np.exp(np.asarray(sinks)[:, None] - golden.lse) ** 2
     squares = (np.asarray(dout, np.float64) ** 2).sum(-1).swapaxes(1, 2)
     return 4 * 1.7 * off * np.sqrt((weight * squares).sum((0, 2)))
-
-
-def hidden_rows(golden: Golden) -> dict[str, np.ndarray]:
-    """By field of a result, which of its rows the mask hides: queries that see nothing
-    and keys that none sees. (dQ of a query that sees one key is zero as well, but by
-    its arithmetic.)"""
-    queries, keys = ~golden.out.any(axis=-1), ~golden.dvalue.any(axis=-1)
-    return {"out": queries, "dquery": queries, "dkey": keys, "dvalue": keys}

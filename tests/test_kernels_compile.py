@@ -79,6 +79,18 @@ def test_compiles_without_spills_and_overlaps(head_dim, key_length, is_causal):
     _check(program, kernel_count=3)
 
 
+def _optimisations_after_compiling() -> tuple[bool, bool]:
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    compiled(jnp.sin, jax.ShapeDtypeStruct((8,), "float32"))
+    return before, jax.config.read(name)
+
+
+def test_compiling_leaves_a_process_that_is_kept_as_it_was():
+    before, after = in_child_process(_optimisations_after_compiling, seconds=TIME_LIMIT)
+    assert before and after
+
+
 def test_float16_compiles_alike():
     program = in_child_process(
         _forward_and_backward, 128, "float16", True, seconds=TIME_LIMIT

@@ -1,5 +1,7 @@
 """Masks, sinks and soft caps in the kernels on a Hopper GPU."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from attn_jax import reference
 from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.kernels.attention import attention
-from tests.mask_cases import FORMATS, hidden_rows, mask_cases, sink_gradient_bound
+from tests.mask_cases import FORMATS, mask_cases, sink_gradient_bound
 
 pytestmark = pytest.mark.gpu(capability="9.0")
 
@@ -53,19 +55,28 @@ def test_masked_kernels_are_as_good_as_correctly_rounded(name, head_dim):
     golden = reference.golden(
         *arrays, dlse, mask=case.mask, sinks=sinks, soft_cap=case.soft_cap
     )
-    hidden = hidden_rows(golden)
-    for field, got in zip(hidden, (out, dquery, dkey, dvalue)):
+    for field, got in zip(
+        ("out", "dquery", "dkey", "dvalue"), (out, dquery, dkey, dvalue)
+    ):
         want = getattr(golden, field)
         assert np.isfinite(got.astype(np.float32)).all(), field
         # Where nothing is seen there is nothing to round.
-        assert not got[hidden[field]].any(), field
+        hidden = ~want.any(axis=-1)
+        if field == "dquery" and case.soft_cap is not None:
+            # A row that sees a single key has a dQ of 0 as well, but not by the mask.
+            hidden = ~golden.out.any(axis=-1)
+        assert not got[hidden].any(), field
         # Under a soft cap the centre does not take up the error of delta.
         limit = 2.0 if field == "dquery" and case.soft_cap else 1.7
         assert unit_error(got, want, FORMATS[case.dtype]) <= limit, field
     empty = np.isneginf(golden.lse)
     np.testing.assert_array_equal(np.isneginf(lse), empty)
-    # FP32 sums of head_dim products, and of as many weights as there are keys.
-    size = np.abs(golden.lse[~empty]).max() + 2.0 * head_dim**0.5 * 5
+    # FP32 sums of head_dim products, at most the largest row of |q| and |k| together
+    # (Cauchy and Schwarz), and of as many weights as there are keys.
+    largest = (
+        np.linalg.norm(np.asarray(x, np.float64), axis=-1).max() for x in arrays[:2]
+    )
+    size = np.abs(golden.lse[~empty]).max() + math.prod(largest) * head_dim**-0.5
     bound = (head_dim + S) * 2.0**-24 * size
     assert np.abs(lse[~empty] - golden.lse[~empty]).max() <= bound
     if sinks is not None:
