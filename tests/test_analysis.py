@@ -9,7 +9,7 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.agreement import same_bits
-from analysis.experiments import EXPERIMENTS, emulator_speed
+from analysis.experiments import EXPERIMENTS, emulator_speed, memory
 from analysis.experiments.accuracy import PRESETS, Problem, measure
 from train import record
 
@@ -21,6 +21,7 @@ TOY_OPTIONS = {
         *("--implementations", "emulated", "reference"),
     ],
     "emulator-speed": ["--lengths", "512", "2048", "--heads", "1"],
+    "memory": ["--lengths", "256", "512", "--heads", "2", "--head-dim", "32"],
 }
 
 
@@ -78,6 +79,48 @@ def test_emulator_memory_grows_no_faster_than_the_length(tmp_path, capsys):
         short, long = (float(row["megabytes"]) for row in csv.DictReader(file))
     # A T x S array would grow by (2048 / 512)**2 = 16.
     assert long <= 4.1 * short
+
+
+def test_memory_tells_a_whole_matrix_of_logits_from_blocks(tmp_path, capsys):
+    options = ["--lengths", "512", "1024", "2048", "--heads", "1", "--head-dim", "16"]
+    assert main(["memory", *options, "--out", str(tmp_path)]) == 0
+    with open(json.loads(capsys.readouterr().out.splitlines()[-1])["files"][0]) as file:
+        rows = list(csv.DictReader(file))
+    grown = {}
+    for row in rows:
+        assert float(row["megabytes"]) >= float(row["beside"]) > 0
+        if row["growth"]:
+            grown.setdefault(row["implementation"], []).append(float(row["growth"]))
+    assert len(grown["xla"]) == len(grown["emulated"]) == 2
+    assert min(grown["xla"]) > 1.5 and max(grown["emulated"]) < 1.1
+
+
+def test_memory_is_held_against_cudnn_and_the_length_before():
+    def row(name, length, megabytes):
+        return {"implementation": name, "N": length, "megabytes": megabytes}
+
+    rows = [row("pallas", 8, 22.0), row("pallas", 16, 44.0)]
+    rows += [row("cudnn", 8, 20.0), row("cudnn", 16, None)]
+    found = memory.compared(rows)
+    assert [x["growth"] for x in found] == [None, 1.0, None, None]
+    assert [x["over_cudnn"] for x in found] == [1.1, None, 1.0, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--lengths", "0"], "at least 1"),
+        (["--heads", "6", "--kv-heads", "4"], "multiple"),
+        (["--out", "pyproject.toml"], "cannot write"),
+    ],
+)
+def test_memory_is_refused_in_one_line_before_anything_compiles(
+    options, reason, capsys, monkeypatch
+):
+    monkeypatch.setattr(memory, "_planned", lambda *_: pytest.fail("compiled"))
+    assert main(["memory", *options]) == 2
+    error = capsys.readouterr().err
+    assert one_line(error) and reason in error
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from analysis.experiments import (
     emulator_speed,
     flash_attention_2,
     kernels,
+    memory,
     precision,
     saturation,
     sequence_length,
@@ -47,6 +48,7 @@ EXPERIMENTS = {
     ),
     "speed": Experiment(speed.SUMMARY, speed.add_arguments, speed.run),
     "kernels": Experiment(kernels.SUMMARY, kernels.add_arguments, kernels.run),
+    "memory": Experiment(memory.SUMMARY, memory.add_arguments, memory.run),
     "flash-attention-2": Experiment(
         flash_attention_2.SUMMARY,
         flash_attention_2.add_arguments,

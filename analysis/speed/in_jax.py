@@ -188,14 +188,18 @@ def _named(gradients: Sequence[Array]) -> dict[str, Array]:
 def _compile(
     name: str, function: Callable, bind: Callable[..., tuple], arrays: tuple[Array, ...]
 ) -> tuple[Any, Callable[..., tuple], float]:
-    options = None
-    if name.endswith("-deterministic"):
-        # The flag is of the whole process, the option of this program alone.
-        options = {"xla_gpu_deterministic_ops": True}
+    options = compiler_options(name)
     arguments = bind(*arrays)
     began = time.monotonic()
     program = jax.jit(function).lower(*arguments).compile(compiler_options=options)
     return program, bind, time.monotonic() - began
+
+
+def compiler_options(name: str) -> dict[str, bool] | None:
+    """What XLA is told under a name; the flag would be of the whole process."""
+    if name.endswith("-deterministic"):
+        return {"xla_gpu_deterministic_ops": True}
+    return None
 
 
 def _config(name: str, case: Case, of: Pass) -> str:
