@@ -165,8 +165,19 @@ def compiled(
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
         os.environ["MOSAIC_GPU_DUMP_SASS"] = "1"
         hlo = jax.jit(function).lower(*arguments).compile().as_text() or ""
-        kernels = [_read_kernel(path) for path in sorted(Path(folder).glob("*.ptxas"))]
+        reports = sorted(Path(folder).glob("*.ptxas"), key=_name_and_number)
+        resources = sorted(Path(folder).glob("*.resources.txt"), key=_name_and_number)
+        kernels = [
+            _read_kernel(*paths) for paths in zip(reports, resources, strict=True)
+        ]
     return Program(hlo, kernels)
+
+
+def _name_and_number(path: Path) -> tuple[str, int]:
+    """Of a dumped file. Kernels that compile side by side do not have the same numbers
+    in all of their files, from JAX 0.12 on."""
+    name, _, number = path.name.partition(".")[0].rpartition("_")
+    return name, int(number)
 
 
 @contextlib.contextmanager
@@ -181,7 +192,7 @@ def _fully_optimised() -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", before)
 
 
-def _read_kernel(ptxas: Path) -> Kernel:
+def _read_kernel(ptxas: Path, resources: Path) -> Kernel:
     report = ptxas.read_text()
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     (path,) = ptxas.parent.glob(f"{ptxas.stem}.sass*")
@@ -192,13 +203,14 @@ def _read_kernel(ptxas: Path) -> Kernel:
         for letter, pattern in _INSTRUCTIONS.items()
         if re.search(pattern, line)
     )
-    resources = (ptxas.parent / f"{ptxas.stem}.resources.txt").read_text()
     return Kernel(
-        name=ptxas.stem.rpartition("_")[0],
+        name=_name_and_number(ptxas)[0],
         spilled_bytes=max(map(int, spills)),
         serialised=bool(re.search(r"C751[23]", report)),
         order="".join(letter for letter, _ in itertools.groupby(letters)),
         opcodes=frozenset(re.findall(r"\*/ +(?:@!?U?P\w+ +)?([A-Z][A-Z0-9]*)", code)),
         registers=int(re.findall(r"Used (\d+) registers", report)[-1]),
-        shared_memory=int(re.findall(r"smem_scratch_bytes=(\d+)", resources)[0]),
+        shared_memory=int(
+            re.findall(r"smem_scratch_bytes=(\d+)", resources.read_text())[0]
+        ),
     )
