@@ -24,7 +24,7 @@ from jax._src.state.types import AbstractRef
 from jax.experimental import io_callback
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from attn_jax.kernels import ampere_tiles
+from attn_jax.kernels import ampere_tiles, tiles, turns
 
 
 @contextlib.contextmanager
@@ -54,6 +54,7 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
         _replaced(JaxprInterpreter, "_interpret_wgmma_ref_p", _interpret_wgmma),
         _replaced(JaxprInterpreter, "_interpret_copy_gmem_to_smem_p", _interpret_copy),
         _replaced(JaxprInterpreter, "_interpret_wait_smem_to_gmem_p", _interpret_wait),
+        _replaced(JaxprInterpreter, "_interpret_copy_smem_to_gmem_p", _interpret_store),
         _replaced(JaxprInterpreter, "_interpret_inline_mgpu_p", _interpret_inline),
         _replaced(
             JaxprInterpreter, "_interpret_arithmetic_primitive", _interpret_arithmetic
@@ -61,6 +62,11 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
         # The interpreter's callbacks are ordered effects, and JAX fails to lower those
         # inside a custom_partitioning. There is one device to run on.
         _replaced(custom_partitioning, "__call__", lambda self, *args: self.fun(*args)),
+        # Semaphores of all CTAs. CTAs run one after the other here, so a kernel is
+        # right if none waits for a later one.
+        _replaced(turns, "semaphores", lambda count: _Semaphores()),
+        _replaced(turns, "await_count", lambda *_: None),
+        _replaced(turns, "count_up", lambda *_: None),
         _replaced(gpu_callbacks, "GPURaceDetectionState", recorded_race_state),
         plgpu.force_gpu_interpret_mode(
             plgpu.InterpretGPUParams(detect_races=detect_races)
@@ -74,6 +80,15 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
             gpu_callbacks.reset_gpu_interpret_mode_state()
     if any(state.races_found for state in race_states):
         raise RuntimeError("the interpreter found a data race; it is printed above")
+
+
+class _Semaphores:
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, index):
+        return self
 
 
 @contextlib.contextmanager
@@ -90,6 +105,7 @@ _stock_interpret = JaxprInterpreter.interpret
 _stock_swap = JaxprInterpreter._interpret_swap_p
 _stock_wgmma = JaxprInterpreter._interpret_wgmma_ref_p
 _stock_copy = JaxprInterpreter._interpret_copy_gmem_to_smem_p
+_stock_store = JaxprInterpreter._interpret_copy_smem_to_gmem_p
 _stock_wait = JaxprInterpreter._interpret_wait_smem_to_gmem_p
 _stock_inline = JaxprInterpreter._interpret_inline_mgpu_p
 _stock_arithmetic = JaxprInterpreter._interpret_arithmetic_primitive
@@ -183,8 +199,10 @@ def _interpret_arithmetic(self: JaxprInterpreter, eqn, get_invals):
 
 
 def _interpret_inline(self: JaxprInterpreter, eqn, token, get_invals):
-    """Gap: inlined code. Ours changes the layout, of which the interpreter has none."""
-    if eqn.params["mgpu_fn"] is not ampere_tiles.rename_accumulator_to_left:
+    """Gap: inlined code. Ours changes the layout, of which the interpreter has none, or
+    hides from the compiler what it returns."""
+    known = (ampere_tiles.rename_accumulator_to_left, tiles.first_lane)
+    if eqn.params["mgpu_fn"] not in known:
         return _stock_inline(self, eqn, token, get_invals)
     return token, list(get_invals())
 
@@ -241,6 +259,70 @@ def _start_copy(
     )
     put(np.full_like(values, np.nan))
     _copies.setdefault(thread, []).append(functools.partial(put, values))
+    return token
+
+
+def _interpret_store(
+    self: JaxprInterpreter, eqn, token, source, target, *rest, **params
+):
+    """Gap: copies that add to what is there; done at once, and for all."""
+    if params["reduction_op"] is None:
+        return _stock_store(self, eqn, token, source, target, *rest, **params)
+    assert params["reduction_op"] == "add" and not params["has_user_predicate"]
+    trees = ("src_transforms_treedef", "dst_transforms_treedef")
+    source_view, target_view = jax.tree.unflatten(
+        jax.tree_util.treedef_tuple([params[name] for name in trees]), rest
+    )
+    token = io_callback(
+        functools.partial(_add_tile, source_info=eqn.source_info),
+        gpu_callbacks.TOKEN_SHAPE_DTYPE,
+        token=token,
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        source=source,
+        source_view=source_view,
+        target=target,
+        target_view=target_view,
+    )
+    return token, []
+
+
+@gpu_callbacks.fail_on_exception
+def _add_tile(
+    *,
+    token,
+    mesh_location,
+    thread,
+    source,
+    source_view,
+    target,
+    target_view,
+    source_info,
+):
+    _, added = gpu_callbacks._get(
+        token, mesh_location, thread, source, source_view, source_info=source_info
+    )
+    memory = gpu_callbacks._get_shared_memory()
+    info = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
+    key = shared_memory.HostAllocationKey.from_array(target)
+    transforms = gpu_callbacks._remove_noop_transforms(target_view)
+    access = memory.access(key, jax.tree.map(int, transforms))
+    # What lies past the end of the array is left out, as TMA does.
+    shape = tuple(memory.buffer_shape_and_dtype(key).shape)
+    inside = gpu_callbacks._clip_store_to_shape(access, added, shape)
+    if inside is not None:
+        access, added = inside
+        before, _, clock = memory.get_buffer_content(
+            key, access, thread, logging_info=info
+        )
+        memory.store_buffer_content(
+            key, access, before + added, thread, logging_info=info
+        )
+        if memory.detect_races:
+            assert clock is not None
+            gpu_callbacks.get_races().check_write(
+                thread, clock.generic_clock, key, access, source_info=source_info
+            )
     return token
 
 

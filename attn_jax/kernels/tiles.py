@@ -12,6 +12,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -127,6 +129,66 @@ def hide_from(s: jax.Array, seen: jax.Array) -> jax.Array:
         ],
         axis=1,
     )
+
+
+def hide_columns_before(s: jax.Array, hidden: jax.Array) -> jax.Array:
+    """s with -inf in the first `hidden` columns; [rows, 8] with the same in each row.
+    Eight columns at a time, as `hide_from`."""
+    rows, columns = s.shape
+    position = plgpu.broadcasted_iota(
+        jnp.int32, (rows, GROUP), 1, layout=plgpu.Layout.WGMMA
+    )
+    return jnp.concatenate(
+        [
+            jnp.where(
+                position < hidden - column,
+                -jnp.inf,
+                lax.slice(s, (0, column), (rows, column + GROUP)),
+            )
+            for column in range(0, columns, GROUP)
+        ],
+        axis=1,
+    )
+
+
+def hide_rows_from(s: jax.Array, seen: jax.Array) -> jax.Array:
+    """s with -inf in all but the first `seen` rows."""
+    rows, columns = s.shape
+    visible = row_positions(rows) < seen
+    return jnp.concatenate(
+        [
+            jnp.where(
+                visible, lax.slice(s, (0, column), (rows, column + GROUP)), -jnp.inf
+            )
+            for column in range(0, columns, GROUP)
+        ],
+        axis=1,
+    )
+
+
+def opaque(index: jax.Array) -> jax.Array:
+    """`index`, but the compiler cannot know so: it asks the warp's first lane.
+
+    The compiler would otherwise keep all descriptors of a tile that stays in shared
+    memory, 16 registers for 64 x 128, and spill others.
+    """
+    return plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
+    )(first_lane)(index)
+
+
+def first_lane(_, value):
+    """The code of `opaque`; on its own, so that the interpreter knows it."""
+    (register,) = value.registers.flat
+    asked = mgpu_utils.inline_ptx(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;",
+        register,
+        result_types=register.type,
+        has_side_effects=True,
+        convergent=True,
+    )
+    return FragmentedArray.splat(asked, (), is_signed=True)
 
 
 def partial_sum(x: jax.Array) -> jax.Array:

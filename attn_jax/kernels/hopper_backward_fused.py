@@ -1,0 +1,441 @@
+"""Backward attention for Hopper in one pass: five matrix products instead of seven.
+
+A thread block (CTA) owns 128 keys of a key head at a time and goes over all blocks of
+queries that see them. Tiles are transposed, keys down the rows:
+
+    S^T = K Q^T     P^T = exp(S^T - LSE)     dP^T = V dO^T     dS^T = P^T (dP^T - delta)
+    dV += P^T dO    dK += dS^T Q             dQ[block] += dS K'   (in global memory)
+
+dQ gets an FP32 tile from every CTA that sees the block, added by TMA, by a warpgroup
+that does nothing else. So that two runs give the same bits the additions to a block are
+made in a fixed order, by a semaphore for each block of queries: the order in which
+tiles arrive by themselves (`ring_order`, which also says why nobody waits for ever).
+The first one is stored and not added, so dQ needs no zeroing.
+
+The centre
+----------
+Rows of dS sum to dLSE in exact arithmetic; rounded ones do not, and what is left over
+multiplies the mean of K (see `hopper_backward_dq`, which sums it). Here K' = K - c
+takes the place of K in that product, and dLSE * c is added at the end: a row sum of
+rounding errors then meets keys of mean near zero. c is zero in columns whose mean is
+below a quarter of their spread, and has few digits, so that most differences are exact
+(`centre_of`).
+
+Where it rounds (16 bit: the inputs' format):
+  S, P, dP, dS, delta and the accumulators of a tile are FP32;
+  P is rounded to 16 bit as the operand of P^T dO, dS as that of dS^T Q and of dS K',
+  K' as that of dS K';
+  tiles of dQ are added in FP32;
+  scale is applied to the sums, which are then rounded once.
+"""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Float32
+
+from attn_jax.kernels import ring_order
+from attn_jax.kernels.hopper_fused_copies import load, store
+from attn_jax.kernels.hopper_fused_work import (
+    DS_BUFFERS,
+    KEY_TILE,
+    KEYS,
+    QUERIES,
+    WARPGROUPS,
+    Barriers,
+    Memory,
+    Plan,
+    Shapes,
+    Work,
+    slot,
+)
+from attn_jax.kernels.tiles import (
+    COLUMNS,
+    LOG2_E,
+    accumulator,
+    along_columns,
+    hide_columns_before,
+    hide_rows_from,
+    opaque,
+    pad_rows,
+    row_positions,
+)
+
+CONSUMER_REGISTERS = 232
+OTHER_REGISTERS = 24  # the loading and the storing warpgroup
+
+
+def reason_against(
+    query_shape: tuple[int, ...], key_shape: tuple[int, ...], *, is_causal: bool
+) -> str | None:
+    """Why the kernel does not take arrays of these shapes ([B, T, N, H], [B, S, K, H]),
+    in one line, or None if it does. Any lengths will do without a mask."""
+    _, query_count, _, head_dim = query_shape
+    key_count = key_shape[1]
+    if head_dim not in QUERIES:
+        return f"head dim {head_dim}, not {' or '.join(map(str, QUERIES))}"
+    if query_count == 0 or key_count == 0:
+        return "no query or no key"
+    if is_causal and query_count != key_count:
+        return f"a causal mask with {query_count} queries and {key_count} keys"
+    if is_causal and not ring_order.causal_fits(pl.cdiv(key_count, KEY_TILE)):
+        return f"a causal mask with {key_count} keys, too many for a ring of CTAs"
+    return None
+
+
+def centre_of(key: Float[Array, "B S K H"]) -> Float32[Array, "B K H"]:
+    """c for each column: near its mean, with few digits: most key - c are exact.
+
+    One reading of the keys: the place that c is rounded to is the last one of a key of
+    four times the column's root mean square, rather than of its largest key.
+    """
+    wide = key.astype(jnp.float32)
+    mean, square = wide.mean(axis=1), jnp.square(wide).mean(axis=1)
+    last = jnp.frexp(jnp.sqrt(square))[1] + 2 - (jnp.finfo(key.dtype).nmant + 1)
+    place = jnp.ldexp(jnp.float32(1), jnp.clip(last, -100, 100))
+    # mean^2 > variance / 16
+    return jnp.where(17 * mean * mean > square, jnp.rint(mean / place) * place, 0.0)
+
+
+def backward_fused(
+    query: Float[Array, "B Tpad N H"],
+    key: Float[Array, "B Spad K H"],
+    value: Float[Array, "B Spad K H"],
+    dout: Float[Array, "B Tpad N H"],
+    lse: Float32[Array, "B N T"],
+    delta: Float32[Array, "B N T"],
+    dlse: Float32[Array, "B N T"],
+    centre: Float32[Array, "B K H"],
+    *,
+    query_count: int,
+    key_count: int,
+    scale: float,
+    is_causal: bool,
+    plan: Plan = Plan(),
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    """(dQ, dK, dV). `centre` is `centre_of` the keys.
+
+    Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
+    rows are real.
+
+    Raises:
+      NotImplementedError: `reason_against` has one.
+    """
+    batch, _, query_heads, head_dim = query.shape
+    key_heads = key.shape[2]
+    reason = reason_against(
+        (batch, query_count, query_heads, head_dim),
+        (batch, key_count, key_heads, head_dim),
+        is_causal=is_causal,
+    )
+    if reason is not None:
+        raise NotImplementedError(f"the fused backward kernel does not take {reason}")
+    total, dk, dv = _sums(
+        *(query, key, value, dout, lse, delta, centre),
+        query_count=query_count,
+        key_count=key_count,
+        scale=scale,
+        is_causal=is_causal,
+        plan=plan,
+    )
+    shift = dlse.swapaxes(1, 2)[..., None]
+    shift = shift * jnp.repeat(centre, query_heads // key_heads, axis=1)[:, None]
+    dq = scale * (total[:, :query_count] + shift)
+    return dq.astype(query.dtype), dk[:, :key_count], dv[:, :key_count]
+
+
+def _sums(
+    query, key, value, dout, lse, delta, centre,
+    *, query_count: int, key_count: int, scale: float, is_causal: bool, plan: Plan,
+):  # fmt: skip
+    """(sum over keys of dS K' in FP32, dK, dV), padded."""
+    batch, _, query_heads, head_dim = query.shape
+    dtype = query.dtype
+    shapes = Shapes(batch, query_count, key_count, query_heads, key.shape[2], head_dim)
+    queries = shapes.queries
+    by_rows = queries == 128  # dQ's pieces, one for each warpgroup; else by columns
+    ring = ring_order.ring_of(
+        tiles=shapes.tiles,
+        blocks=shapes.blocks,
+        pairs=shapes.pairs,
+        group=shapes.group,
+        ratio=KEY_TILE // queries if is_causal else None,
+        passes=plan.passes,
+        rings=plan.rings,
+    )
+    unit = scale * LOG2_E
+    # Past the last query everything is zero, read from memory or filled in by TMA:
+    # P = exp(0 - 0) = 1 meets dO = 0 there, and dS = 1 * (0 - 0) = 0. What is added to
+    # dQ past its end TMA leaves out.
+    rows = (pad_rows(x, shapes.blocks * queries) for x in (lse * LOG2_E, delta))
+
+    def attention_backward_fused(
+        q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, centre_gmem, dq_gmem,
+        dk_gmem, dv_gmem, smem, barriers,
+    ):  # fmt: skip
+        i32 = jnp.int32
+        work = Work.of(lax.axis_index("cta"), shapes, ring)
+        warpgroup = lax.axis_index("warpgroup")
+
+        def buffer(step):
+            return lax.rem(step, i32(DS_BUFFERS))
+
+        def hand_on_dq(dq):
+            """A piece of a tile of dQ, to the warpgroup that adds it."""
+            smem.dq[opaque(warpgroup)] = dq
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(barriers.dq_ready)
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def consume():
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            part, columns = 0, pl.ds(warpgroup * 64, 64)
+            if by_rows:
+                part, columns = warpgroup, slice(None)
+
+            def dq_product(dq_acc, step):
+                """dq_acc += dS K' over all keys of the CTA."""
+                for w in range(WARPGROUPS):
+                    at = w + opaque(i32(0))
+                    plgpu.wgmma(
+                        dq_acc,
+                        smem.ds.at[buffer(step), at, part].transpose((1, 0)),
+                        smem.keys.at[at, :, columns],
+                    )
+
+            def logits(s_acc, step):
+                plgpu.wgmma(
+                    s_acc,
+                    smem.k.at[opaque(warpgroup)],
+                    smem.q.at[slot(step)].transpose((1, 0)),
+                )
+
+            def dp_product(dp_acc, step):
+                plgpu.wgmma(
+                    dp_acc,
+                    smem.v.at[opaque(warpgroup)],
+                    smem.dout.at[slot(step)].transpose((1, 0)),
+                )
+
+            def probabilities(s, item, turn, step):
+                """P^T of a block from its logits."""
+                first_row = item.tile * KEY_TILE + warpgroup * KEYS
+                _, _, block = work.block_of(item, turn)
+
+                def hide(s):
+                    if not is_causal:
+                        return hide_rows_from(s, key_count - first_row)
+                    # Key row + first_row is seen by queries from that number on: rows
+                    # past the last key by none, or by such as are past the last query.
+                    hidden = row_positions(KEYS) + (first_row - block * queries)
+                    return hide_columns_before(s, hidden)
+
+                if ring.ratio is not None:
+                    partial = block < (item.tile + 1) * ring.ratio
+                    s = lax.cond(partial, hide, lambda s: s, s)
+                elif key_count % KEY_TILE:
+                    s = lax.cond(item.tile == shapes.tiles - 1, hide, lambda s: s, s)
+                row_lse = plgpu.load(smem.rows.at[0, slot(step)], layout=COLUMNS)
+                return jnp.exp2(s * unit - along_columns(row_lse, s.shape))
+
+            def gradient(p, dp, step):
+                row_delta = plgpu.load(smem.rows.at[1, slot(step)], layout=COLUMNS)
+                return p * (dp - along_columns(row_delta, dp.shape))
+
+            def put_ds(ds, step):
+                """dS for dQ, into shared memory."""
+                here = opaque(warpgroup)
+                for i in range(queries // 64):
+                    piece = lax.slice(ds, (0, i * 64), (KEYS, (i + 1) * 64))
+                    smem.ds[buffer(step), here, i] = piece
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(barriers.ds_ready.at[buffer(step)])
+
+            def released(step):
+                # Orders the reads of rows before TMA's next write to them.
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(barriers.dout_free.at[slot(step)])
+                plgpu.barrier_arrive(barriers.q_free.at[slot(step)])
+
+            def release_tile(free, item, turn):
+                @pl.when(turn == item.steps - 1)
+                def _():
+                    plgpu.barrier_arrive(free)
+
+            def make_keys(item):
+                """K' of one's own keys."""
+                here = opaque(warpgroup)
+                wide = smem.k[here].astype(jnp.float32)
+                row = plgpu.load(
+                    centre_gmem.at[item.b, item.kv_head],
+                    layout=COLUMNS,
+                    optimized=False,
+                )
+                smem.keys[here] = (wide - along_columns(row, wide.shape)).astype(dtype)
+                plgpu.commit_smem()
+
+            block_acc = accumulator(KEYS, queries)
+            dq_acc = accumulator(64, 64)
+
+            def late_step(item, turn, step, dk_acc, dv_acc):
+                now, before = slot(step), buffer(step + 1)
+                plgpu.barrier_wait(barriers.q_ready.at[now])
+
+                def first_products(s_acc, dq_acc):
+                    logits(s_acc, step)
+                    plgpu.barrier_wait(barriers.ds_ready.at[before])
+                    dq_product(dq_acc, step + 1)
+                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=WARPGROUPS)
+                    release_tile(barriers.k_free, item, turn)
+                    p = probabilities(s, item, turn, step)
+                    # Keeps ptxas from moving the wait for dQ above the exponentials.
+                    plgpu.barrier_wait(barriers.dout_ready.at[now])
+                    return p, dq_acc[...]
+
+                p, dq = pl.run_scoped(first_products, block_acc, dq_acc)
+
+                @pl.when(turn > 0)
+                def _():
+                    plgpu.barrier_wait(barriers.dq_free)
+                    hand_on_dq(dq)
+
+                def second_products(dp_acc):
+                    dp_product(dp_acc, step)
+                    plgpu.wgmma(dv_acc, p.astype(dtype), smem.dout.at[now])
+                    return plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+
+                dp = pl.run_scoped(second_products, block_acc)
+                release_tile(barriers.v_free, item, turn)
+                ds = gradient(p, dp, step).astype(dtype)
+                put_ds(ds, step)
+                plgpu.wgmma(dk_acc, ds, smem.q.at[now])
+                plgpu.wgmma_wait(0)
+                released(step)
+
+            def plain_step(item, turn, step, dk_acc, dv_acc):
+                now = slot(step)
+                plgpu.barrier_wait(barriers.q_ready.at[now])
+
+                def products(s_acc, dp_acc):
+                    logits(s_acc, step)
+                    plgpu.barrier_wait(barriers.dout_ready.at[now])
+                    dp_product(dp_acc, step)
+                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    release_tile(barriers.k_free, item, turn)
+                    p = probabilities(s, item, turn, step)
+                    # Waiting here, rather than where it is needed, keeps ptxas from
+                    # moving the wait for dP above the exponentials.
+                    plgpu.barrier_wait(barriers.dq_free)
+                    return p, dp_acc[...]
+
+                p, dp = pl.run_scoped(products, block_acc, block_acc)
+                release_tile(barriers.v_free, item, turn)
+                plgpu.wgmma(dv_acc, p.astype(dtype), smem.dout.at[now])
+                ds = gradient(p, dp, step).astype(dtype)
+                put_ds(ds, step)
+                plgpu.wgmma(dk_acc, ds, smem.q.at[now])
+
+                def rest(dq_acc):
+                    plgpu.barrier_wait(barriers.ds_ready.at[buffer(step)])
+                    dq_product(dq_acc, step)
+                    dq = dq_acc[...]
+                    released(step)
+                    return dq
+
+                hand_on_dq(pl.run_scoped(rest, dq_acc))
+
+            def last_dq(step):
+                def product(dq_acc):
+                    plgpu.barrier_wait(barriers.ds_ready.at[buffer(step)])
+                    dq_product(dq_acc, step)
+                    return dq_acc[...]
+
+                dq = pl.run_scoped(product, dq_acc)
+                plgpu.barrier_wait(barriers.dq_free)
+                hand_on_dq(dq)
+
+            def consume_item(item, first, number):
+                plgpu.barrier_wait(barriers.tile_ready)
+                make_keys(item)
+
+                def accumulate(dk_acc, dv_acc):
+                    if plan.late:
+                        # The block before the first one: dS = 0, its dQ goes nowhere.
+                        zero = jnp.zeros((KEYS, queries), dtype)
+                        put_ds(plgpu.layout_cast(zero, plgpu.Layout.WGMMA), first + 1)
+                    take = late_step if plan.late else plain_step
+
+                    @pl.loop(0, item.steps)
+                    def _(turn):
+                        take(item, turn, first + turn, dk_acc, dv_acc)
+
+                    if plan.late:
+                        last_dq(first + item.steps - 1)
+                    return dk_acc[...], dv_acc[...]
+
+                total = accumulator(KEYS, head_dim)
+                dk, dv = pl.run_scoped(accumulate, total, total)
+                # Others read this K' and this dS until the last dQ is made. What comes
+                # next into either is written by this warpgroup.
+                plgpu.barrier_arrive(barriers.all_done)
+                plgpu.barrier_wait(barriers.all_done)
+                here = opaque(warpgroup)
+                # Anew, rather than in registers all along.
+                done = work.item(opaque(number))
+                first_row = done.tile * KEY_TILE + here * KEYS
+                out = (done.b, pl.ds(first_row, KEYS), done.kv_head)
+                put(dk * scale, [smem.keys.at[here]], dk_gmem, out)
+                halves = [smem.ds.at[i, here, 0] for i in range(head_dim // 64)]
+                put(dv, halves, dv_gmem, out)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            def put(x, targets, gmem, out):
+                """Stores a tile, through shared memory that takes it by columns."""
+                low = x.astype(dtype)
+                width = head_dim // len(targets)
+                for i, smem in enumerate(targets):
+                    smem[...] = lax.slice(low, (0, i * width), (KEYS, (i + 1) * width))
+                plgpu.commit_smem()
+                for i, smem in enumerate(targets):
+                    columns = pl.ds(i * width, width)
+                    plgpu.copy_smem_to_gmem(smem, gmem.at[(*out, columns)])
+
+            work.for_each(consume_item)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def produce():
+            plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
+            load(
+                *(work, smem, barriers, k_gmem, v_gmem),
+                (q_gmem, lse_gmem),
+                (dout_gmem, delta_gmem),
+            )
+
+        @pl.when(warpgroup == WARPGROUPS + 1)
+        def add_dq():
+            plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
+            store(work, plan, smem, barriers, dq_gmem)
+
+    dkv = jax.ShapeDtypeStruct(key.shape, dtype)
+    dq = jax.ShapeDtypeStruct(query.shape, jnp.float32)
+    kernel = plgpu.kernel(
+        attention_backward_fused,
+        out_type=[dq, dkv, dkv] if plan.deterministic else [dkv, dkv],
+        scratch_types=[Memory.scratch(shapes, dtype), Barriers.scratch()],
+        grid=(ring.count * ring.size,),
+        grid_names=("cta",),
+        num_threads=WARPGROUPS + 2,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=plan.bare
+        ),
+    )
+    operands = (query, key, value, dout, *rows, centre)
+    if plan.deterministic:
+        return kernel(*operands)
+    total = jax.new_ref(jnp.zeros(query.shape, jnp.float32))
+    dk, dv = kernel(*operands, total)
+    return total[...], dk, dv

@@ -1,0 +1,155 @@
+"""The warpgroups of the fused backward kernel that copy: one loads, one adds dQ."""
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from attn_jax.kernels import turns
+from attn_jax.kernels.hopper_fused_work import (
+    KEY_TILE,
+    KEYS,
+    STAGES,
+    WARPGROUPS,
+    Barriers,
+    Memory,
+    Plan,
+    Work,
+    slot,
+)
+
+
+def load(
+    work: Work, smem: Memory, barriers: Barriers, keys, values, queries, douts
+) -> None:
+    """The loading warpgroup. `queries` and `douts` are a matrix and its rows' LSE or
+    delta, in global memory."""
+    block_size = work.shapes.queries
+
+    def load_block(source, target, index, ready, free, item, turn, step):
+        matrix, rows = source
+        now = slot(step)
+
+        @pl.when(step >= STAGES)
+        def _():
+            plgpu.barrier_wait(free.at[now])
+
+        head, _index, block = work.block_of(item, turn)
+        span = pl.ds(block * block_size, block_size)
+        plgpu.copy_gmem_to_smem(
+            matrix.at[item.b, span, head], target.at[now], ready.at[now]
+        )
+        plgpu.copy_gmem_to_smem(
+            rows.at[item.b, head, span], smem.rows.at[index, now], ready.at[now]
+        )
+
+    def load_tile(source, target, free, item, first):
+        @pl.when(first > 0)
+        def _():
+            plgpu.barrier_wait(free)
+
+        for w in range(WARPGROUPS):
+            span = pl.ds(item.tile * KEY_TILE + w * KEYS, KEYS)
+            plgpu.copy_gmem_to_smem(
+                source.at[item.b, span, item.kv_head], target.at[w], barriers.tile_ready
+            )
+
+    def load_item(item, first, number):
+        del number
+
+        @pl.loop(0, item.steps)
+        def _(turn):
+            at = (item, turn, first + turn)
+            load_block(queries, smem.q, 0, barriers.q_ready, barriers.q_free, *at)
+            load_block(
+                douts, smem.dout, 1, barriers.dout_ready, barriers.dout_free, *at
+            )
+
+            @pl.when(turn == 0)
+            def _():
+                load_tile(keys, smem.k, barriers.k_free, item, first)
+                load_tile(values, smem.v, barriers.v_free, item, first)
+
+    end = work.for_each(load_item)
+    # Every release is awaited: no barrier may be left with an arrival nobody saw.
+    for free in (barriers.q_free, barriers.dout_free):
+        for back in range(STAGES, 0, -1):
+
+            @pl.when(end >= back)
+            def _():
+                plgpu.barrier_wait(free.at[slot(end - back)])
+
+    plgpu.barrier_wait(barriers.k_free)
+    plgpu.barrier_wait(barriers.v_free)
+
+
+def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dq) -> None:
+    """The storing warpgroup: adds tiles of dQ to `dq`, in global memory, in turn."""
+    shapes = work.shapes
+    if plan.deterministic:
+        semaphores = turns.semaphores(shapes.batch * shapes.query_heads * shapes.blocks)
+    plgpu.barrier_arrive(barriers.dq_free)
+
+    def put(item, turn, reduction_op):
+        head, _index, block = work.block_of(item, turn)
+        for piece in range(WARPGROUPS):
+            row, column = block * shapes.queries, piece * 64
+            if shapes.head_dim == 64:
+                row, column = row + column, 0
+            target = (item.b, pl.ds(row, 64), head, pl.ds(column, 64))
+            plgpu.copy_smem_to_gmem(
+                smem.dq.at[piece], dq.at[target], reduction_op=reduction_op
+            )
+
+    def turn_of(item, turn):
+        """(semaphore of a step's block, rank, whether it is the last)."""
+        head, index, block = work.block_of(item, turn)
+        number = (item.b * shapes.query_heads + head) * shapes.blocks + block
+        index = index if shapes.group > 1 else 0
+        return semaphores.at[number], *work.ring.rank(item.tile, index, block)
+
+    def await_turn(item, turn):
+        """Waits until those before this tile have added to the block."""
+        semaphore, rank, _last = turn_of(item, turn)
+
+        @pl.when(rank > 0)
+        def _():
+            turns.await_count(semaphore, rank)
+
+    def put_in_turn(item, turn):
+        _semaphore, rank, _last = turn_of(item, turn)
+        pl.when(rank == 0)(lambda: put(item, turn, None))
+        pl.when(rank > 0)(lambda: put(item, turn, "add"))
+
+    def end_turn(item, turn):
+        """Lets the next tile add to the block, once this one's addition is done."""
+        semaphore, _rank, last = turn_of(item, turn)
+
+        @pl.when(jnp.logical_not(last))
+        def _():
+            plgpu.wait_smem_to_gmem(0)
+            turns.count_up(semaphore)
+
+    def store_item(item, first, number):
+        del first
+
+        @pl.loop(0, item.steps)
+        def _(turn):
+            if plan.deterministic:
+                await_turn(item, turn)
+            plgpu.barrier_wait(barriers.dq_ready)
+            if plan.deterministic:
+                put_in_turn(item, turn)
+            else:
+                put(item, turn, "add")
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            ends = jnp.logical_and(number == work.items - 1, turn == item.steps - 1)
+
+            @pl.when(jnp.logical_not(ends))
+            def _():
+                plgpu.barrier_arrive(barriers.dq_free)
+
+            if plan.deterministic:
+                end_turn(item, turn)
+
+    work.for_each(store_item)
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,235 @@
+"""Which CTA of the fused backward kernel has which tiles, and the order of additions.
+
+CTAs that share a (batch, key head) pair are a *ring*; rings with successive numbers
+take one pair after the other. Tiles of keys are dealt to the members of a ring; each
+member goes over the blocks of queries that see its tile, for one query head of the
+group after the other, and at every *step* adds a tile to dQ's block.
+
+Everything is a function of the shapes alone.
+
+The order
+---------
+Give each step of a pair the *time* at which it would happen if all steps took equally
+long and nobody waited. Additions to a block are made in the order of their times
+(equal times: see `Ring.rank`), so that at equal speed few have to wait.
+
+Why nobody waits for ever
+-------------------------
+A step is over when its addition is done and counted. It may wait for
+
+  (a) the step before it of its own CTA, which has an earlier time,
+  (b) additions to its block that come earlier in the order,
+  (c) its CTA to be launched.
+
+(a) and (b) lie before it in one strict order of all steps of the pair: by time, and
+among equal times by the rule of `Ring.rank`, under which a CTA has no two steps of the
+same time. So of the steps of a pair that are not over the first one waits for neither,
+once its CTA runs and is done with earlier pairs. By induction over the pairs of a ring
+each ring ends whose CTAs all run; rings do not wait for each other. CTAs are launched
+in the order of their numbers (assumed, as all kernels of this kind do), a ring's
+numbers follow on each other, and it has no more members than the card has
+multiprocessors: what runs beside the first ring that is not over belongs to later
+rings, whose CTAs were launched after all of its own. So it does end, and then the next
+one.
+
+Several threads of a CTA may store by turns. Then (a) is that the step before it has
+begun to be added, which is less.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# H100 and H200. With fewer, whole rings wait their turn.
+MULTIPROCESSORS = 132
+
+# A kernel's scalar; or, to look at the order without one, Python's or many of NumPy's.
+Number = Any
+
+
+def _div(x: Number, y: Number) -> Number:
+    """Of numbers that are not negative."""
+    if isinstance(x, jax.Array) or isinstance(y, jax.Array):
+        return lax.div(jnp.int32(x), jnp.int32(y))
+    return x // y
+
+
+def _pick(condition, x: Number, y: Number) -> Number:
+    if isinstance(condition, jax.Array):
+        return jnp.where(condition, jnp.int32(x), jnp.int32(y))
+    return np.where(condition, x, y)
+
+
+def _least(x: Number, y: Number) -> Number:
+    return _pick(x < y, x, y)
+
+
+def _most(x: Number, y: Number) -> Number:
+    return _pick(x < y, y, x)
+
+
+def _ceil_div(x: Number, y: Number) -> Number:
+    """0 for negative x."""
+    return _div(_most(x, 0) + y - 1, y)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """How the tiles of a pair are dealt to the members of a ring.
+
+    Attributes:
+      tiles: of keys, in a pair.
+      blocks: of queries, in a query head.
+      group: query heads of a pair.
+      ratio: under a causal mask block i sees the tiles 0 ... i // ratio; None: no mask.
+      size: members of a ring.
+      count: rings.
+    """
+
+    tiles: int
+    blocks: int
+    group: int
+    ratio: int | None
+    size: int
+    count: int
+
+    @property
+    def is_causal(self) -> bool:
+        return self.ratio is not None
+
+    def passes(self, member: Number) -> Number:
+        """How many tiles of a pair a member has.
+
+        Without a mask tiles m, m + size, ...; under a causal mask m (long) and
+        tiles - 1 - m (short), together equally long for all m, and the middle one of an
+        odd number of tiles is alone.
+        """
+        if self.ratio is None:
+            return _div(self.tiles - 1 - member, self.size) + 1
+        return _pick(2 * member == self.tiles - 1, 1, 2)
+
+    def start(self, member: Number) -> Number:
+        """The block at which a member starts on a tile, without a mask."""
+        return _div(member * self.blocks, self.size)
+
+    def item(
+        self, member: Number, index: Number
+    ) -> tuple[Number, Number, Number, Number]:
+        """(tile, first block, from a block to the next, number of blocks) of a pass.
+
+        Without a mask members start apart from each other and wrap round. Long causal
+        tiles go up from their diagonal, short ones down to it.
+        """
+        if self.ratio is None:
+            return index * self.size + member, self.start(member), 1, self.blocks
+        tile = _pick(index == 0, member, self.tiles - 1 - member)
+        first = _pick(index == 0, member * self.ratio, self.blocks - 1)
+        return tile, first, 1 - 2 * index, self.blocks - tile * self.ratio
+
+    def block(self, first: Number, stride: Number, i: Number) -> Number:
+        """The i-th block of a tile."""
+        if self.ratio is not None:
+            return first + stride * i
+        block = first + i
+        return _pick(block >= self.blocks, block - self.blocks, block)
+
+    def rank(self, tile: Number, head: Number, block: Number):
+        """(how many tiles are added to a block of the group's `head` before `tile`,
+        whether `tile` is the last)."""
+        if self.ratio is None:
+            return self._rank_full(tile, block)
+        return self._rank_causal(self.ratio, tile, head, block)
+
+    def _rank_full(self, tile: Number, block: Number):
+        """A block meets the last member that starts at it or before, then the member
+        before that one, and so on, wrapping round; at the same time the later member
+        goes first. The tiles of a later pass follow those of an earlier one."""
+        size = self.size
+        index = _div(tile, size)
+        member = tile - index * size
+        # Members with a tile in this pass: the last one may be short of some.
+        members = _least(self.tiles - index * size, size)
+        nearest = _least(_div((block + 1) * size - 1, self.blocks), members - 1)
+        wrapped = _pick(self.start(member) > block, members, 0)
+        rank = index * size + nearest - member + wrapped
+        return rank, rank == self.tiles - 1
+
+    def _rank_causal(self, ratio: int, tile: Number, head: Number, block: Number):
+        """At equal speed tile c is at block s of head h at the time
+
+            long    h * (blocks - ratio * c) + s - ratio * c
+            short   group * (blocks - ratio * (tiles - 1 - c))
+                    + h * (blocks - ratio * c) + blocks - 1 - s
+
+        and adds after those that are there earlier; at the same time the long one goes
+        first. For one block times of long tiles fall with c, those of short ones rise.
+        """
+        tiles, blocks, group = self.tiles, self.blocks, self.group
+        long_tiles = -(-tiles // 2)
+        last = _div(block, ratio)
+        long_last = _least(last, long_tiles - 1)
+        long_zero = head * blocks + block  # time of long tile 0
+        long_step = (head + 1) * ratio
+        short_zero = group * (blocks - ratio * (tiles - 1))
+        short_zero = short_zero + head * blocks + blocks - 1 - block
+        short_step = (group - head) * ratio
+        # Short tiles t >= long_tiles with short_zero + t * short_step < time of this.
+        reached = _ceil_div(long_zero - tile * long_step - short_zero, short_step)
+        shorts = _most(_least(reached, last + 1) - long_tiles, 0)
+        # Long tiles c with long_zero - c * long_step <= time of this one.
+        time = short_zero + tile * short_step
+        longs = _most(long_last + 1 - _ceil_div(long_zero - time, long_step), 0)
+        is_long = tile < long_tiles
+        rank = _pick(is_long, long_last - tile + shorts, tile - long_tiles + longs)
+        return rank, rank == last
+
+
+def ring_of(
+    *,
+    tiles: int,
+    blocks: int,
+    pairs: int,
+    group: int,
+    ratio: int | None,
+    passes: int = 1,
+    rings: int | None = None,
+    multiprocessors: int | None = None,
+) -> Ring:
+    """The ring for `pairs` pairs.
+
+    Args:
+      passes: without a mask, the fewest tiles of a pair that a member is to have: with
+        more, rings are smaller and their members farther apart.
+      rings: how many; None: as many as run at the same time.
+      multiprocessors: None: `MULTIPROCESSORS`.
+
+    Raises:
+      ValueError: a causal ring that does not fit the card (`causal_fits`).
+    """
+    multiprocessors = multiprocessors or MULTIPROCESSORS
+    if ratio is not None:
+        if not causal_fits(tiles, multiprocessors):
+            raise ValueError(f"{tiles} tiles on {multiprocessors} multiprocessors")
+        size = -(-tiles // 2)
+    else:
+
+        def cost(passes: int) -> int:
+            size = -(-tiles // passes)
+            if size > multiprocessors:
+                return pairs * tiles + 1
+            return -(-pairs // (multiprocessors // size)) * passes
+
+        # min takes the first of equal ones: the largest ring.
+        size = -(-tiles // min(range(min(passes, tiles), tiles + 1), key=cost))
+    fitting = multiprocessors // size
+    count = min(pairs, fitting if rings is None else rings)
+    return Ring(tiles, blocks, group, ratio, size, count)
+
+
+def causal_fits(tiles: int, multiprocessors: int | None = None) -> bool:
+    """True if a ring with two tiles a member can run at the same time."""
+    return -(-tiles // 2) <= (multiprocessors or MULTIPROCESSORS)

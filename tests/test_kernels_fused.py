@@ -1,0 +1,170 @@
+"""The fused backward kernel: its results in the interpreter, its machine code.
+
+The order of its additions is in `test_ring_order`. The interpreter runs CTAs one after
+the other, so where they would wait for each other a ring has one CTA.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from attn_jax.audit.error import unit_error
+from attn_jax.audit.inputs import Shape, make_inputs
+from attn_jax.formats import BF16, FP16
+from attn_jax.kernels import hopper_backward_fused as fused
+from attn_jax.kernels import ring_order
+from attn_jax.kernels.internals import interpreted
+from attn_jax.mask import Mask
+from attn_jax.reference import golden
+from tests.child_process import in_child_process
+from tests.gpu_compiler import Program, compiled
+
+TIME_LIMIT = 120  # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`one`: a ring has one CTA."""
+
+    shape: tuple[int, int, int, int, int, int]  # B, T, S, N, K, H
+    is_causal: bool
+    plan: fused.Plan
+    dtype: str = "bfloat16"
+    family: str = "normal"
+    one: bool = True
+
+    def __str__(self) -> str:
+        mask = "causal" if self.is_causal else "full"
+        changed = {
+            name: value
+            for name, value in dataclasses.asdict(self.plan).items()
+            if value != getattr(fused.Plan(), name)
+        }
+        return f"{self.shape}-{mask}-{self.dtype}-{self.family}-{changed}"
+
+
+def _padded(x: np.ndarray) -> np.ndarray:
+    return np.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0)))
+
+
+def _units(case: Case, detect_races: bool = False) -> list[float]:
+    """Errors of dQ, dK, dV in units."""
+    ring_order.MULTIPROCESSORS = 1 if case.one else 132
+    shape = Shape(*case.shape)
+    dtype, fmt = {
+        "bfloat16": (ml_dtypes.bfloat16, BF16),
+        "float16": (np.float16, FP16),
+    }[case.dtype]
+    inputs = make_inputs(case.family, 0, shape, dtype)
+    rows = (shape.batch, shape.heads, shape.query_length)
+    dlse = 0.1 * np.random.default_rng(1).standard_normal(rows).astype(np.float32)
+    mask = Mask(is_causal=case.is_causal)
+    exact = golden(*inputs, dlse, mask=mask)
+    size = golden(*inputs, dlse, mask=mask, absolute=True)
+    delta = (inputs.dout.astype(np.float64) * exact.out).sum(-1).swapaxes(1, 2) - dlse
+    program = jax.jit(
+        lambda *x: fused.backward_fused(
+            *x,
+            query_count=shape.query_length,
+            key_count=shape.key_length,
+            scale=shape.head_dim**-0.5,
+            is_causal=case.is_causal,
+            plan=case.plan,
+        )
+    )
+    operands = (inputs.query, inputs.key, inputs.value, inputs.dout)
+    with interpreted(detect_races=detect_races):
+        results = program(
+            *map(_padded, operands),
+            exact.lse.astype(np.float32),
+            delta.astype(np.float32),
+            dlse,
+            fused.centre_of(jnp.asarray(inputs.key)),
+        )
+        results = [np.asarray(x).astype(np.float64) for x in results]
+    pairs = zip(("dquery", "dkey", "dvalue"), results, strict=True)
+    return [unit_error(x, getattr(exact, n), fmt, getattr(size, n)) for n, x in pairs]
+
+
+PLAN = fused.Plan()
+SWAPPED = dataclasses.replace(PLAN, late=False)
+# Without an order tiles may be added by any CTAs of a ring.
+ANY = dataclasses.replace(PLAN, deterministic=False)
+
+CASES = [
+    Case((1, 256, 256, 2, 1, 64), True, PLAN),
+    Case((1, 128, 256, 1, 1, 128), False, PLAN, family="offset"),
+    Case((2, 192, 192, 1, 1, 128), True, PLAN, "float16", "uniform"),
+    # Lengths that fill no block, LSE so low that hidden keys overflow, T < S, S < T.
+    Case((1, 70, 205, 2, 1, 64), False, PLAN, family="lse-130"),
+    Case((1, 200, 67, 1, 1, 128), False, SWAPPED, "float16", "lse-130"),
+    # Rings of several CTAs.
+    Case((1, 330, 330, 2, 1, 64), True, ANY, family="wide", one=False),
+    Case((1, 330, 330, 1, 1, 128), True, ANY, one=False),
+    Case((1, 100, 330, 2, 2, 128), False, ANY, one=False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_interpreted_gradients_are_as_exact_as_declared(case):
+    dq, dk, dv = in_child_process(_units, case, seconds=TIME_LIMIT, among="fused")
+    assert dq < 1.8
+    assert max(dk, dv) < 1.7
+
+
+def test_no_races():
+    case = Case((1, 70, 200, 1, 1, 128), False, PLAN)
+    in_child_process(_units, case, True, seconds=TIME_LIMIT, among="fused")
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "is_causal", "why"),
+    [
+        ((1, 320, 4, 64), (1, 333, 2, 64), False, None),
+        ((1, 320, 4, 128), (1, 320, 2, 128), True, None),
+        ((1, 264 * 128, 4, 64), (1, 264 * 128, 4, 64), True, None),
+        ((1, 265 * 128, 4, 64), (1, 265 * 128, 4, 64), True, "too many"),
+        ((1, 320, 4, 64), (1, 333, 2, 64), True, "320 queries and 333 keys"),
+        ((1, 320, 4, 96), (1, 320, 4, 96), False, "head dim"),
+        ((1, 0, 4, 64), (1, 320, 4, 64), False, "no query"),
+    ],
+)
+def test_what_it_does_not_take_it_says(query, key, is_causal, why):
+    reason = fused.reason_against(query, key, is_causal=is_causal)
+    assert reason is None if why is None else why in str(reason)
+
+
+def _compiled(head_dim: int, is_causal: bool, plan: fused.Plan, length: int) -> Program:
+    query = jax.ShapeDtypeStruct((2, length, 4, head_dim), "bfloat16")
+    key = jax.ShapeDtypeStruct((2, length, 2, head_dim), "bfloat16")
+    rows = jax.ShapeDtypeStruct((2, 4, length), "float32")
+
+    def program(query, key, value, dout, lse, delta, dlse):
+        return fused.backward_fused(
+            *(query, key, value, dout, lse, delta, dlse, fused.centre_of(key)),
+            query_count=length,
+            key_count=length,
+            scale=0.1,
+            is_causal=is_causal,
+            plan=plan,
+        )
+
+    return compiled(program, query, key, key, query, rows, rows, rows)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_compiles_and_overlaps(head_dim, is_causal):
+    pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
+    arguments = (head_dim, is_causal, PLAN, 1088)
+    program = in_child_process(_compiled, *arguments, seconds=TIME_LIMIT)
+    (kernel,) = program.kernels
+    assert not kernel.serialised
+    # Outside the loop over blocks, for the most part: up to 25 registers of a thread.
+    assert kernel.spilled_bytes <= 100
+    # S is waited for with dQ's products in flight, and dP with dV's.
+    assert kernel.order.startswith("Me0M1M0"), kernel.order

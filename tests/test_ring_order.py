@@ -1,0 +1,175 @@
+"""The fused backward kernel's order of additions: one for each block, and it ends.
+
+The schedule is run in plain Python, by the functions that the kernel computes it with.
+"""
+
+import collections
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from attn_jax.kernels.ring_order import Ring, causal_fits, ring_of
+
+# Blocks of 64 (ratio 2) or 128 queries (1) for tiles of 128 keys.
+CAUSAL = [
+    (tiles, ratio * tiles - missing, group, ratio)
+    for tiles, ratio, group in itertools.product((1, 2, 3, 4, 9, 16), (1, 2), (1, 3))
+    # The last tile may be so short that it has one block of 64 queries.
+    for missing in range(ratio)
+]
+FULL = [
+    (tiles, blocks, group, None)
+    for tiles, group in itertools.product((1, 2, 9, 17), (1, 3))
+    for blocks in (1, 5, tiles, 2 * tiles - 1, 2 * tiles)
+] + [(33, 65, 2, 2), (150, 20, 1, None)]
+
+
+def rings(tiles, blocks, group, ratio):
+    """Some for a shape: as large as may be, on small cards, with smaller rings."""
+    shape = {"tiles": tiles, "blocks": blocks, "group": group, "ratio": ratio}
+    for pairs, passes, multiprocessors in ((4, 1, 132), (3, 2, 132), (2, 1, 17)):
+        if ratio is None or causal_fits(tiles, multiprocessors):
+            yield (
+                ring_of(
+                    pairs=pairs,
+                    passes=passes,
+                    multiprocessors=multiprocessors,
+                    **shape,
+                ),
+                pairs,
+                multiprocessors,
+            )
+
+
+def steps_of(ring: Ring, member: int) -> np.ndarray:
+    """[(tile, head, block), ...] of a member, for a pair."""
+    steps = []
+    for index in range(int(ring.passes(member))):
+        tile, first, stride, blocks = map(int, ring.item(member, index))
+        seen = ring.block(first, stride, np.arange(blocks))
+        heads = np.repeat(np.arange(ring.group), blocks)
+        steps.append(np.stack([0 * heads + tile, heads, np.tile(seen, ring.group)], 1))
+    return np.concatenate(steps)
+
+
+@pytest.mark.parametrize("shape", CAUSAL + FULL, ids=str)
+def test_tiles_are_added_to_each_block_in_one_order(shape):
+    tiles, blocks, group, ratio = shape
+    for ring, _pairs, multiprocessors in rings(*shape):
+        assert ring.size * ring.count <= multiprocessors
+        steps = np.concatenate([steps_of(ring, m) for m in range(ring.size)])
+        tile, head, block = steps.T
+        assert sorted(map(tuple, steps.tolist())) == [
+            (tile, head, block)
+            for tile, head in itertools.product(range(tiles), range(group))
+            for block in range(0 if ratio is None else tile * ratio, blocks)
+        ]
+        rank, is_last = ring.rank(tile, head, block)
+        # Of each block: its ranks are 0, 1, ..., and the last one is known as such.
+        order = np.lexsort((rank, block, head))
+        counts = np.bincount(head * blocks + block)
+        np.testing.assert_array_equal(
+            rank[order], np.concatenate([np.arange(n) for n in counts])
+        )
+        np.testing.assert_array_equal(
+            is_last[order], np.concatenate([np.arange(n) == n - 1 for n in counts])
+        )
+
+
+def run(ring: Ring, pairs: int, room: int, seed: int) -> bool:
+    """Runs all CTAs, `room` at a time, launched in their order, in random interleaving;
+    True if all end."""
+    chosen = random.Random(seed)
+    places = ring.group * ring.blocks  # in a pair
+    of_member = []
+    for member in range(ring.size):
+        tile, head, block = steps_of(ring, member).T
+        rank, _ = ring.rank(tile, head, block)
+        place = head * ring.blocks + block
+        of_member.append(list(zip(place.tolist(), rank.tolist(), strict=True)))
+    programs = []
+    for cta in range(ring.size * ring.count):
+        number, member = divmod(cta, ring.size)
+        programs.append(
+            [
+                (pair * places + place, rank)
+                for pair in range(number, pairs, ring.count)
+                for place, rank in of_member[member]
+            ]
+        )
+    added = collections.Counter()
+    position = [0] * len(programs)
+    waiting = collections.deque(range(len(programs)))
+    resident: list[int] = []
+    while waiting or resident:
+        while waiting and len(resident) < room:
+            resident.append(waiting.popleft())
+        chosen.shuffle(resident)
+        went_on = False
+        for cta in list(resident):
+            program = programs[cta]
+            while position[cta] < len(program):
+                place, rank = program[position[cta]]
+                # Not all that could be done at once is.
+                if added[place] < rank or (went_on and chosen.random() < 0.1):
+                    break
+                added[place] += 1
+                position[cta] += 1
+                went_on = True
+            if position[cta] == len(program):
+                resident.remove(cta)
+                went_on = True
+        if not went_on:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("shape", CAUSAL + FULL, ids=str)
+def test_nobody_waits_for_ever(shape):
+    """As many CTAs at a time as a card has multiprocessors, or no more than a ring has,
+    so that several waves follow on each other."""
+    for ring, pairs, multiprocessors in rings(*shape):
+        for room in {multiprocessors, ring.size, ring.size + 1}:
+            assert run(ring, pairs, room, seed=room)
+
+
+def test_a_ring_larger_than_the_room_does_wait_for_ever():
+    """What `ring_of` rules out: the simulation would see it."""
+    ring = ring_of(tiles=8, blocks=8, pairs=1, group=1, ratio=None)
+    assert ring.size == 8
+    assert not run(ring, 1, room=7, seed=0)
+
+
+def test_all_members_of_a_causal_ring_have_the_same_work():
+    for tiles in (2, 8, 32):
+        ring = ring_of(tiles=tiles, blocks=2 * tiles, pairs=4, group=1, ratio=2)
+        lengths = {len(list(steps_of(ring, member))) for member in range(ring.size)}
+        assert lengths == {2 * (tiles + 1)}
+
+
+@pytest.mark.parametrize(
+    ("tiles", "pairs", "passes", "ring"),
+    # (size, count): as many CTAs as may be, in the largest ring that is as fast.
+    [
+        (8, 256, 1, (8, 16)),
+        (128, 16, 1, (128, 1)),
+        (128, 16, 2, (64, 2)),
+        (33, 128, 1, (33, 4)),
+        (256, 8, 1, (128, 1)),
+        (137, 64, 1, (6, 22)),
+        (3, 4, 1, (3, 4)),
+    ],
+)
+def test_ring_without_a_mask(tiles, pairs, passes, ring):
+    found = ring_of(
+        tiles=tiles, blocks=tiles, pairs=pairs, group=1, ratio=None, passes=passes
+    )
+    assert (found.size, found.count) == ring
+
+
+def test_more_rings_than_fit_can_be_had():
+    ring = ring_of(tiles=8, blocks=8, pairs=256, group=1, ratio=1, rings=256)
+    assert ring.size * ring.count > 132
+    assert run(ring, 256, 132, 0)
