@@ -51,8 +51,9 @@ class Recipe:
     are in units of log2. E(-inf) = 0. [i:j] is a block of keys.
     FREE are the order of additions inside one chunk of a sum, whether a product and the
     addition next to it round once or twice, and the last ulp or two of E, log, tanh and
-    division (XLA on a CPU divides rows by way of a rounded reciprocal); and r below, by
-    a factor of two, where b lies within its own roundings of a power of two.
+    division (XLA on a CPU divides rows by way of a rounded reciprocal); and two things
+    below that are found from sums, where these lie within their own roundings of what
+    decides: r, by a factor of two, and c, the next multiple or 0.
     A chunk is the whole sum unless `dot_chunk` says otherwise.
 
     SUMS. dot(a, b) and rowsum(a) mean: t = 0; for each run of `dot_chunk` products, in
@@ -111,7 +112,8 @@ class Recipe:
         dS = dlogits(D f), f = dlogits_scale, times scale for gradient_scale_at 'logits'
         dV = dv_accumulator(dV + dot(backward_probability(P)^T, dO))
         dK = dk_accumulator(dK + dot(dS^T, Q))
-        dQ = dq_accumulator(dQ + dot(dS, K)), with dS' for dS if there is dq_dlogits
+        dQ = dq_accumulator(dQ + dot(dS, K)), with dS' for dS if there is dq_dlogits,
+            K' for K if dq_centre is 'keys'
         dbias += D summed over its broadcast axes, unrounded
     dot over queries runs over (query head of the group, query), heads slowest. If
     dot_accumulator, dk_accumulator and dv_accumulator are the carrier's format, and
@@ -124,8 +126,23 @@ class Recipe:
     of the same block of `backward_block_q` sees (under a dense mask or segment ids of
     those that the row itself sees: `emulator.attention`); or, for 'row', the row's own
     sum_j P_ij K_j, made in the forward pass as O before `output` is, with K for V.
-    In exact arithmetic it subtracts 0: a row of dS sums to dLSE, less a sink's share.
+    In exact arithmetic it subtracts 0: a row of dS sums to dLSE, less a sink's share,
+        z = f (dLSE + E(sink u - LSE u) (delta - dLSE)), without sinks f dLSE, and 0
+            for LSE = -inf
     The mean does not help where a row's weight lies on few keys, far from their mean.
+    For dq_centre 'keys' a centre comes off the keys before, no row of dS is summed, and
+        K' = inputs(K - c)          dQ = gradient(dQ g + (z g) c)
+    with one c for a key head: of all its keys, be they hidden or on another device, and
+    in FP32 whatever the carrier. By columns, with sums over the keys in any order,
+        mean = sum of K / S, square = sum of K K / S
+        c = 0 unless 17 mean mean > square; else the multiple of 2^p next to mean, the
+            even one of two equally near
+        p = 1 + t - m for sqrt(square) = y 2^t, 1/2 <= y < 1, and the m bits that
+            `inputs` stores (7 for BF16); from -100 to 100
+    Any c gives the same dQ in exact arithmetic, and one of so few digits leaves most
+    K - c exact. It helps as the mean of all keys does, no more. K' is nowhere but in
+    dot(dS, K'): logits, dK and the forward pass have K.
+    A soft cap breaks the identity, so under one there is no centre: it is 0 and K' = K.
     dS' = dq_dlogits(D f r) stands in for dS in dQ and in the sum of dS over the row,
     both of which are divided by r in the end (of each hop); dK has dS. r = 1 if the
     format of dq_dlogits has FP32's exponents, 8 bits or more. Else r is a power of two
@@ -138,7 +155,8 @@ class Recipe:
     So |D f r| <= 2^e but for roundings, half of what overflows, and for FP16 (e = 15)
     what is below 2^-29 b is subnormal and loses bits. Kernels fold r into the exponent,
     E(x - (LSE u - log2 r)), and have K as FP16 numbers scaled by one power of two for a
-    head: exact down to 2^-31 of its largest. Here K is what it is for other products.
+    head: exact down to 2^-31 of its largest. Here K is what it is for other products,
+    and K' is rounded to `inputs` all the same.
     The gradient of a sink is -sum of E(sink u - LSE u) (delta - dLSE), unrounded.
 
     A RING of `ring_size` W > 1 devices: T and S are cut into W equal shares in order;
@@ -161,7 +179,8 @@ class Recipe:
     Backward, with the merged LSE and delta from the merged O, each hop sums dQ, dK and
     dV over its tiles as above from 0, and for each of them
         total = ring_gradient_accumulator(total + ring_gradient_partial(hop's sum g))
-    (g = 1 for dV); the centre is subtracted, and `gradient` rounds, at the end.
+    (g = 1 for dV); the centre is subtracted, or (z g) c added, and `gradient` rounds,
+    at the end.
     ring_size 1 is the plain algorithm and uses no ring field.
 
     STOCHASTIC steps need a key: each place above where a field's name stands draws bits
@@ -226,7 +245,7 @@ class Recipe:
     dq_dlogits: Step | None = None
     dlogits_scale: float = 1.0
     gradient_scale_at: Literal["logits", "epilogue"] = "epilogue"
-    dq_centre: Literal["none", "mean", "row"] = "none"
+    dq_centre: Literal["none", "mean", "row", "keys"] = "none"
     dq_accumulator: Step = _FP32
     dk_accumulator: Step = _FP32
     dv_accumulator: Step = _FP32

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attn_jax.formats import FP32
 from attn_jax.mask import Mask
 from attn_jax.recipe import Recipe, Step
-from tests.enclosure import Interval, where
+from tests.enclosure import Arithmetic, Interval, where
 from tests.oracle_forward import ForwardOracle, Row, blocks, concatenate
 
 
@@ -120,12 +121,18 @@ class _Oracle(ForwardOracle):
         g = (1.0 if r.gradient_scale_at == "logits" else self.scale) / r.dlogits_scale
         lse = [row.lse for row in rows]
         scales = [self.row_scale(do, v, d) for do, d in zip(dout, dlse)]
-        sums = self.ring_sums(queries, k, v, dout, offset, visible, lse, scales, g)
+        # Off all keys, or off dQ in the end.
+        common = self.common_centre(k) if r.dq_centre == "keys" else a.point(0)
+        moved = a.round(a.sub(k, common), Step(r.inputs))
+        operands = queries, k, moved, v, dout
+        sums = self.ring_sums(*operands, offset, visible, lse, scales, g)
         dq = []
         for n in group:
             total = sums.query[n]
-            if r.dq_centre != "none":
-                exact = self.times(dlse[n], r.dlogits_scale * factor)
+            exact = self.times(dlse[n], r.dlogits_scale * factor)
+            if r.dq_centre == "keys":
+                total = a.add(total, a.mul(self.times(exact, g), common))
+            elif r.dq_centre != "none":
                 excess = self.times(a.sub(sums.excess[n], exact), g)
                 centre = self.centre(k, visible[n], rows[n])
                 total = a.sub(total, a.mul(excess, centre))
@@ -153,10 +160,33 @@ class _Oracle(ForwardOracle):
         r = np.ldexp(1.0, np.clip(e - np.frexp(b)[1], -100, 100))
         return np.where(b == 0, 1.0, r)
 
+    def common_centre(self, k: Interval) -> Interval:
+        """c [1, H] of dq_centre 'keys', or all that it may be."""
+        a = Arithmetic(FP32)
+        k = a.settled(Interval(*(end.astype(a.wide) for end in k)))
+        ones = a.point(np.ones((1, len(k.lo))))
+        mean, square = (
+            a.div(a.dot(ones, x, Step(FP32), None), a.point(len(k.lo)))
+            for x in (k, a.mul(k, k))
+        )
+        roots = a.settled(Interval(*(np.sqrt(end) for end in square)))
+        places = [1 + np.frexp(end)[1] - self.r.inputs.mantissa_bits for end in roots]
+        units = [np.ldexp(1.0, np.clip(p, -100, 100)) for p in places]
+        assert np.ptp(places, 0).max() < 2, "units between these would be left out"
+        found = [np.rint(end / unit) * unit for end in mean for unit in units]
+        lo, hi = np.min(found, 0), np.max(found, 0)
+        large = a.mul(a.mul(a.point(17), mean), mean)
+        sure, possible = large.lo > square.hi, large.hi > square.lo
+        ends = (
+            np.where(sure, lo, np.minimum(lo, 0)),
+            np.where(sure, hi, np.maximum(hi, 0)),
+        )
+        return Interval(*(self.a.wide(1) * np.where(possible, end, 0) for end in ends))
+
     def ring_sums(
-        self, queries, k, v, dout, offset, visible, lse, scales, g
+        self, queries, k, moved, v, dout, offset, visible, lse, scales, g
     ) -> _Gradients:
-        """Sums over all hops, dQ and dK times g; `excess` is not."""
+        """Sums over all hops, dQ and dK times g; `excess` is not. `moved` is dQ's K."""
         a, r = self.a, self.r
         rows, keys = self.shares(queries[0].lo.shape[0]), self.shares(k.lo.shape[0])
         dq, excess = (
@@ -173,7 +203,8 @@ class _Oracle(ForwardOracle):
                 at_rows = ([x.at(i) for x in xs] for xs in (queries, dout, offset, lse))
                 q, do, off, row_lse = at_rows
                 see, by = [x[i, j] for x in visible], [x[i] for x in scales]
-                part = self.tiles(q, k.at(j), v.at(j), do, off, see, row_lse, by)
+                at_keys = (x.at(j) for x in (k, moved, v))
+                part = self.tiles(q, *at_keys, do, off, see, row_lse, by)
                 for n in range(len(queries)):
                     term = self.times(_scaled(part.query[n], 1 / by[n]), g)
                     dq[n] = self.put(dq[n], i, a.round(term, partial), step)
@@ -183,7 +214,9 @@ class _Oracle(ForwardOracle):
                 dv = self.put(dv, j, a.round(part.value, partial), step)
         return _Gradients(dq, excess, dk, dv)
 
-    def tiles(self, queries, k, v, dout, offset, visible, lse, scales) -> _Gradients:
+    def tiles(
+        self, queries, k, moved, v, dout, offset, visible, lse, scales
+    ) -> _Gradients:
         """The sums over all tiles of these queries and keys; dQ's are scaled."""
         a, r = self.a, self.r
         T, S = visible[0].shape
@@ -206,7 +239,7 @@ class _Oracle(ForwardOracle):
                     if r.dq_dlogits is not None:
                         made = r.dq_dlogits
                         dq_ds = a.round(_scaled(wide, scales[n][ib]), made)
-                    product = self.dot(dq_ds, kb, made)
+                    product = self.dot(dq_ds, moved.at(jb), made)
                     dq[n] = self.put(dq[n], ib, product, r.dq_accumulator)
                     row_sum = a.sum(dq_ds, Step(a.carrier), None)
                     excess[n] = self.put(excess[n], ib, row_sum, Step(a.carrier))

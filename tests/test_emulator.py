@@ -103,6 +103,9 @@ EXACT = {
     "row": dataclasses.replace(
         EXACT_FP32, **SPLIT, dq_centre="row", delta_source="o_f32", exponential="exp2"
     ),
+    "keys": dataclasses.replace(
+        EXACT_FP32, **SPLIT, dq_centre="keys", exponential="exp2", dlogits_scale=2.0
+    ),
     "softmax": dataclasses.replace(
         EXACT_FP32,
         block_kv=None,
@@ -354,6 +357,7 @@ def test_each_step_named_in_a_recipe_changes_the_result():
         {"delta_source": "p_dp"},
         {"dq_centre": "mean"},
         {"dq_centre": "row"},
+        {"dq_centre": "keys"},
         {"dq_dlogits": e5m2},
         {"dq_dlogits": Step(FP16)},
         {"probability": Step(BF16, Rounding.TOWARD_ZERO)},

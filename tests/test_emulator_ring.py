@@ -66,6 +66,7 @@ CASES = [
     ("sigmoid", "causal", False, dict(gradient_scale_at="logits", dlogits_scale=2.0)),
     ("two_pass", "dense", True, dict(exponential="exp2", scale_at="exponent")),
     ("two_pass", "none", False, dict(block_kv=None, normalise="before_product")),
+    ("two_pass", "segments", True, dict(dq_centre="keys", delta_source="o_f32")),
     ("carry", "causal", True, dict(normalise="each_step", dq_centre="row")),
     ("carry", "segments", False, dict(rescale_threshold=8.0, probability_scale=4.0)),
 ]

@@ -74,6 +74,8 @@ EXACT_KNOBS = {
     "delta from p_dp": dict(delta_source="p_dp", output=Step(_COARSE)),
     "centre mean": dict(dq_centre="mean", dlogits=Step(_COARSE), gradient=_BF16),
     "centre row": dict(dq_centre="row", dlogits=Step(_COARSE), gradient=_BF16),
+    # Whole numbers up to 8 are in it, and c = -8 off all columns but one.
+    "centre keys": dict(dq_centre="keys", inputs=_COARSE, gradient=_BF16),
     "dlogits_scale": dict(dlogits=Step(E4M3FN), dlogits_scale=2.0**6),
     "dq_dlogits": dict(dq_dlogits=Step(number_format(4, 2)), dlogits=Step(_COARSE)),
     "dq_dlogits, subnormal": dict(
@@ -389,6 +391,18 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
     "p_dp": (_CAUSAL, dict(output=_BF16, delta_source="p_dp", dlogits=_BF16)),
     "centre mean": (_WINDOW, dict(dq_centre="mean", dlogits=_BF16)),
     "centre row": (_WINDOW, dict(dq_centre="row", dlogits=_BF16, probability=_BF16)),
+    "centre keys": (_WINDOW, dict(dq_centre="keys", dlogits=_BF16)),
+    "centre keys, FP16": (
+        _CAUSAL,
+        dict(
+            inputs=FP16,
+            dlogits=_BF16,
+            dq_centre="keys",
+            dq_dlogits=Step(FP16),
+            gradient_scale_at="logits",
+            dlogits_scale=4.0,
+        ),
+    ),
     "gradient scale on the logits": (
         _OPEN,
         dict(gradient_scale_at="logits", dlogits=_BF16, dq_centre="mean"),
@@ -446,6 +460,10 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
             dq_dlogits=Step(E4M3FN, Rounding.TOWARD_ZERO),
         ),
     ),
+    "ring, centre keys": (
+        _CAUSAL,
+        dict(ring_size=4, ring_gradient_partial=_BF16, dq_centre="keys"),
+    ),
 }
 
 
@@ -454,6 +472,8 @@ def test_every_knob_on_random_numbers(name):
     mask, changes = KNOBS[name]
     recipe = dataclasses.replace(SMALL, **changes)
     family = "repeated_max" if name == "repeated maximum" else "normal"
+    if "centre keys" in name:
+        family = "offset"  # Others hardly have a centre.
     inputs = make_inputs(family, 0, SHAPE)
     jit = name == "chained sums"
     outcome = Outcome(recipe, inputs, random_dlse(SHAPE), mask=mask, jit=jit)

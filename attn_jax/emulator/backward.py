@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from attn_jax.emulator.centre import mean_centre
+from attn_jax.emulator.centre import mean_centre, with_centred_keys
 from attn_jax.emulator.forward import softmax_block, start
 from attn_jax.emulator.ring import over_hops
 from attn_jax.emulator.row_scale import row_scale
@@ -79,15 +79,19 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
         at_end = static.scale
     at_end /= recipe.dlogits_scale
     rows = rows._replace(scale=row_scale(x, dout, dlse, on_dlogits))
+    correction = shift = None
+    # In exact arithmetic dS, with the sink's share, sums to dLSE over each row.
+    expected = (dlse + sink_probability * rows.excess) * on_dlogits
+    by_keys = static.wants_centre and recipe.dq_centre == "keys"
+    if by_keys:
+        x, centre = with_centred_keys(x)
+        shift = expected * at_end * centre
     if recipe.ring_size == 1:
         sums = _sum_tiles(x, rows, _no_sums(x))
     else:
         sums = _sum_hops(x, rows, at_end)
     dquery, dkey = sums.dquery, sums.dkey
-    correction = None
-    if static.wants_centre:
-        # In exact arithmetic dS, with the sink's share, sums to dLSE over each row.
-        expected = (dlse + sink_probability * rows.excess) * on_dlogits
+    if static.wants_centre and not by_keys:
         centre = mean_centre(x) if row_centre is None else row_centre
         correction = (sums.row_sum - expected) * centre
     if recipe.ring_size == 1:
@@ -95,6 +99,8 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
         dquery, dkey = dquery * at_end, dkey * at_end
     elif correction is not None:
         dquery = dquery - correction * at_end
+    if shift is not None:
+        dquery = dquery + shift
     return (
         x.ungroup(x.round(dquery, "gradient", site="dquery")),
         x.round(dkey, "gradient", site="dkey").swapaxes(1, 2),
@@ -211,7 +217,7 @@ def _add_tile(
     recipe = x.recipe
     at = q_start, kv_start
     q = read(x.query, 3, q_start, block_q)
-    k = read(x.key, 2, kv_start, block_kv)
+    k = read(x.dq_key, 2, kv_start, block_kv)
     v = read(x.value, 2, kv_start, block_kv)
     dout = read(rows.dout, 3, q_start, block_q)
     excess = read(rows.excess, 3, q_start, block_q)

@@ -1,9 +1,22 @@
-"""The mean of the keys that a query sees: the centre that dQ is corrected by."""
+"""Means of keys, which dQ is corrected by afterwards or its keys are before."""
+
+import copy
 
 import jax.numpy as jnp
+from jax import Array
 
+from attn_jax.centre import centre_of
 from attn_jax.emulator.sums import dot, read, walk
 from attn_jax.emulator.tiles import Operands, divide_or_zero
+
+
+def with_centred_keys(x: Operands) -> tuple[Operands, Array]:
+    """The operands with K' = inputs(K - c) as dQ's keys, and c [B, K, 1, 1, H]."""
+    centre = centre_of(x.key.swapaxes(1, 2), x.recipe.inputs.mantissa_bits)
+    centre = centre.astype(x.static.carrier)[:, :, None]
+    new = copy.copy(x)
+    new.dq_key = x.take_in(x.key - centre)
+    return new, centre[:, :, None]
 
 
 def mean_centre(x: Operands):

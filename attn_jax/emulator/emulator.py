@@ -59,8 +59,8 @@ def attention(
       as the rows that share a centre.
     - The mean centre is taken over the keys that some query of the same block of
       queries sees; with a dense mask or segment ids, over those that the query itself
-      sees. Under a soft cap there is none: its identity does not hold.
-
+      sees; that of dq_centre 'keys' over all keys of the head, whatever the mask. Under
+      a soft cap there is none: its identity does not hold.
     - `rounding_key`, a key of `jax.random`, is needed where a step of the recipe rounds
       stochastically, and refused elsewhere. The same key gives the same bits, in the
       backward pass too, whatever is compiled.

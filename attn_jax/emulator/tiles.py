@@ -51,7 +51,8 @@ class Static(NamedTuple):
 class Operands:
     """Inputs rounded to the recipe's input format, query heads in K groups of G.
 
-    Axes: query [B, K, G, T, H]; key and value [B, K, S, H]. `origin` is where the first
+    Axes: query [B, K, G, T, H]; key and value [B, K, S, H]. `dq_key` is the keys as
+    operand of dQ, the same ones unless dq_centre is 'keys'. `origin` is where the first
     query and key stand in the whole, which bias and mask are always given for. `noise`
     is the key that stochastic roundings draw from, or None.
     """
@@ -65,7 +66,7 @@ class Operands:
         self.origin, self.hop = (0, 0), 0
         self.noise: Any = None
         self.query = self.group(self.take_in(query))
-        self.key = self.take_in(key).swapaxes(1, 2)
+        self.key = self.dq_key = self.take_in(key).swapaxes(1, 2)
         self.value = self.take_in(value).swapaxes(1, 2)
         self.bias = None if bias is None else bias.astype(static.carrier)
         self.sinks = None
@@ -88,7 +89,9 @@ class Operands:
         new.shape, new.key_length = (B, K, G, T, H), S
         new.origin, new.hop = (rank * T, (rank - hop) % W * S), hop
         new.query = read(self.query, 3, new.origin[0], T)
-        new.key = read(self.key, 2, new.origin[1], S)
+        new.key = new.dq_key = read(self.key, 2, new.origin[1], S)
+        if self.dq_key is not self.key:
+            new.dq_key = read(self.dq_key, 2, new.origin[1], S)
         new.value = read(self.value, 2, new.origin[1], S)
         return new
 
