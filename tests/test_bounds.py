@@ -68,7 +68,7 @@ KNOBS: dict[str, list] = {
     "dq_dlogits": [None, _BF16, Step(FP16), _FP8],
     "dlogits_scale": [1.0, 8.0],
     "gradient_scale_at": ["logits", "epilogue"],
-    "dq_centre": ["none", "mean", "row"],
+    "dq_centre": ["none", "mean", "row", "keys"],
     "dq_accumulator": [_WIDE, _BF16],
     "dk_accumulator": [_WIDE, _BF16],
     "dot_accumulator": [_WIDE, _BF16, Step(FP16)],

@@ -60,6 +60,11 @@ BEYOND_RANGE = {
         (_ONE, _TWO_KEYS), (_VALUES * 500 + 500, _ONE), Mask(), "output",
         ("out", "dquery", "dkey"),
     ),
+    "K - c that overflows": (
+        dataclasses.replace(FLASH2.with_inputs(FP16), dq_centre="keys"),
+        (row(1, 1, 1, 0), keys(*[[0, 0, 0, 6e4]] * 3, [0, 0, 0, -6e4])),
+        (keys(*[[1, 1, 1, 1]] * 3, [0] * 4), _ONE), Mask(), "inputs", ("dquery",),
+    ),
     # P = 0 times an infinite dP.
     "dP of a hidden key overflows": (
         EAGER_BF16.with_inputs(FP16),

@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from attn_jax.formats import NumberFormat, Rounding
-from attn_jax.recipe_schema import Recipe
+from attn_jax.recipe_schema import Recipe, Step
 
 Size = np.ndarray | float
 Kind = Literal["deterministic", "probabilistic", "order"]
@@ -194,7 +194,7 @@ class Arithmetic:
         `unit` is what one computed unit is worth in `x`. The computed number has
         further errors, held elsewhere: at most `extra`, and of spread `extra_spread`.
         """
-        kept = getattr(self.recipe, name)
+        kept = self._kept(name)
         fmt, carrier = kept.format, self.recipe.carrier
         if (
             fmt.mantissa_bits >= carrier.mantissa_bits
@@ -217,9 +217,13 @@ class Arithmetic:
         )
         return self._clipped(name, x, unit, extra)
 
+    def _kept(self, name: str) -> Step:
+        kept = getattr(self.recipe, name)
+        return kept if isinstance(kept, Step) else Step(kept)  # `inputs`
+
     def _clipped(self, name: str, x: Ball, unit: Unit = ONE, extra: Size = 0.0) -> Ball:
         """What the step `name` cuts off from beyond its format's range."""
-        kept = getattr(self.recipe, name)
+        kept = self._kept(name)
         over = x.size + extra - kept.format.max_finite * unit.low
         if not np.any(over > 0):
             return x

@@ -8,7 +8,8 @@ key of a row, so they are kept apart from each entry's own:
     error of dQ_i  = sum_j own_ij (K_j - C_i) - e_i dQ_i - d_i sum_j P_ij (K_j - C_i)
     error of dK_j  = sum_i (own_ij - e_i dS_ij - P_ij d_i) Q_i
 
-with C the centre, 0 without one, and the roundings of the sums added to both.
+with C the centre, 0 without one, and the roundings of the sums added to both; for
+dq_centre 'keys' those of K' = K - C, times dS_ij, too.
 """
 
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from attn_jax.bounds.arithmetic import (
     plus,
     scaled,
 )
+from attn_jax.bounds.centre import centred_keys
 from attn_jax.bounds.forward import (
     Forward,
     Head,
@@ -143,18 +145,41 @@ def _dquery(
     rows: Rows,
     centre: tuple[np.ndarray, np.ndarray],
 ) -> Ball:
+    if arithmetic.recipe.dq_centre != "keys":
+        return _dquery_from(arithmetic, head, rows, exact(head.key), centre)
+    # All parts of the bound are convex in c: largest at an end of where it may be.
+    c, width = centre
+    ends = (c - width, c + width) if width.any() else (c,)
+    found = []
+    for end in ends:
+        keys = centred_keys(arithmetic, head.key, end[0], width[0] == 0)
+        found.append(_dquery_from(arithmetic, head, rows, keys, (end, width)))
+    return Ball(
+        found[0].value,
+        *(np.max(field, 0) for field in list(zip(*map(tuple, found)))[1:]),
+    )
+
+
+def _dquery_from(
+    arithmetic: Arithmetic,
+    head: Head,
+    rows: Rows,
+    keys: Ball,
+    centre: tuple[np.ndarray, np.ndarray],
+) -> Ball:
+    """`keys` [S, H] are the operand of dQ, K or K'."""
     recipe, key = arithmetic.recipe, head.key
     ds = rows.dq_dlogits
     at_end = _scale_at_end(recipe, head.scale)
     everything = with_shared(rows, ds, ds.value, rows.factor)
     W = recipe.ring_size
-    keys = shares(len(key), W)
+    devices = shares(len(key), W)
     sums = []
     for rank, queries in enumerate(shares(len(head.query), W)):
-        order = [keys[(rank - hop) % W] for hop in range(W)]
+        order = [devices[(rank - hop) % W] for hop in range(W)]
         terms = everything[queries]
         unit = Unit(*(np.asarray(end)[queries] for end in rows.dq_unit))
-        sums.append(_sum_over_keys(arithmetic, terms, unit, key, order, at_end))
+        sums.append(_sum_over_keys(arithmetic, terms, unit, keys, order, at_end))
     c, c_error = centre
     has_keys = head.visible.any(-1, keepdims=True)
     off = rows.exact_probability @ key - np.where(has_keys, c, 0.0)
@@ -162,8 +187,11 @@ def _dquery(
         rows.relative.of(ds.value @ key), rows.delta.of(rows.factor * off), shared=True
     )
     errors = plus(_against(ds, key, c), shared, shared=True)
+    if recipe.dq_centre == "keys":
+        # (z g) c is 0 without a cotangent of LSE.
+        errors = plus(errors, _by_keys(everything, keys))
     dquery = plus(joined(sums), scaled(errors, at_end), shared=True)
-    if recipe.dq_centre != "none":
+    if recipe.dq_centre in ("mean", "row"):
         dquery = _subtract_centre(
             arithmetic, dquery, everything, rows.dq_unit, c, c_error, at_end
         )
@@ -174,16 +202,16 @@ def _sum_over_keys(
     arithmetic: Arithmetic,
     terms: Ball,
     unit: Unit,
-    key: np.ndarray,
+    key: Ball,
     devices: list[slice],
     at_end: float,
 ) -> Ball:
-    """at_end sum_j terms_ij K_j with the roundings of the sums; not the terms' errors.
+    """at_end sum_j terms_ij K_j with the roundings of the sums; not the errors of both.
 
     Those count for what the running sums may have grown to, and are added elsewhere.
     """
-    size = np.abs(key)
-    shape = len(terms.value), key.shape[-1]
+    size = key.size
+    shape = len(terms.value), size.shape[-1]
     total = exact(np.zeros(shape))
     before = before_spread = np.zeros(shape)
     for device in devices:
@@ -194,11 +222,13 @@ def _sum_over_keys(
         for block in blocks(width, block_kv, first=device.start):
             values = terms.value[:, block]
             own = terms.worst[:, block] @ size[block]
-            own_variance = terms.spread[:, block] ** 2 @ key[block] ** 2
+            own = own + np.abs(values) @ key.worst[block]
+            own_variance = terms.spread[:, block] ** 2 @ key.value[block] ** 2
+            own_variance = own_variance + values**2 @ key.spread[block] ** 2
             part = arithmetic.summed(
-                exact(values @ key[block]),
+                exact(values @ key.value[block]),
                 terms.size[:, block] @ size[block],
-                values**2 @ key[block] ** 2,
+                values**2 @ key.value[block] ** 2,
                 values.shape[-1],
                 "dq_accumulator",
                 unit,
@@ -234,6 +264,17 @@ def _against(ds: Ball, key: np.ndarray, centre: np.ndarray) -> Ball:
     return Ball(np.zeros(shape), worst, fixed, spread)
 
 
+def _by_keys(terms: Ball, key: Ball) -> Ball:
+    """The errors of sum_j terms_ij K'_j that come from those of K', about zero."""
+    size = np.abs(terms.value)
+    return Ball(
+        np.zeros((len(size), key.value.shape[-1])),
+        terms.size @ key.worst,
+        size @ key.fixed + terms.worst @ key.worst,
+        np.sqrt(size**2 @ key.spread**2),
+    )
+
+
 def _subtract_centre(
     arithmetic: Arithmetic,
     dquery: Ball,
@@ -266,29 +307,3 @@ def _subtract_centre(
         worst=product.worst + second, fixed=product.fixed + second
     )
     return arithmetic.carried(plus(dquery, scaled(product, at_end)), 2)
-
-
-def centre_of(arithmetic: Arithmetic, head: Head, fwd: Forward, interval: bool):
-    """The centre [T, H] of dQ's correction and a bound of the error of computing it.
-
-    `interval`: the mask leaves each row one run of keys; then the mean is over what any
-    row of the same block of queries sees, else over what the row itself sees.
-    """
-    recipe, shape = arithmetic.recipe, head.query.shape
-    if recipe.dq_centre == "none":
-        return np.zeros(shape), np.zeros(shape)
-    if recipe.dq_centre == "row":
-        return fwd.columns.value, fwd.columns.worst
-    T, S = head.visible.shape
-    seen = head.visible.astype(np.float64)
-    if interval:
-        for rows in blocks(T, recipe.backward_block_q):
-            columns = np.flatnonzero(head.visible[rows].any(0))
-            seen[rows] = 0.0
-            if len(columns):
-                seen[rows, columns[0] : columns[-1] + 1] = 1.0
-    count = np.maximum(seen.sum(-1, keepdims=True), 1.0)
-    # As a difference of two running sums it may cost the size of all keys together.
-    total = np.abs(head.key).sum(0)
-    u = 2 * (S + 2) * arithmetic.roundoff
-    return seen @ head.key / count, 2 * u * total / count
