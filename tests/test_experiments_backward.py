@@ -134,7 +134,7 @@ def test_names_side_by_side_are_not_joined():
 def test_every_source_and_centre_of_the_recipes_is_measured():
     found = backward.recipes()
     assert found["flash2: o, none"] == RECIPES["flash2"]
-    assert len(set(found.values())) == len(found) == 4 * 3 + 3 + 3
+    assert len(set(found.values())) == len(found) == 4 * 4 + 4 + 3
     finer = [recipe for recipe in found.values() if recipe.dq_dlogits is not None]
     assert {recipe.dq_centre for recipe in finer} == set(backward.CENTRES)
     assert {recipe.dq_dlogits for recipe in finer} == {Step(FP16)}

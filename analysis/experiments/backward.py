@@ -5,7 +5,8 @@ FlashAttention-2, on which shipped kernels are built, takes delta = rowsum(dO O)
 the rounded O. Then the rows of dS no longer sum to zero, which counts wherever K has a
 mean. Beside that (`flash2: o, none`) stand its cures: delta from O as two 16-bit
 numbers, from O in FP32 or from rowsum(P dP); and a centre for dQ, the mean of the keys
-or the row's own sum_j P_ij K_j. The row's centre makes up for keys that few rows share.
+or the row's own sum_j P_ij K_j, or one taken off all keys before they are multiplied
+(`keys`). The row's centre makes up for keys that few rows share.
 `FP16 dS` has dS as an FP16 number, scaled row by row, as the operand of dQ alone.
 
 `units` is the RMS error over that of the exact result rounded once: 1 is the best.
@@ -207,6 +208,13 @@ def _claims(found: Sequence[Row]) -> list[sweep.Claim]:
             f"With the row's own centre, too, dQ is within {GOOD} on every input.",
             "this package's option",
             [variant(_FINE_SOURCE, "row")],
+            lambda units: units <= GOOD,
+        ),
+        (
+            "A centre of few digits, taken off all keys before they are rounded and "
+            f"multiplied by dS: within {GOOD} on every input.",
+            "this package's option",
+            [variant(_FINE_SOURCE, "keys")],
             lambda units: units <= GOOD,
         ),
         (
