@@ -1,5 +1,6 @@
 """Which GPU gets which kernels, and what is refused where."""
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ import pytest
 
 from attn_jax import dot_product_attention
 from attn_jax.kernels import architecture
+from attn_jax.kernels.attention import attention, backward_of
+from attn_jax.mask import Mask
 
 QUERY = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
 
@@ -83,3 +86,39 @@ def test_a_mask_that_kernels_lack_is_refused_and_not_left_out(gpu, options):
     gpu("8.0")
     with pytest.raises(NotImplementedError, match="is_causal alone so far"):
         jax.eval_shape(lambda q: attend(q, implementation="pallas", **options), QUERY)
+
+
+SQUARE, LONGER = (1, 256, 2, 64), (1, 384, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("target", "shapes", "mask", "soft_cap", "design"),
+    [
+        ("hopper", (SQUARE, SQUARE), Mask(), None, "fused"),
+        ("hopper", (SQUARE, LONGER), Mask(), None, "fused"),
+        ("hopper", (SQUARE, SQUARE), Mask(is_causal=True), None, "fused"),
+        ("hopper", (SQUARE, LONGER), Mask(is_causal=True), None, "two_kernels"),
+        ("hopper", (SQUARE, SQUARE), Mask(window=(64, 0)), None, "two_kernels"),
+        ("hopper", (SQUARE, SQUARE), Mask(), 30.0, "two_kernels"),
+        ("hopper", ((1, 256, 2, 96),) * 2, Mask(), None, "two_kernels"),
+        ("ampere", (SQUARE, SQUARE), Mask(), None, "two_kernels"),
+    ],
+)
+def test_one_pass_backward_is_for_what_it_takes(target, shapes, mask, soft_cap, design):
+    chosen = functools.partial(backward_of, *shapes, target, mask, soft_cap=soft_cap)
+    assert chosen(wanted="fused") == design
+    assert chosen(wanted="two_kernels") == "two_kernels"
+
+
+def test_backward_is_the_one_asked_for(gpu):
+    gpu("9.0")
+
+    def gradients(backward):
+        def attend(x):
+            return attention(x, x, x, scale=0.125, backward=backward)[0]
+
+        return str(jax.make_jaxpr(lambda x: jax.vjp(attend, x)[1](x))(QUERY))
+
+    assert "attention_backward_fused" in gradients("fused")
+    assert "attention_backward_dq" not in gradients("fused")
+    assert "attention_backward_dq" in gradients("two_kernels")

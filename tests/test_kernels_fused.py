@@ -14,6 +14,7 @@ import pytest
 
 from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
+from attn_jax.centre import centre_of
 from attn_jax.formats import BF16, FP16
 from attn_jax.kernels import hopper_backward_fused as fused
 from attn_jax.kernels import ring_order
@@ -83,7 +84,7 @@ def _units(case: Case, detect_races: bool = False) -> list[float]:
             exact.lse.astype(np.float32),
             delta.astype(np.float32),
             dlse,
-            fused.centre_of(jnp.asarray(inputs.key)),
+            centre_of(jnp.asarray(inputs.key), fmt.mantissa_bits),
         )
         results = [np.asarray(x).astype(np.float64) for x in results]
     pairs = zip(("dquery", "dkey", "dvalue"), results, strict=True)
@@ -145,7 +146,7 @@ def _compiled(head_dim: int, is_causal: bool, plan: fused.Plan, length: int) -> 
 
     def program(query, key, value, dout, lse, delta, dlse):
         return fused.backward_fused(
-            *(query, key, value, dout, lse, delta, dlse, fused.centre_of(key)),
+            *(query, key, value, dout, lse, delta, dlse, centre_of(key, 7)),
             query_count=length,
             key_count=length,
             scale=0.1,

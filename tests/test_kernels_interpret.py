@@ -18,10 +18,17 @@ from attn_jax import emulator, reference
 from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.formats import BF16, FP16
-from attn_jax.kernels import ampere_backward, ampere_forward, ampere_tiles, tuning
+from attn_jax.kernels import (
+    ampere_backward,
+    ampere_forward,
+    ampere_tiles,
+    ring_order,
+    tuning,
+)
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention, declared_recipe
 from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.tuning import Backward
 from attn_jax.mask import Mask
 from attn_jax.recipe import Architecture
 from tests.child_process import in_child_process
@@ -43,12 +50,14 @@ class Case:
     dtype: str = "bfloat16"
     out_dtype: str | None = None
     scale: float | None = None
+    backward: Backward | None = None
 
     def __str__(self) -> str:
         mask = "causal" if self.is_causal else "full"
         return (
             f"{self.family}-{self.dtype}-T{self.query_length}-S{self.key_length}-"
             f"N{self.heads}-K{self.key_heads}-H{self.head_dim}-{mask}"
+            + (f"-{self.backward}" if self.backward else "")
         )
 
     def inputs(self):
@@ -95,6 +104,8 @@ CASES = [
     Case("outlier", 40, 160, 2, 2, 128, True, out_dtype="float32"),
     Case("wide", 130, 250, 1, 1, 128, False, scale=-0.05),
     Case("normal", 1, 129, 4, 2, 64, False),
+    Case("uniform", 200, 200, 2, 1, 64, True, backward="fused"),
+    Case("offset", 70, 190, 1, 1, 128, False, scale=-0.05, backward="fused"),
 ]
 
 
@@ -111,6 +122,7 @@ def _kernels(
             scale=case.logit_scale(),
             mask=Mask(is_causal=case.is_causal),
             out_dtype=np.dtype(case.out_dtype or case.dtype),
+            backward=case.backward,
         )
 
     @jax.jit
@@ -118,6 +130,9 @@ def _kernels(
         results, backward = jax.vjp(forward, query, key, value)
         return Results(*results, *backward((dout.astype(results[0].dtype), dlse)))
 
+    if case.backward == "fused":
+        # The interpreter runs CTAs one after the other: none may wait for a later one.
+        ring_order.MULTIPROCESSORS = 1
     with made_for(architecture), interpreted(detect_races=detect_races):
         results = both(query, key, value, dout, dlse)
         return Results(*map(np.asarray, results))
@@ -217,10 +232,15 @@ def test_tiling_for_many_keys_is_as_good(is_causal):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "head_dim", "key_length"),
-    [("hopper", 64, 200), ("ampere", 64, 330), ("ampere", 128, 200)],
+    ("architecture", "head_dim", "key_length", "backward"),
+    [
+        ("hopper", 64, 200, "two_kernels"),
+        ("hopper", 64, 200, "fused"),
+        ("ampere", 64, 330, None),
+        ("ampere", 128, 200, None),
+    ],
 )
-def test_kernels_follow_their_recipe(architecture, head_dim, key_length):
+def test_kernels_follow_their_recipe(architecture, head_dim, key_length, backward):
     """Bit for bit what the emulator makes of the kernels' recipe, but for the order of
     the additions inside a product or a row sum.
 
@@ -229,10 +249,15 @@ def test_kernels_follow_their_recipe(architecture, head_dim, key_length):
     sum of some 100 terms by a tenth of its own 8-bit ulp or less: 100 terms, 2**-13,
     a tenth, both ways: 2**-8 of all results at the most.
     """
-    case = Case("normal", 200, key_length, 2, 1, head_dim, True)
+    case = Case("normal", 200, key_length, 2, 1, head_dim, True, backward=backward)
     results = in_child_process(_kernels, architecture, case, seconds=TIME_LIMIT)
     mask = Mask(is_causal=True)
-    recipe = declared_recipe(case.dtype, head_dim, key_length, mask, architecture)
+    recipe = declared_recipe(
+        *(case.dtype, head_dim, key_length, mask, architecture),
+        query_length=200,
+        backward=backward,
+    )
+    assert recipe.dq_centre == ("keys" if backward == "fused" else "mean")
 
     @jax.jit
     def emulate(query, key, value, dout, dlse):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from attn_jax.centre import centre_of
 from attn_jax.formats import BF16, FP16
 from attn_jax.kernels import (
     ampere_backward,
@@ -21,12 +22,13 @@ from attn_jax.kernels import (
     architecture,
     hopper_backward_dkv,
     hopper_backward_dq,
+    hopper_backward_fused,
     hopper_forward,
     tuning,
     visibility,
 )
 from attn_jax.kernels.partition import Layout, partitioned, varying_alike
-from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.tuning import Backward, Tiling
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, Architecture, Recipe
@@ -46,8 +48,8 @@ SEQUENCE_MULTIPLE = 8
 
 
 class _Static(NamedTuple):
-    """What is compiled in. `mask` has no arrays; `is_causal` is for a mask that a
-    kernel can count by itself, and `band` for the others."""
+    """What is compiled in: `is_causal` for a mask that a kernel can count by itself,
+    `band` for the others."""
 
     target: Architecture
     scale: float
@@ -55,6 +57,7 @@ class _Static(NamedTuple):
     band: Band
     soft_cap: float | None
     out_dtype: jnp.dtype
+    backward: Backward
 
 
 def attention(
@@ -67,6 +70,7 @@ def attention(
     sinks: Float[Array, " N"] | None = None,
     soft_cap: float | None = None,
     out_dtype: jnp.dtype | None = None,
+    backward: Backward | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float32[Array, "B N T"]]:
     """out = softmax(scale * Q K^T) V and LSE = logsumexp(scale * Q K^T), natural log.
 
@@ -81,6 +85,8 @@ def attention(
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).
       sinks: one more logit for each head, which takes weight and carries no value.
       out_dtype: the inputs' dtype (default) or float32, the accumulator unrounded.
+      backward: "two_kernels", or "fused", one kernel where it takes the problem
+        (`backward_of`); None: `tuning.BACKWARD`.
 
     Raises:
       NotImplementedError: `unsupported` names a reason.
@@ -98,13 +104,19 @@ def attention(
         # Masked logits are -inf, and 0 * -inf would be NaN.
         query, scale = jnp.zeros_like(query), 1.0
     by_itself = visibility.is_static(mask)
+    target = architecture.chosen()
     static = _Static(
-        target=architecture.chosen(),
+        target=target,
         scale=scale,
         is_causal=mask.is_causal and by_itself,
         band=Band(None, None) if by_itself else Band(*mask.band),
         soft_cap=python_float(soft_cap),
         out_dtype=jnp.dtype(query.dtype if out_dtype is None else out_dtype),
+        backward=backward_of(
+            *(query.shape, key.shape, target, mask),
+            soft_cap=soft_cap,
+            wanted=backward,
+        ),
     )
     rules = sink_row = None
     if not by_itself:
@@ -158,18 +170,50 @@ def unsupported(
     return None
 
 
+def backward_of(
+    query_shape: tuple[int, ...],
+    key_shape: tuple[int, ...],
+    target: Architecture,
+    mask: Mask = Mask(),
+    *,
+    soft_cap: float | None = None,
+    wanted: Backward | None = None,
+) -> Backward:
+    """How the gradients of a problem are made ([B, T, N, H] and [B, S, K, H]).
+
+    `wanted`, or what `tuning.BACKWARD` has, is "fused" only where that kernel takes the
+    problem: on Hopper, no mask but the causal one, no soft cap, and
+    `hopper_backward_fused.reason_against` has nothing against its shapes.
+    """
+    wanted = tuning.BACKWARD[target] if wanted is None else wanted
+    if wanted == "two_kernels" or target != "hopper":
+        return "two_kernels"
+    if soft_cap is not None or not visibility.is_static(mask):
+        return "two_kernels"
+    against = hopper_backward_fused.reason_against(
+        query_shape, key_shape, is_causal=mask.is_causal
+    )
+    return "fused" if against is None else "two_kernels"
+
+
 def declared_recipe(
     dtype,
     head_dim: int,
     key_length: int,
     mask: Mask = Mask(),
     target: Architecture | None = None,
+    *,
+    query_length: int | None = None,
+    soft_cap: float | None = None,
+    backward: Backward | None = None,
 ) -> Recipe:
     """The kernels' recipe for 16-bit inputs of `dtype`, their block sizes included.
 
-    `target` is whose kernels are meant; None: those that would run here. Running
-    `emulator.attention` under it predicts their results up to the order of additions
-    inside a product; a test holds the two together.
+    `target` is whose kernels are meant; None: those that would run here. With
+    `query_length` (None: `key_length`) and `soft_cap` it is that of the kernels that
+    `backward_of` names for `backward`. Running `emulator.attention` under it predicts
+    their results up to the order of additions inside a product; a test holds the two
+    together.
     """
     inputs = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}[
         jnp.dtype(dtype)
@@ -182,7 +226,7 @@ def declared_recipe(
         is_causal=mask.is_causal,
         listed=not visibility.is_static(mask),
     )
-    return dataclasses.replace(
+    recipe = dataclasses.replace(
         ATTN_JAX.with_inputs(inputs),
         block_q=forward.rows,
         block_kv=forward.columns,
@@ -191,6 +235,22 @@ def declared_recipe(
         # which is but another order of additions.
         backward_block_q=tuning.BACKWARD_DQ[target][head_dim].rows,
         backward_block_kv=tuning.BACKWARD_DQ[target][head_dim].columns,
+    )
+    design = backward_of(
+        (1, key_length if query_length is None else query_length, 1, head_dim),
+        (1, key_length, 1, head_dim),
+        target,
+        mask,
+        soft_cap=soft_cap,
+        wanted=backward,
+    )
+    if design == "two_kernels":
+        return recipe
+    return dataclasses.replace(
+        recipe,
+        backward_block_q=hopper_backward_fused.QUERIES[head_dim],
+        backward_block_kv=hopper_backward_fused.KEY_TILE,
+        dq_centre="keys",
     )
 
 
@@ -318,50 +378,41 @@ def _local_backward(
     delta = excess - dlse
     dsinks = jnp.zeros((query.shape[0], query.shape[2]), jnp.float32)
     row_sum = dlse  # of dS over the keys
+    dq_tiling = tuning.BACKWARD_DQ[target][head_dim]
     if sinks is not None:
         # The sink is a key whose dP is zero: dS = P (0 - delta).
         of_sink = jnp.exp(sinks[..., None] - lse) * -delta
         dsinks, row_sum = of_sink.sum(axis=-1), dlse - of_sink
-    dq_tiling = tuning.BACKWARD_DQ[target][head_dim]
-    seen = key
-    if is_causal and target != "hopper":
-        # No query sees the later ones. Hopper's last tile counts those that rows past
-        # the last query would see; any centre is right, and that one keeps its bits.
-        seen = key[:, :query_count]
-    if rules is None:
+    if static.backward == "fused":
+        centre = centre_of(key, jnp.finfo(dtype).nmant)
+    elif rules is None:
+        # On Ampere not those that no query sees. Hopper's last tile counts the keys of
+        # rows past the last query, too; any centre is right, and that one keeps its
+        # bits.
+        seen = key[:, :query_count] if is_causal and target != "hopper" else key
         centre = _mean_key(seen, is_causal, dq_tiling, query_count)
     else:
         centre = visibility.mean_key(
             key, rules, static.band, query_count, dq_tiling.rows
         )
     query, key, value, dout = map(_pad_sequence, (query, key, value, dout))
+    operands = (query, key, value, dout, lse, delta)
     lengths = {"query_count": query_count, "key_count": key_count}
     options = {"scale": static.scale, "is_causal": is_causal} | lengths
+    if static.backward == "fused":
+        gradients = hopper_backward_fused.backward_fused(
+            *operands, row_sum, centre, **options
+        )
+        return *gradients, dsinks
     if rules is not None:
         options |= {"mask": rules, "band": static.band}
     if static.soft_cap is not None:
         options |= {"soft_cap": static.soft_cap}
     dq = _BACKWARD_DQ[target].backward_dq(
-        query,
-        key,
-        value,
-        dout,
-        lse,
-        delta,
-        row_sum,
-        centre,
-        tiling=dq_tiling,
-        **options,
+        *operands, row_sum, centre, tiling=dq_tiling, **options
     )
     dk, dv = _BACKWARD_DKV[target].backward_dkv(
-        query,
-        key,
-        value,
-        dout,
-        lse,
-        delta,
-        tiling=tuning.BACKWARD_DKV[target][head_dim],
-        **options,
+        *operands, tiling=tuning.BACKWARD_DKV[target][head_dim], **options
     )
     return dq, dk, dv, dsinks
 

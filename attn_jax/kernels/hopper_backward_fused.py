@@ -19,7 +19,7 @@ multiplies the mean of K (see `hopper_backward_dq`, which sums it). Here K' = K 
 takes the place of K in that product, and dLSE * c is added at the end: a row sum of
 rounding errors then meets keys of mean near zero. c is zero in columns whose mean is
 below a quarter of their spread, and has few digits, so that most differences are exact
-(`centre_of`).
+(`attn_jax.centre`).
 
 Where it rounds (16 bit: the inputs' format):
   S, P, dP, dS, delta and the accumulators of a tile are FP32;
@@ -85,20 +85,6 @@ def reason_against(
     return None
 
 
-def centre_of(key: Float[Array, "B S K H"]) -> Float32[Array, "B K H"]:
-    """c for each column: near its mean, with few digits: most key - c are exact.
-
-    One reading of the keys: the place that c is rounded to is the last one of a key of
-    four times the column's root mean square, rather than of its largest key.
-    """
-    wide = key.astype(jnp.float32)
-    mean, square = wide.mean(axis=1), jnp.square(wide).mean(axis=1)
-    last = jnp.frexp(jnp.sqrt(square))[1] + 2 - (jnp.finfo(key.dtype).nmant + 1)
-    place = jnp.ldexp(jnp.float32(1), jnp.clip(last, -100, 100))
-    # mean^2 > variance / 16
-    return jnp.where(17 * mean * mean > square, jnp.rint(mean / place) * place, 0.0)
-
-
 def backward_fused(
     query: Float[Array, "B Tpad N H"],
     key: Float[Array, "B Spad K H"],
@@ -115,7 +101,7 @@ def backward_fused(
     is_causal: bool,
     plan: Plan = Plan(),
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """(dQ, dK, dV). `centre` is `centre_of` the keys.
+    """(dQ, dK, dV). `centre` is `attn_jax.centre.centre_of` the keys.
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
     rows are real.

@@ -5,6 +5,7 @@ function of the shape: the same shape gives the same tiling on every run.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from attn_jax.recipe import Architecture
 
@@ -45,6 +46,14 @@ class ForwardTiling(Tiling):
 
 
 HEAD_DIMS = (64, 128)
+
+# How gradients of Q, K and V are made: dQ by a kernel of its own, which computes the
+# logits once more, or all three in one pass, where that kernel takes the problem.
+Backward = Literal["two_kernels", "fused"]
+BACKWARD: dict[Architecture, Backward] = {
+    "ampere": "two_kernels",
+    "hopper": "two_kernels",
+}
 
 # Ampere: 128 rows, so that a warp has 32 for each fragment of K and V that it reads
 # from shared memory; blocks of keys as long as 255 registers a thread allow without
