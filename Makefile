@@ -1,12 +1,13 @@
 # make train   sets up .venv and trains the default text-to-image model
 # make test    sets up .venv and runs the tests (CPU)
 # make lint    sets up .venv and runs ruff, pyright and import-linter
+# make test-next   runs the kernels' tests under the next JAX, in a .venv of its own
 #
 # ARGS='...' is passed on to `python -m train` or pytest; PYTHON=... names the Python
 # that makes .venv (found by itself otherwise).
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint
+.PHONY: help train test lint test-next
 export PYTHON
 
 ARGS ?=
@@ -38,3 +39,10 @@ test:
 lint:
 	@tools/environment.sh $(TEST_EXTRAS)
 	@.venv/bin/python -m pytest -q tests/test_house.py $(ARGS)
+
+# The newest JAX that the kernels are tested with; constraints.txt has the usual one.
+NEXT_JAX := 0.12.0.1
+test-next:
+	@tools/environment.sh test,compile $(NEXT_JAX)
+	@.venv-jax-$(NEXT_JAX)/bin/python -m pytest -n auto --maxprocesses=8 \
+		--dist=worksteal $(wildcard tests/test_kernels_*.py) $(ARGS)

@@ -104,10 +104,10 @@ def test_jax_internals_are_used_in_one_module():
 
 def test_documented_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^(\w+):", makefile, re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
     for name in ("README.md", "CONTRIBUTING.md"):
         text = (ROOT / name).read_text()
-        used = set(re.findall(r"(?:^|`)make (\w+)", text, re.MULTILINE))
+        used = set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE))
         assert used, f"{name} names no make command"
         assert used <= targets, f"{name}: {used - targets} is no target"
         for module in re.findall(r"python -m (\w+)", text):
