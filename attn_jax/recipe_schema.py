@@ -131,7 +131,7 @@ class Recipe:
             for LSE = -inf
     The mean does not help where a row's weight lies on few keys, far from their mean.
     For dq_centre 'keys' a centre comes off the keys before, no row of dS is summed, and
-        K' = inputs(K - c)          dQ = gradient(dQ g + (z g) c)
+        K' = inputs(K - c)          dQ = gradient((dQ + z c) g)
     with one c for a key head: of all its keys, be they hidden or on another device, and
     in FP32 whatever the carrier. By columns, with sums over the keys in any order,
         mean = sum of K / S, square = sum of K K / S
@@ -179,7 +179,7 @@ class Recipe:
     Backward, with the merged LSE and delta from the merged O, each hop sums dQ, dK and
     dV over its tiles as above from 0, and for each of them
         total = ring_gradient_accumulator(total + ring_gradient_partial(hop's sum g))
-    (g = 1 for dV); the centre is subtracted, or (z g) c added, and `gradient` rounds,
+    (g = 1 for dV); the centre is subtracted, or (z c) g added, and `gradient` rounds,
     at the end.
     ring_size 1 is the plain algorithm and uses no ring field.
 

@@ -131,7 +131,7 @@ class _Oracle(ForwardOracle):
             total = sums.query[n]
             exact = self.times(dlse[n], r.dlogits_scale * factor)
             if r.dq_centre == "keys":
-                total = a.add(total, a.mul(self.times(exact, g), common))
+                total = a.add(total, self.times(a.mul(exact, common), g))
             elif r.dq_centre != "none":
                 excess = self.times(a.sub(sums.excess[n], exact), g)
                 centre = self.centre(k, visible[n], rows[n])

@@ -188,7 +188,7 @@ def _dquery_from(
     )
     errors = plus(_against(ds, key, c), shared, shared=True)
     if recipe.dq_centre == "keys":
-        # (z g) c is 0 without a cotangent of LSE.
+        # z c is 0 without a cotangent of LSE.
         errors = plus(errors, _by_keys(everything, keys))
     dquery = plus(joined(sums), scaled(errors, at_end), shared=True)
     if recipe.dq_centre in ("mean", "row"):

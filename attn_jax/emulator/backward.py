@@ -79,13 +79,13 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
         at_end = static.scale
     at_end /= recipe.dlogits_scale
     rows = rows._replace(scale=row_scale(x, dout, dlse, on_dlogits))
-    correction = shift = None
+    correction = None
     # In exact arithmetic dS, with the sink's share, sums to dLSE over each row.
     expected = (dlse + sink_probability * rows.excess) * on_dlogits
     by_keys = static.wants_centre and recipe.dq_centre == "keys"
     if by_keys:
         x, centre = with_centred_keys(x)
-        shift = expected * at_end * centre
+        correction = -expected * centre
     if recipe.ring_size == 1:
         sums = _sum_tiles(x, rows, _no_sums(x))
     else:
@@ -99,8 +99,6 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
         dquery, dkey = dquery * at_end, dkey * at_end
     elif correction is not None:
         dquery = dquery - correction * at_end
-    if shift is not None:
-        dquery = dquery + shift
     return (
         x.ungroup(x.round(dquery, "gradient", site="dquery")),
         x.round(dkey, "gradient", site="dkey").swapaxes(1, 2),
