@@ -43,26 +43,28 @@ def dot_product_attention(
     out_dtype=None,
     recipe: Recipe | None = None,
     rounding_key: Array | None = None,
-) -> Float[Array, "*B T N H"] | tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
+) -> Float[Array, "*B T N D"] | tuple[Float[Array, "*B T N D"], Float[Array, "*B T N"]]:
     """Scaled dot-product attention: out = softmax(scale * Q K^T + bias) V.
 
     The arguments up to `return_residual` are those of `jax.nn.dot_product_attention`,
     in its order, with its broadcasting and its shapes: B batch (may be left out),
-    T queries, S keys, N query heads, K key/value heads, H head dim. Differentiable;
-    works under jit, vmap, grad, remat and shard_map, with `jax_enable_x64` on or off.
+    T queries, S keys, N query heads, K key/value heads, H head dim of query and key,
+    D that of value (jax.nn wants D = H). Differentiable; works under jit, vmap, grad,
+    remat and shard_map, with `jax_enable_x64` on or off.
 
     Args:
-      query, key, value: [B] T N H, [B] S K H, [B] S K H; N is a multiple of K.
+      query, key, value: [B] T N H, [B] S K H, [B] S K D; N is a multiple of K.
       bias, mask: added to the logits / bool, True takes part; 4D, broadcast to B N T S.
       scale: of the logits; 1 / sqrt(H) if None.
       is_causal: query i sees the keys j <= i, both counted from the first.
       query_seq_lengths, key_value_seq_lengths: [B] int; what lies beyond is masked.
       local_window_size: (left, right) or one number for both: query i sees the keys
         i - left <= j <= i + right.
-      implementation: `pallas` (our kernels, on A100 and Hopper GPUs), `emulated` (a
-        recipe's roundings in plain JAX, any device), `reference` (exact: float64 under
-        x64, else float32), `xla` and `cudnn` (jax.nn's). A named one runs or raises.
-        None picks `pallas` where it can run, else `xla`, else `reference`.
+      implementation: `pallas` (our kernels: Hopper GPUs, H and D of 32, 64, 96, 128,
+        192 and 256; A100, H = D = 64 or 128), `emulated` (a recipe's roundings in plain
+        JAX, any device), `reference` (exact: float64 under x64, else float32), `xla`
+        and `cudnn` (jax.nn's). A named one runs or raises. None picks `pallas` where it
+        can run, else `xla`, else `reference`.
       return_residual: also return LSE = log(sum(exp(logits))), [B] T N, natural log,
         float32 (float64 if computed so), differentiable.
       query_segment_ids, key_value_segment_ids: [B] T and [B] S int; a pair takes part

@@ -17,18 +17,36 @@ from attn_jax.mask import Mask
 def attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
     *,
     bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
     scale: float | None = None,
     backend: Literal["xla", "cudnn"],
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N D"]:
     """jax.nn's attention: `xla` keeps S in FP32 and P in the inputs' format; `cudnn` is
     a fused kernel that takes 16-bit inputs on an NVIDIA GPU.
 
     For a query that sees no key jax.nn's `xla` gives the mean of V; here it gives 0.
+    jax.nn wants D = H: where they differ, zeros fill up the smaller one.
     """
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    if head_dim != value_dim:
+        width = max(head_dim, value_dim)
+        query, key, value = (
+            jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1])))
+            for x in (query, key, value)
+        )
+        out = attention(
+            query,
+            key,
+            value,
+            bias=bias,
+            mask=mask,
+            scale=head_dim**-0.5 if scale is None else scale,
+            backend=backend,
+        )
+        return out[..., :value_dim]
     dense = mask.dense
     if mask.query_offset is not None:
         # jax.nn counts queries and keys from the first.

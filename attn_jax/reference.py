@@ -32,7 +32,7 @@ from attn_jax.varying import varying_alike
 def attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
     *,
     bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
@@ -40,7 +40,7 @@ def attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     out_dtype: Any = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Attention output and log-sum-exp, both differentiable.
 
     Computes in float64 if `jax_enable_x64` is on, else in float32 with full-precision
@@ -93,7 +93,7 @@ def golden(
     """`attention` and its gradients in FP64 on the inputs exactly as given.
 
     Takes JAX or NumPy arrays of any float type (not tracers), with cotangents `dout`
-    [B, T, N, H] and `dlse` [B, N, T]. Runs under an x64 scope of its own, so the
+    [B, T, N, D] and `dlse` [B, N, T]. Runs under an x64 scope of its own, so the
     user's mode neither matters nor changes, and head by head, so memory holds a few
     T x S arrays and not N of them.
 
@@ -111,7 +111,7 @@ def golden(
     sinks = None if sinks is None else _to_numpy(sinks)
     dlse = np.zeros((B, N, T)) if dlse is None else _to_numpy(dlse)
     mask = jax.tree_util.tree_map(np.asarray, mask)
-    out, dq = np.zeros(q.shape), np.zeros(q.shape)
+    out, dq = np.zeros((B, T, N, v.shape[-1])), np.zeros(q.shape)
     dk, dv = np.zeros(k.shape), np.zeros(v.shape)
     lse = np.zeros((B, N, T))
     dbias = None if bias is None else np.zeros(bias.shape)
@@ -182,23 +182,23 @@ def check_arguments(
     query, key, value, *, bias=None, mask=Mask(), soft_cap=None, sinks=None
 ) -> None:
     """Raises ValueError, one line, if shapes, types or the soft cap do not fit."""
-    if query.ndim != 4 or key.ndim != 4:
+    if not query.ndim == key.ndim == value.ndim == 4:
         raise ValueError(
-            "query must be [B, T, N, H] and key, value [B, S, K, H], got "
-            f"{query.shape} and {key.shape}"
+            "query must be [B, T, N, H], key [B, S, K, H] and value [B, S, K, D], got "
+            f"{query.shape}, {key.shape} and {value.shape}"
         )
     B, T, N, H = query.shape
     S, K = key.shape[1:3]
-    if key.shape != (B, S, K, H) or value.shape != key.shape:
+    if key.shape != (B, S, K, H) or value.shape[:-1] != key.shape[:-1]:
         raise ValueError(
-            "key and value must be [B, S, K, H] with the B and H of query "
-            f"{query.shape}, got {key.shape} and {value.shape}"
+            "key must be [B, S, K, H] with the B and H of query and value [B, S, K, D] "
+            f"beside it, got query {query.shape}, key {key.shape}, value {value.shape}"
         )
     # An empty batch gives an empty result; no other size 0 is worth code of its own.
-    if 0 in (T, S, N, K, H):
+    if 0 in (T, S, N, K, H, value.shape[-1]):
         raise ValueError(
-            "T, S, N, K and H must be at least 1, got query and key of shapes "
-            f"{query.shape} and {key.shape}"
+            "T, S, N, K, H and D must be at least 1, got query, key and value of "
+            f"shapes {query.shape}, {key.shape} and {value.shape}"
         )
     if N % K:
         raise ValueError(f"query heads ({N}) must be a multiple of key heads ({K})")
@@ -346,14 +346,14 @@ class _Grouped:
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
     def ungroup(self, x):
-        B, T, K, G, H = self.shape
-        return x.reshape(B, T, K * G, H)
+        B, T, K, G, _ = self.shape
+        return x.reshape(B, T, K * G, x.shape[-1])
 
 
 def _gradients(x: _Grouped, dout, dlse):
     B, T, K, G, H = x.shape
     p, scale = x.probability, x.static.scale
-    dout = dout.reshape(x.shape)
+    dout = dout.reshape(*x.shape[:-1], dout.shape[-1])
     # The LSE of a query that sees nothing is a constant, whatever its cotangent.
     dlse = jnp.where(jnp.isneginf(x.lse), 0.0, dlse).reshape(B, K, G, T)
     dp = _dot("btkgh,bskh->bkgts", dout, x.value)
@@ -389,7 +389,8 @@ def _golden_head(static, absolute, q, k, v, bias, sinks, mask, dout, dlse):
 def _absolute_sums(x: _Grouped, q, k, v, dout, dlse):
     """out, dQ, dK, dV with every term of every sum by its absolute value."""
     p, scale = x.probability, abs(x.static.scale)
-    q, k, v, dout = map(jnp.abs, (q.reshape(x.shape), k, v, dout.reshape(x.shape)))
+    q, dout = (y.reshape(*x.shape[:-1], y.shape[-1]) for y in (q, dout))
+    q, k, v, dout = map(jnp.abs, (q, k, v, dout))
     dp = _dot("btkgh,bskh->bkgts", dout, v)
     dlse = jnp.where(jnp.isneginf(x.lse), 0.0, jnp.abs(dlse))
     delta = (p * dp).sum(-1) + dlse.reshape(p.shape[:-1])

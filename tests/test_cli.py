@@ -89,7 +89,7 @@ def nothing_compiles(monkeypatch):
             + ["--distributed.process-id=2", "--distributed.enabled"],
             ["--distributed.process-id is 2", "[0, 2)"],
         ),
-        (["--model.heads=4"], ["(64, 128)", "32", "--attn=xla"]),
+        (["--model.heads=8"], ["96, 128, 192, 256)", "not 16", "--attn=xla"]),
         (["--attention-inputs=fp32"], ["--attention-inputs=bf16"]),
         (["--preset=small", "--precision=fp32"], ["--attention-inputs=bf16"]),
         (["--model.heads=3"], ["--model.heads 3"]),

@@ -101,6 +101,7 @@ SQUARE, LONGER = (1, 256, 2, 64), (1, 384, 1, 64)
         ("hopper", (SQUARE, SQUARE), Mask(window=(64, 0)), None, "two_kernels"),
         ("hopper", (SQUARE, SQUARE), Mask(), 30.0, "two_kernels"),
         ("hopper", ((1, 256, 2, 96),) * 2, Mask(), None, "two_kernels"),
+        ("hopper", (SQUARE, (1, 256, 2, 128)), Mask(), None, "two_kernels"),
         ("ampere", (SQUARE, SQUARE), Mask(), None, "two_kernels"),
     ],
 )

@@ -36,12 +36,13 @@ def _lowered(query, key, value, **options) -> jax.stages.Lowered:
     return traced.lower(lowering_platforms=("cuda",))
 
 
-def _check(lowered: jax.stages.Lowered, query, key, out_dtype) -> None:
+def _check(lowered: jax.stages.Lowered, query, key, out_dtype, value=None) -> None:
     B, T, N, _ = query.shape
+    value = key if value is None else value
     (out, lse), gradients = lowered.out_info
-    assert (out.shape, out.dtype) == (query.shape, out_dtype)
+    assert (out.shape, out.dtype) == ((B, T, N, value.shape[-1]), out_dtype)
     assert (lse.shape, lse.dtype) == ((B, N, T), jnp.float32)
-    for gradient, operand in zip(gradients, (query, key, key), strict=True):
+    for gradient, operand in zip(gradients, (query, key, value), strict=True):
         assert (gradient.shape, gradient.dtype) == (operand.shape, operand.dtype)
     calls = re.findall(r"custom_call @mosaic_gpu\w*", lowered.as_text())
     assert len(calls) == 3, "one forward kernel, one for dQ, one for dK and dV"
@@ -81,6 +82,14 @@ def test_lowers_any_length(sizes):
     _check(lowered, query, key, query.dtype)
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 96), (64, 256)])
+def test_lowers_with_a_head_dim_of_values_own(head_dim, value_dim):
+    query, key, _ = _arrays(**GQA, H=head_dim, dtype=jnp.bfloat16)
+    *_, value = _arrays(**GQA, H=value_dim, dtype=jnp.bfloat16)
+    lowered = _lowered(query, key, value, mask=Mask(is_causal=True))
+    _check(lowered, query, key, query.dtype, value)
+
+
 def test_lowers_to_float32_output():
     query, key, value = _arrays(**GQA, H=128, dtype=jnp.bfloat16)
     lowered = _lowered(query, key, value, out_dtype=jnp.dtype("float32"))
@@ -107,7 +116,8 @@ def test_ampere_lowers(sizes, dtype, head_dim, is_causal, x64):
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "options", "message"),
     [
-        (80, "bfloat16", {}, r"head dims \(64, 128\).*not 80"),
+        (80, "bfloat16", {}, r"96, 128, 192, 256\), not 80 for .*; pad with zeros"),
+        (512, "float16", {}, r"Hopper .*, not 512 for .* for value; use impl"),
         (64, "float32", {}, "bfloat16 or all float16, not float32"),
         (64, "bfloat16", {"out_dtype": jnp.dtype("float16")}, "not float16"),
     ],
@@ -116,6 +126,19 @@ def test_unsupported_raises_one_line(head_dim, dtype, options, message):
     arrays = _arrays(**GQA, H=head_dim, dtype=dtype)
     with pytest.raises(NotImplementedError, match=message) as error:
         _lowered(*arrays, **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value_dim", [96, 128])
+def test_ampere_takes_fewer_head_dims(value_dim):
+    query, key, _ = _arrays(**GQA, H=64, dtype=jnp.bfloat16)
+    *_, value = _arrays(**GQA, H=value_dim, dtype=jnp.bfloat16)
+    message = (
+        rf"Ampere take head dims \(64, 128\), the same for .* {value_dim} for value"
+    )
+    with made_for("ampere"):
+        with pytest.raises(NotImplementedError, match=message) as error:
+            _lowered(query, key, value)
     assert "\n" not in str(error.value)
 
 

@@ -329,7 +329,7 @@ def test_bits_that_differ_are_an_error_where_they_are_promised():
 def test_tilings_of_ours_are_named():
     said = in_jax._config("pallas", TOY["full"], "both")
     short = TOY["full"].S
-    forward = tuning.forward("hopper", 64, short, is_causal=False, listed=False)
+    forward = tuning.forward("hopper", 64, 64, short, is_causal=False, listed=False)
     for kernel, tiling in (
         *(("forward", forward), ("dq", tuning.BACKWARD_DQ["hopper"][64])),
         ("dkv", tuning.BACKWARD_DKV["hopper"][64]),

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from PIL import Image
 
+from attn_jax.kernels import tuning
 from train.assemble import assemble
 from train.attention import (
     ResolvedAttention,
@@ -372,6 +374,31 @@ def attention_of(attn: str, **changes):
     return make_attention(
         resolve_attention(config, jax.devices()[0]), make_policy(config)
     )
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "known"),
+    [
+        ("cpu", "", tuning.HEAD_DIMS["hopper"]),
+        ("gpu", "9.0", tuning.HEAD_DIMS["hopper"]),
+        ("gpu", "8.0", tuning.HEAD_DIMS["ampere"]),
+    ],
+)
+def test_pallas_takes_the_head_dims_of_the_kernels(platform, capability, known):
+    device = SimpleNamespace(
+        platform=platform, compute_capability=capability, device_kind="some device"
+    )
+    for head_dim in (16, *tuning.HEAD_DIMS["hopper"]):
+        model = dataclasses.replace(CONFIG.model, width=2 * head_dim, heads=2)
+        config = dataclasses.replace(CONFIG, attn="pallas", model=model)
+        if head_dim in known:
+            assert resolve_attention(config, device).requested == "pallas"
+            continue
+        with pytest.raises(UsageError) as error:
+            resolve_attention(config, device)
+        message = str(error.value)
+        assert str(known) in message and f"not {head_dim} " in message
+        assert "\n" not in message
 
 
 # XLA has no products of float16 on a CPU under jit.

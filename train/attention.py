@@ -61,7 +61,8 @@ def resolve_attention(config: Config, device: Any) -> ResolvedAttention:
     in the emulator, with a note.
 
     Raises:
-      UsageError: the implementation or the recipe does not exist here.
+      UsageError: the implementation or the recipe does not exist here, or the kernels
+        have no such head dim.
     """
     name = config.attn
     if name == "cudnn" and device.platform != "gpu":
@@ -69,12 +70,14 @@ def resolve_attention(config: Config, device: Any) -> ResolvedAttention:
             f"--attn=cudnn needs an NVIDIA GPU, this is a {device.platform}: use "
             "--attn=xla or --attn=pallas"
         )
-    if name == "pallas" and not has_kernels(device):
-        note = (
-            f"--attn=pallas: no A100 or Hopper GPU here ({device.device_kind}), the "
-            "kernels' recipe runs in the emulator"
-        )
-        return ResolvedAttention(name, "emulated", _KERNEL_RECIPE, note)
+    if name == "pallas":
+        _check_head_dim(config, device)
+        if not has_kernels(device):
+            note = (
+                f"--attn=pallas: no A100 or Hopper GPU here ({device.device_kind}), "
+                "the kernels' recipe runs in the emulator"
+            )
+            return ResolvedAttention(name, "emulated", _KERNEL_RECIPE, note)
     if name == "emulated":
         recipe = config.recipe or _KERNEL_RECIPE
         if recipe not in RECIPES:
@@ -85,6 +88,23 @@ def resolve_attention(config: Config, device: Any) -> ResolvedAttention:
         return ResolvedAttention(name, "emulated", recipe, None)
     implementation = "xla" if name == "baseline" else name
     return ResolvedAttention(name, implementation, None, None)
+
+
+def _check_head_dim(config: Config, device: Any) -> None:
+    """Refuses a head dim that the kernels do not have: those for `device`, or Hopper's
+    where the emulator stands for them, so that a run can go on on a GPU."""
+    try:
+        from attn_jax.kernels import architecture, tuning
+    except ImportError:
+        return  # A JAX that the kernels do not know; the emulator takes any head dim.
+    target = architecture.of_device(device) or "hopper"
+    known, given = tuning.HEAD_DIMS[target], head_dim(config)
+    if given not in known:
+        raise UsageError(
+            f"--attn=pallas takes head dims {known} ({target.capitalize()}), not "
+            f"{given} (width {config.model.width} / heads {config.model.heads}): "
+            "change --model.heads or use --attn=xla"
+        )
 
 
 def make_attention(resolved: ResolvedAttention, policy: Policy) -> AttentionFn:

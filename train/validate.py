@@ -2,9 +2,8 @@
 
 import math
 
-from train.config import Config, UsageError, attention_format, flatten, head_dim
+from train.config import Config, UsageError, attention_format, flatten
 
-_KERNEL_HEAD_DIMS = (64, 128)
 _SIXTEEN_BIT_ATTENTION = ("pallas", "cudnn")
 _AT_LEAST_ONE = (
     "steps",
@@ -155,12 +154,6 @@ def _validate_processes(config: Config) -> None:
 def _validate_attention(config: Config) -> None:
     if config.attn not in _SIXTEEN_BIT_ATTENTION:
         return
-    if config.attn == "pallas" and head_dim(config) not in _KERNEL_HEAD_DIMS:
-        raise UsageError(
-            f"--attn=pallas takes head dims {_KERNEL_HEAD_DIMS}, not "
-            f"{head_dim(config)} (width {config.model.width} / heads "
-            f"{config.model.heads}): change --model.heads or use --attn=xla"
-        )
     if attention_format(config) == "fp32":
         raise UsageError(
             f"--attn={config.attn} takes 16-bit inputs: add "

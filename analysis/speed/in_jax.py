@@ -219,7 +219,7 @@ def _config(name: str, case: Case, of: Pass) -> str:
     if of != "backward":
         listed = case.mask not in ("full", "causal")
         tilings["forward"] = tuning.forward(
-            target, case.H, case.S, is_causal=case.is_causal, listed=listed
+            target, case.H, case.H, case.S, is_causal=case.is_causal, listed=listed
         )
     if of != "forward":
         tilings["dq"] = tuning.BACKWARD_DQ[target][case.H]

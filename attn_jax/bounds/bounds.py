@@ -63,7 +63,7 @@ from attn_jax.reference import check_arguments, default_scale
 class Bounds:
     """Bounds of |computed - exact| as FP64 arrays; infinite where none can be given.
 
-    out [B, T, N, H], lse [B, N, T], dquery [B, T, N, H], dkey and dvalue [B, S, K, H],
+    out [B, T, N, D], lse [B, N, T], dquery, dkey and dvalue like query, key and value,
     dbias like the bias; gradients are None without `dout`, dbias without a bias.
     `overflows` names the steps whose numbers may leave their format's range: clipped,
     which the bounds include, or infinite; "carrier" is what no step rounds. A hidden
@@ -221,9 +221,10 @@ def _balls(recipe, kind: Kind, query, key, value, dout, bias, mask, scale) -> _R
     S, K = key.shape[1:3]
     scale = default_scale(scale, H)
     check_fit(recipe, query, key, value, scale)
-    if dout is not None and np.shape(dout) != query.shape:
+    out_shape = (B, T, N, value.shape[-1])
+    if dout is not None and np.shape(dout) != out_shape:
         raise ValueError(
-            f"dout must have the shape {query.shape} of query, got {np.shape(dout)}"
+            f"dout must have the shape {out_shape} of out, got {np.shape(dout)}"
         )
     arithmetic = Arithmetic(recipe, kind)
     visible = mask.materialise(T, S)
@@ -236,11 +237,12 @@ def _balls(recipe, kind: Kind, query, key, value, dout, bias, mask, scale) -> _R
         wide_bias = np.broadcast_to(_carried(bias, recipe), (B, N, T, S))
 
     results = _Results(
-        _empty(B, T, N, H), _empty(B, N, T), None, None, None, None, set()
+        _empty(*out_shape), _empty(B, N, T), None, None, None, None, set()
     )
     if do is not None:
-        results.dquery = _empty(B, T, N, H)
-        results.dkey, results.dvalue = _empty(B, S, K, H), _empty(B, S, K, H)
+        results.dquery, results.dkey, results.dvalue = (
+            _empty(*x.shape) for x in (query, key, value)
+        )
     dlogits: list[list[Ball]] = []
     for b in range(B):
         dlogits.append([])

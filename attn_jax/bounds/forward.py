@@ -90,11 +90,11 @@ def logits(arithmetic: Arithmetic, head: Head) -> Ball:
 
 def forward(arithmetic: Arithmetic, head: Head, columns: np.ndarray) -> Forward:
     """O, LSE, and the result for more `columns` [S, ...] beside those of V."""
-    state = start(head, head.query.shape[-1] + columns.shape[-1])
+    state = start(head, head.value.shape[-1] + columns.shape[-1])
     wide, lse = finish(arithmetic, add_keys(arithmetic, head, columns, state))
     if arithmetic.kind == "order":
         lse = lse._replace(spread=np.hypot(lse.spread, _truncated(arithmetic, head)))
-    return completed(arithmetic, wide, lse, head.query.shape[-1])
+    return completed(arithmetic, wide, lse, head.value.shape[-1])
 
 
 def _truncated(arithmetic: Arithmetic, head: Head) -> np.ndarray:
@@ -119,9 +119,9 @@ def _truncated(arithmetic: Arithmetic, head: Head) -> np.ndarray:
     return (weights * d).sum(-1, keepdims=True) / np.where(total > 0, total, 1.0)
 
 
-def completed(arithmetic: Arithmetic, wide: Ball, lse: Ball, H: int) -> Forward:
-    out = arithmetic.step("output", wide[:, :H])
-    return Forward(wide[:, :H], out, lse, wide[:, H:])
+def completed(arithmetic: Arithmetic, wide: Ball, lse: Ball, D: int) -> Forward:
+    out = arithmetic.step("output", wide[:, :D])
+    return Forward(wide[:, :D], out, lse, wide[:, D:])
 
 
 def add_keys(

@@ -45,7 +45,7 @@ def forward(arithmetic: Arithmetic, head: Head, columns: np.ndarray) -> Forward:
         wide.append(out[0])
         lse.append(out[1])
     whole = (joined(wide), joined(lse))
-    return completed(arithmetic, *whole, head.query.shape[-1])
+    return completed(arithmetic, *whole, head.value.shape[-1])
 
 
 def joined(parts: list[Ball]) -> Ball:
@@ -65,7 +65,7 @@ def _share(head: Head, rows: slice, keys: slice) -> Head:
 
 def _carried_on(arithmetic: Arithmetic, met) -> tuple[Ball, Ball]:
     head, columns = met[0]
-    state = start(head, head.query.shape[-1] + columns.shape[-1])
+    state = start(head, head.value.shape[-1] + columns.shape[-1])
     for head, columns in met:
         state: State = add_keys(arithmetic, head, columns, state)
         unit = accumulator_unit(arithmetic.recipe, state)
@@ -77,7 +77,7 @@ def _carried_on(arithmetic: Arithmetic, met) -> tuple[Ball, Ball]:
 def _merged(arithmetic: Arithmetic, met) -> tuple[Ball, Ball]:
     parts = []
     for head, columns in met:
-        state = start(head, head.query.shape[-1] + columns.shape[-1])
+        state = start(head, head.value.shape[-1] + columns.shape[-1])
         out, lse = finish(arithmetic, add_keys(arithmetic, head, columns, state))
         parts.append((arithmetic.step("ring_partial", out), lse))
     lses = [parts[0][1]]

@@ -32,7 +32,7 @@ from attn_jax.varying import varying_alike
 def attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
     *,
     recipe: Recipe,
     bias: Float[Array, "#B #N #T #S"] | None = None,
@@ -42,7 +42,7 @@ def attention(
     sinks: Float[Array, " N"] | None = None,
     out_dtype: Any = None,
     rounding_key: Array | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Attention output and LSE as `recipe` computes them, forward and backward.
 
     Same meaning of every argument as `reference.attention`. Where the recipe leaves
@@ -126,14 +126,14 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 def _forward(x: Operands):
     """O before its last rounding, LSE [B, K, G, T, 1] and the rows' own centres."""
-    H = x.shape[-1]
+    D = x.value.shape[-1]
     if x.recipe.ring_size > 1:
         out, lse = ring.forward(x)
     else:
         columns = forward.values_and_keys(x).shape[-1]
         state = forward.start(x, columns)
         out, lse = forward.finish(x, forward.add_keys(x, state))
-    return out[..., :H], lse, out[..., H:] if out.shape[-1] > H else None
+    return out[..., :D], lse, out[..., D:] if out.shape[-1] > D else None
 
 
 def rescales(

@@ -12,7 +12,7 @@ from attn_jax.emulator.tiles import Operands, divide_or_zero, finite_shift
 
 
 class State(NamedTuple):
-    """m, l [B, K, G, T, 1] and A [B, K, G, T, H or more] after some blocks."""
+    """m, l [B, K, G, T, 1] and A [B, K, G, T, D or more] after some blocks."""
 
     row_max: Array
     row_sum: Array
@@ -20,7 +20,7 @@ class State(NamedTuple):
 
 
 def values_and_keys(x: Operands):
-    """V [B, K, S, H], with K appended where the recipe wants the rows' own centres.
+    """V [B, K, S, D], with K appended where the recipe wants the rows' own centres.
 
     The centre sum_j P_ij K_j is made as the output is.
     """

@@ -25,7 +25,7 @@ def over_hops(x: Operands, step, carry):
 
 
 def forward(x: Operands):
-    """O [B, K, G, T, H or more] before its last rounding and LSE [B, K, G, T, 1]."""
+    """O [B, K, G, T, D or more] before its last rounding and LSE [B, K, G, T, 1]."""
     columns = blocks.values_and_keys(x).shape[-1]
     if x.recipe.ring_merge == "carry":
         return _forward_carried(x, columns)

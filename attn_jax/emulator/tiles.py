@@ -51,10 +51,10 @@ class Static(NamedTuple):
 class Operands:
     """Inputs rounded to the recipe's input format, query heads in K groups of G.
 
-    Axes: query [B, K, G, T, H]; key and value [B, K, S, H]. `dq_key` is the keys as
-    operand of dQ, the same ones unless dq_centre is 'keys'. `origin` is where the first
-    query and key stand in the whole, which bias and mask are always given for. `noise`
-    is the key that stochastic roundings draw from, or None.
+    Axes: query [B, K, G, T, H]; key [B, K, S, H]; value [B, K, S, D]. `dq_key` is the
+    keys as operand of dQ, the same ones unless dq_centre is 'keys'. `origin` is where
+    the first query and key stand in the whole, which bias and mask are always given
+    for. `noise` is the key that stochastic roundings draw from, or None.
     """
 
     def __init__(self, static: Static, query, key, value, bias, sinks, mask: Mask):

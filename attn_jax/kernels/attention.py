@@ -63,7 +63,7 @@ class _Static(NamedTuple):
 def attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
     *,
     scale: float,
     mask: Mask = Mask(),
@@ -71,14 +71,15 @@ def attention(
     soft_cap: float | None = None,
     out_dtype: jnp.dtype | None = None,
     backward: Backward | None = None,
-) -> tuple[Float[Array, "B T N H"], Float32[Array, "B N T"]]:
+) -> tuple[Float[Array, "B T N D"], Float32[Array, "B N T"]]:
     """out = softmax(scale * Q K^T) V and LSE = logsumexp(scale * Q K^T), natural log.
 
-    Query head n reads key/value head n // (N / K). A query that sees no key gives out
-    0, LSE -inf (or the sink's logit) and no gradient. Both results are differentiable.
-    Where it rounds is said in `<architecture>_forward` and `<architecture>_backward`;
-    besides, a cotangent wider than the inputs is rounded to their format, and gradients
-    come in that format.
+    Query head n reads key/value head n // (N / K). H and D are any two of 32, 64, 96,
+    128, 192 and 256 on Hopper, both 64 or both 128 on Ampere (`tuning.HEAD_DIMS`). A
+    query that sees no key gives out 0, LSE -inf (or the sink's logit) and no gradient.
+    Both results are differentiable. Where it rounds is said in `<architecture>_forward`
+    and `<architecture>_backward`; besides, a cotangent wider than the inputs is rounded
+    to their format, and gradients come in that format.
 
     Args:
       scale: a Python number; it is compiled into the kernel.
@@ -93,7 +94,15 @@ def attention(
       ValueError: shapes or a scale that do not fit.
     """
     check_arguments(query, key, value, mask=mask, soft_cap=soft_cap, sinks=sinks)
-    reason = unsupported(query, key, value, mask=mask, sinks=sinks, out_dtype=out_dtype)
+    reason = unsupported(
+        query,
+        key,
+        value,
+        mask=mask,
+        sinks=sinks,
+        soft_cap=soft_cap,
+        out_dtype=out_dtype,
+    )
     if reason is not None:
         raise NotImplementedError(reason)
     scale = default_scale(scale, query.shape[-1])
@@ -113,7 +122,7 @@ def attention(
         soft_cap=python_float(soft_cap),
         out_dtype=jnp.dtype(query.dtype if out_dtype is None else out_dtype),
         backward=backward_of(
-            *(query.shape, key.shape, target, mask),
+            *(query.shape, value.shape, target, mask),
             soft_cap=soft_cap,
             wanted=backward,
         ),
@@ -139,20 +148,26 @@ def unsupported(
 ) -> str | None:
     """Why the kernels cannot take these arguments, in one line, or None if they can."""
     dtypes = {jnp.dtype(x.dtype) for x in (query, key, value)}
-    head_dim = query.shape[-1]
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
     if len(dtypes) > 1 or dtypes.pop() not in (jnp.bfloat16, jnp.float16):
         return (
             "the kernels take query, key and value all bfloat16 or all float16, not "
             f"{query.dtype}, {key.dtype}, {value.dtype}; cast them, or use "
             "implementation='emulated' or 'xla'"
         )
-    if head_dim not in tuning.HEAD_DIMS or value.shape[-1] != head_dim:
+    target = architecture.chosen()
+    known = tuning.HEAD_DIMS[target]
+    equal = head_dim == value_dim or target == "hopper"
+    if not (equal and {head_dim, value_dim} <= set(known)):
+        same = ", the same for query, key and value" if target == "ampere" else ""
+        small = max(head_dim, value_dim) <= max(known)
+        pad = "pad with zeros up to one of them (and give scale), or " if small else ""
         return (
-            f"the kernels take head dims {tuning.HEAD_DIMS}, the same for query, key "
-            f"and value, not {head_dim} and {value.shape[-1]}; use "
-            "implementation='emulated' or 'xla'"
+            f"the kernels for {target.capitalize()} take head dims {known}{same}, not "
+            f"{head_dim} for query and key and {value_dim} for value; {pad}use "
+            "implementation='emulated' or 'xla', which take any"
         )
-    if architecture.chosen() == "ampere" and not (
+    if target == "ampere" and not (
         sinks is None and soft_cap is None and visibility.is_static(mask)
     ):
         return (
@@ -172,14 +187,14 @@ def unsupported(
 
 def backward_of(
     query_shape: tuple[int, ...],
-    key_shape: tuple[int, ...],
+    value_shape: tuple[int, ...],
     target: Architecture,
     mask: Mask = Mask(),
     *,
     soft_cap: float | None = None,
     wanted: Backward | None = None,
 ) -> Backward:
-    """How the gradients of a problem are made ([B, T, N, H] and [B, S, K, H]).
+    """How the gradients of a problem are made ([B, T, N, H] and [B, S, K, D]).
 
     `wanted`, or what `tuning.BACKWARD` has, is "fused" only where that kernel takes the
     problem: on Hopper, no mask but the causal one, no soft cap, and
@@ -191,7 +206,7 @@ def backward_of(
     if soft_cap is not None or not visibility.is_static(mask):
         return "two_kernels"
     against = hopper_backward_fused.reason_against(
-        query_shape, key_shape, is_causal=mask.is_causal
+        query_shape, value_shape, is_causal=mask.is_causal
     )
     return "fused" if against is None else "two_kernels"
 
@@ -202,6 +217,7 @@ def declared_recipe(
     key_length: int,
     mask: Mask = Mask(),
     target: Architecture | None = None,
+    value_dim: int | None = None,
     *,
     query_length: int | None = None,
     soft_cap: float | None = None,
@@ -209,9 +225,10 @@ def declared_recipe(
 ) -> Recipe:
     """The kernels' recipe for 16-bit inputs of `dtype`, their block sizes included.
 
-    `target` is whose kernels are meant; None: those that would run here. With
-    `query_length` (None: `key_length`) and `soft_cap` it is that of the kernels that
-    `backward_of` names for `backward`. Running `emulator.attention` under it predicts
+    `target` is whose kernels are meant; None: those that would run here. `value_dim` is
+    V's head dim; None: that of Q and K. With `query_length` (None: `key_length`) and
+    `soft_cap` it is that of the kernels that `backward_of` names for `backward`.
+    Running `emulator.attention` under it predicts
     their results up to the order of additions inside a product; a test holds the two
     together.
     """
@@ -219,13 +236,15 @@ def declared_recipe(
         jnp.dtype(dtype)
     ]
     target = architecture.chosen() if target is None else target
+    dims = head_dim, head_dim if value_dim is None else value_dim
     forward = tuning.forward(
         target,
-        head_dim,
+        *dims,
         key_length,
         is_causal=mask.is_causal,
         listed=not visibility.is_static(mask),
     )
+    dq_tiling = tuning.tiling(tuning.BACKWARD_DQ, target, *dims)
     recipe = dataclasses.replace(
         ATTN_JAX.with_inputs(inputs),
         block_q=forward.rows,
@@ -233,12 +252,12 @@ def declared_recipe(
         kv_order=_KV_ORDER[target],
         # Queries that share a centre. The dK, dV kernel may take them in other blocks,
         # which is but another order of additions.
-        backward_block_q=tuning.BACKWARD_DQ[target][head_dim].rows,
-        backward_block_kv=tuning.BACKWARD_DQ[target][head_dim].columns,
+        backward_block_q=dq_tiling.rows,
+        backward_block_kv=dq_tiling.columns,
     )
     design = backward_of(
         (1, key_length if query_length is None else query_length, 1, head_dim),
-        (1, key_length, 1, head_dim),
+        (1, key_length, 1, dims[1]),
         target,
         mask,
         soft_cap=soft_cap,
@@ -310,12 +329,12 @@ def _unpacked(
 # Cached, so that calls outside `jax.jit` compile once.
 @functools.cache
 def _forward_program(static: _Static, more, residual: bool):
-    low = ("BTNH",) if residual and static.out_dtype != jnp.float32 else ()
+    low = ("BTND",) if residual and static.out_dtype != jnp.float32 else ()
     local = functools.partial(
         _local_forward, static=static, more=more, residual=residual
     )
-    operands = {"query": "BTNH", "key": "BSKH", "value": "BSKH"} | dict(more)
-    return jax.jit(partitioned(local, Layout(operands, ("BTNH", *low, "BNT"))))
+    operands = {"query": "BTNH", "key": "BSKH", "value": "BSKD"} | dict(more)
+    return jax.jit(partitioned(local, Layout(operands, ("BTND", *low, "BNT"))))
 
 
 @functools.cache
@@ -323,10 +342,10 @@ def _backward_program(static: _Static, more, has_low: bool):
     local = functools.partial(
         _local_backward, static=static, more=more, has_low=has_low
     )
-    operands = {"query": "BTNH", "key": "BSKH", "value": "BSKH", "dout": "BTNH"}
-    operands |= {"lse": "BNT", "dlse": "BNT", "out": "BTNH"}
-    operands |= {"out_low": "BTNH"} if has_low else {}
-    results = ("BTNH", "BSKH", "BSKH", "BN")
+    operands = {"query": "BTNH", "key": "BSKH", "value": "BSKD", "dout": "BTND"}
+    operands |= {"lse": "BNT", "dlse": "BNT", "out": "BTND"}
+    operands |= {"out_low": "BTND"} if has_low else {}
+    results = ("BTNH", "BSKH", "BSKD", "BN")
     return jax.jit(partitioned(local, Layout(operands | dict(more), results)))
 
 
@@ -345,7 +364,7 @@ def _local_forward(query, key, value, *arrays, static: _Static, more, residual):
         is_causal=static.is_causal,
         tiling=tuning.forward(
             target,
-            query.shape[-1],
+            *_head_dims(query, value),
             key.shape[1],
             is_causal=static.is_causal,
             listed=rules is not None,
@@ -364,7 +383,7 @@ def _local_backward(
     """(dQ, dK, dV, dsinks) of one device's arrays; dsinks is zero without sinks."""
     rules, sinks = _unpacked(more, arrays[has_low:])
     target, is_causal = static.target, static.is_causal
-    head_dim, dtype = query.shape[-1], query.dtype
+    dims, dtype = _head_dims(query, value), query.dtype
     query_count, key_count = query.shape[1], key.shape[1]
     # The barrier keeps XLA from using the unrounded dout for delta while the products
     # see the rounded one: rows of dS would no longer sum to zero.
@@ -378,7 +397,7 @@ def _local_backward(
     delta = excess - dlse
     dsinks = jnp.zeros((query.shape[0], query.shape[2]), jnp.float32)
     row_sum = dlse  # of dS over the keys
-    dq_tiling = tuning.BACKWARD_DQ[target][head_dim]
+    dq_tiling = tuning.tiling(tuning.BACKWARD_DQ, target, *dims)
     if sinks is not None:
         # The sink is a key whose dP is zero: dS = P (0 - delta).
         of_sink = jnp.exp(sinks[..., None] - lse) * -delta
@@ -412,9 +431,14 @@ def _local_backward(
         *operands, row_sum, centre, tiling=dq_tiling, **options
     )
     dk, dv = _BACKWARD_DKV[target].backward_dkv(
-        *operands, tiling=tuning.BACKWARD_DKV[target][head_dim], **options
+        *operands, tiling=tuning.tiling(tuning.BACKWARD_DKV, target, *dims), **options
     )
     return dq, dk, dv, dsinks
+
+
+def _head_dims(query: Array, value: Array) -> tuple[int, int]:
+    """H and D, by which tilings are chosen."""
+    return query.shape[-1], value.shape[-1]
 
 
 def _mean_key(

@@ -40,16 +40,16 @@ from attn_jax.kernels.visibility import (
 
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
-# Rows a warpgroup, warpgroups, columns and blocks in flight.
-ROWS_OF_WARPGROUP, WARPGROUPS, COLUMNS, STAGES = 64, 2, 64, 2
+# Rows a warpgroup, warpgroups and columns.
+ROWS_OF_WARPGROUP, WARPGROUPS, COLUMNS = 64, 2, 64
 TILE = ROWS_OF_WARPGROUP * WARPGROUPS
 
 
 def backward_dbias(
     query: Float[Array, "B Tpad N H"],
     key: Float[Array, "B Spad K H"],
-    value: Float[Array, "B Spad K H"],
-    dout: Float[Array, "B Tpad N H"],
+    value: Float[Array, "B Spad K D"],
+    dout: Float[Array, "B Tpad N D"],
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
     bias: Float[Array, "#B #N #T #S"],
@@ -63,6 +63,9 @@ def backward_dbias(
 ) -> Float32[Array, "#B #N #T #S"]:
     """dbias; arguments as of `backward_dq`. LSE is +inf where nothing is seen."""
     batch, _, query_heads, head_dim = query.shape
+    value_dim = value.shape[-1]
+    # Blocks in flight, as shared memory allows.
+    stages = 2 if head_dim + value_dim <= 256 else 1
     group = query_heads // key.shape[2]
     dtype = query.dtype
     shape = bias.shape
@@ -97,7 +100,7 @@ def backward_dbias(
             return tuple(reversed(place))
 
         def slot(step):
-            return lax.rem(step, jnp.int32(STAGES))
+            return lax.rem(step, jnp.int32(stages))
 
         @pl.when(warpgroup < WARPGROUPS)
         def consume():
@@ -159,19 +162,22 @@ def backward_dbias(
                 ):
                     plgpu.copy_gmem_to_smem(gmem.at[part], smem.at[now], ready.at[now])
 
-            stream(jnp.int32(steps), STAGES, [(load, free)])
+            stream(jnp.int32(steps), stages, [(load, free)])
 
     count = kept[0] * kept[1] * kept[2] * kept[3]
-    wide = smem_tile((STAGES, TILE, head_dim), dtype)
-    narrow = smem_tile((STAGES, COLUMNS, head_dim), dtype)
+    q_tiles, dout_tiles, k_tiles, v_tiles = (
+        smem_tile((stages, length, dim), dtype)
+        for length in (TILE, COLUMNS)
+        for dim in (head_dim, value_dim)
+    )
     owned_tiles = plgpu.kernel(
         attention_backward_dbias,
         out_type=jax.ShapeDtypeStruct((count, TILE, COLUMNS), jnp.float32),
         scratch_types=[
-            (wide, wide, narrow, narrow),
+            (q_tiles, dout_tiles, k_tiles, v_tiles),
             (
-                plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
-                plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
+                plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+                plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
             ),
         ],
         grid=(count,),

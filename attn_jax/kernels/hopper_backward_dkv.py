@@ -5,7 +5,9 @@
     dK = scale * dS^T Q           dV    = P^T dO
 
 It recomputes S and P from the LSE; nothing is added with atomics, so two runs give the
-same bits. dK and dV of grouped heads are summed over the group in FP32.
+same bits. dK and dV of grouped heads are summed over the group in FP32. Where registers
+cannot hold 64 rows of both accumulators, two warpgroups share the rows: each makes S
+and dP whole, and half the columns of dK and dV.
 
 Where it rounds (16 bit: the inputs' format):
   S, P, dP, dS, delta and both accumulators are FP32;
@@ -26,14 +28,17 @@ from attn_jax.kernels.tiles import (
     accumulator,
     along_columns,
     capped,
+    found_anew,
     head_of,
+    hide_before,
     pad_rows,
     read_tile,
+    row_positions,
     smem_tile,
     stream,
     visible,
 )
-from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.tuning import PLENTY_OF_REGISTERS, Tiling
 from attn_jax.kernels.visibility import (
     Band,
     Pairs,
@@ -51,8 +56,8 @@ PRODUCER_REGISTERS = 24
 def backward_dkv(
     query: Float[Array, "B Tpad N H"],
     key: Float[Array, "B Spad K H"],
-    value: Float[Array, "B Spad K H"],
-    dout: Float[Array, "B Tpad N H"],
+    value: Float[Array, "B Spad K D"],
+    dout: Float[Array, "B Tpad N D"],
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
     *,
@@ -65,16 +70,21 @@ def backward_dkv(
     band: Band = Band(None, None),
     soft_cap: float | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
-) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K D"]]:
     """(dK, dV). Tiles are transposed: keys down the rows, queries along the columns."""
     batch, _, query_heads, head_dim = query.shape
+    value_dim = value.shape[-1]
     key_heads = key.shape[2]
     group = query_heads // key_heads
     dtype = query.dtype
     rows, columns, stages = tiling.rows, tiling.columns, tiling.stages
-    warpgroups = tiling.warpgroups
+    warpgroups, split = tiling.warpgroups, tiling.split
+    # A team of `split` warpgroups owns the same keys, each some columns of dK and dV.
+    teams = warpgroups // split
+    head_part, value_part = head_dim // split, value_dim // split
     tile_count = pl.cdiv(key_count, tiling.tile)
     query_blocks = pl.cdiv(query_count, columns)
+    saves_registers = (head_dim, value_dim) not in PLENTY_OF_REGISTERS
     unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
     # Past the last query everything is zero, read from memory or filled in by TMA:
     # P = exp(0 - 0) = 1 meets dO = 0 there, and dS = 1 * (0 - 0) = 0. Past the last key
@@ -101,7 +111,7 @@ def backward_dkv(
         dk_gmem, dv_gmem, smem, barriers,
     ):  # fmt: skip
         k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem = smem
-        tile_ready, q_ready, dout_ready, q_free, dout_free = barriers
+        tile_ready, q_ready, dout_ready, q_free, dout_free, team_here = barriers
         b, kv_head = lax.axis_index("batch"), lax.axis_index("head")
         tile = lax.axis_index("tile")
         warpgroup = lax.axis_index("warpgroup")
@@ -134,13 +144,30 @@ def backward_dkv(
         @pl.when(warpgroup < warpgroups)
         def consume():
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            ready = tile_ready.at[warpgroup]
-            k_tile, v_tile = k_smem.at[warpgroup], v_smem.at[warpgroup]
-            first_row = tile * tiling.tile + warpgroup * rows
+            team, part = warpgroup, jnp.int32(0)
+            if split > 1:
+                team = lax.div(warpgroup, jnp.int32(split))
+                part = lax.rem(warpgroup, jnp.int32(split))
+            ready = tile_ready.at[team]
+            k_tile, v_tile = k_smem.at[team], v_smem.at[team]
+            first_row = tile * tiling.tile + team * rows
             kv_slice = (b, pl.ds(first_row, rows), kv_head)
-            plgpu.copy_gmem_to_smem(k_gmem.at[kv_slice], k_tile, ready)
-            plgpu.copy_gmem_to_smem(v_gmem.at[kv_slice], v_tile, ready)
+
+            def load_tile():
+                plgpu.copy_gmem_to_smem(k_gmem.at[kv_slice], k_tile, ready)
+                plgpu.copy_gmem_to_smem(v_gmem.at[kv_slice], v_tile, ready)
+
+            if split == 1:
+                load_tile()
+            else:
+                pl.when(part == 0)(load_tile)
             plgpu.barrier_wait(ready)
+
+            def own(matrix, columns):
+                """This warpgroup's part of a matrix's columns."""
+                if split == 1:
+                    return matrix
+                return matrix.at[:, pl.ds(part * columns, columns)]
 
             def accumulate(dk_acc, dv_acc):
                 @pl.loop(0, blocks * group)
@@ -168,6 +195,9 @@ def backward_dkv(
                                 first_row,
                                 queries_first=False,
                             )
+                        if saves_registers:
+                            diagonal = row_positions(rows) + (first_row - i * columns)
+                            return hide_before(s, diagonal)
                         seen = visible(
                             s.shape,
                             query_start=i * columns,
@@ -180,10 +210,15 @@ def backward_dkv(
 
                     plgpu.barrier_wait(q_ready.at[now])
 
+                    k, v = k_tile, v_tile
+                    if saves_registers:
+                        here = found_anew(team)
+                        k, v = k_smem.at[here], v_smem.at[here]
+
                     def products(s_acc, dp_acc):
-                        plgpu.wgmma(s_acc, k_tile, q_smem.at[now].transpose((1, 0)))
+                        plgpu.wgmma(s_acc, k, q_smem.at[now].transpose((1, 0)))
                         plgpu.barrier_wait(dout_ready.at[now])
-                        plgpu.wgmma(dp_acc, v_tile, dout_smem.at[now].transpose((1, 0)))
+                        plgpu.wgmma(dp_acc, v, dout_smem.at[now].transpose((1, 0)))
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                         tile_bias = None
                         if bias_gmem is not None:
@@ -202,11 +237,12 @@ def backward_dkv(
 
                     block = accumulator(rows, columns)
                     p, p_slope, dp = pl.run_scoped(products, block, block)
-                    plgpu.wgmma(dv_acc, p.astype(dtype), dout_smem.at[now])
+                    dout = own(dout_smem.at[now], value_part)
+                    plgpu.wgmma(dv_acc, p.astype(dtype), dout)
                     row_delta = plgpu.load(delta_smem.at[now], layout=COLUMNS)
                     ds = p_slope * (dp - along_columns(row_delta, dp.shape))
                     ds = ds.astype(dtype)
-                    plgpu.wgmma(dk_acc, ds, q_smem.at[now])
+                    plgpu.wgmma(dk_acc, ds, own(q_smem.at[now], head_part))
                     plgpu.wgmma_wait(0)
                     # Orders the reads of LSE and delta before TMA's next write to them.
                     plgpu.commit_smem()
@@ -215,14 +251,32 @@ def backward_dkv(
 
                 return dk_acc[...], dv_acc[...]
 
-            total = accumulator(rows, head_dim)
-            dk, dv = pl.run_scoped(accumulate, total, total)
-            k_tile[...] = (dk * scale).astype(dtype)
-            v_tile[...] = dv.astype(dtype)
+            dk, dv = pl.run_scoped(
+                accumulate,
+                accumulator(rows, head_part),
+                accumulator(rows, value_part),
+            )
+
+            def meet():
+                plgpu.barrier_arrive(team_here.at[team])
+                plgpu.barrier_wait(team_here.at[team])
+
+            def store_tile():
+                plgpu.copy_smem_to_gmem(k_tile, dk_gmem.at[kv_slice])
+                plgpu.copy_smem_to_gmem(v_tile, dv_gmem.at[kv_slice])
+                plgpu.wait_smem_to_gmem(0)
+
+            # The results take the place of K and V, once nobody reads those.
+            if split > 1:
+                meet()
+            own(k_tile, head_part)[...] = (dk * scale).astype(dtype)
+            own(v_tile, value_part)[...] = dv.astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(k_tile, dk_gmem.at[kv_slice])
-            plgpu.copy_smem_to_gmem(v_tile, dv_gmem.at[kv_slice])
-            plgpu.wait_smem_to_gmem(0)
+            if split == 1:
+                store_tile()
+            else:
+                meet()
+                pl.when(part == 0)(store_tile)
 
         @pl.when(warpgroup == warpgroups)
         def produce():
@@ -256,22 +310,27 @@ def backward_dkv(
                 ],
             )
 
-    tile_smem = smem_tile((warpgroups, rows, head_dim), dtype)
-    block = smem_tile((stages, columns, head_dim), dtype)
+    # S^T = K Q^T and dS^T Q, a sum over `columns`, both read Q; with V and dO likewise.
+    k_tiles, q_blocks, v_tiles, dout_blocks = (
+        smem_tile((*lead, dim), dtype, columns, dim // split)
+        for dim in (head_dim, value_dim)
+        for lead in ((teams, rows), (stages, columns))
+    )
     row_block = plgpu.SMEM((stages, columns), jnp.float32)
     free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
-    out = jax.ShapeDtypeStruct(key.shape, dtype)
+    team_here = plgpu.Barrier(num_arrivals=split, num_barriers=teams)
     dk, dv = plgpu.kernel(
         attention_backward_dkv,
-        out_type=[out, out],
+        out_type=[jax.ShapeDtypeStruct(x.shape, dtype) for x in (key, value)],
         scratch_types=[
-            (tile_smem, tile_smem, block, block, row_block, row_block),
+            (k_tiles, v_tiles, q_blocks, dout_blocks, row_block, row_block),
             (
-                plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups),
+                plgpu.Barrier(num_arrivals=2, num_barriers=teams),
                 plgpu.Barrier(num_arrivals=2, num_barriers=stages),
                 plgpu.Barrier(num_arrivals=2, num_barriers=stages),
                 free,
                 free,
+                team_here if split > 1 else None,
             ),
         ],
         grid=(key_heads, tile_count, batch),

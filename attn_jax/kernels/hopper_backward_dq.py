@@ -35,16 +35,19 @@ from attn_jax.kernels.tiles import (
     along_rows,
     block_counts,
     capped,
+    found_anew,
     head_of,
+    hide_from,
     pad_rows,
     partial_sum,
     read_tile,
+    row_positions,
     smem_tile,
     stream,
     visible,
     widen,
 )
-from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.tuning import PLENTY_OF_REGISTERS, Tiling
 from attn_jax.kernels.visibility import (
     Band,
     Pairs,
@@ -62,8 +65,8 @@ PRODUCER_REGISTERS = 24
 def backward_dq(
     query: Float[Array, "B Tpad N H"],
     key: Float[Array, "B Spad K H"],
-    value: Float[Array, "B Spad K H"],
-    dout: Float[Array, "B Tpad N H"],
+    value: Float[Array, "B Spad K D"],
+    dout: Float[Array, "B Tpad N D"],
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
     dlse: Float32[Array, "B N T"],
@@ -87,11 +90,13 @@ def backward_dq(
     `is_causal` is False; LSE is +inf for queries that see nothing.
     """
     batch, _, query_heads, head_dim = query.shape
+    value_dim = value.shape[-1]
     key_heads = key.shape[2]
     dtype = query.dtype
     rows, columns, stages = tiling.rows, tiling.columns, tiling.stages
     warpgroups = tiling.warpgroups
     tile_count = pl.cdiv(query_count, tiling.tile)
+    saves_registers = (head_dim, value_dim) not in PLENTY_OF_REGISTERS
     unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
     lse, delta, dlse = (
         pad_rows(x, tile_count * tiling.tile) for x in (lse, delta, dlse)
@@ -182,6 +187,13 @@ def backward_dq(
                         if pairs is not None:
                             key_start = block_of(j) * columns
                             return hide(s, pairs, band, b, n, first_row, key_start)
+                        if saves_registers:
+                            seen = key_count - j * columns
+                            if is_causal:
+                                diagonal = first_row + 1 - j * columns
+                                diagonal = row_positions(rows) + diagonal
+                                seen = jnp.minimum(diagonal, seen)
+                            return hide_from(s, seen)
                         seen = visible(
                             s.shape,
                             query_start=first_row,
@@ -191,10 +203,15 @@ def backward_dq(
                         )
                         return jnp.where(seen, s, -jnp.inf)
 
+                    q, dout = q_tile, dout_tile
+                    if saves_registers:
+                        here = found_anew(warpgroup)
+                        q, dout = q_smem.at[here], dout_smem.at[here]
+
                     def products(s_acc, dp_acc):
-                        plgpu.wgmma(s_acc, q_tile, k_smem.at[now].transpose((1, 0)))
+                        plgpu.wgmma(s_acc, q, k_smem.at[now].transpose((1, 0)))
                         plgpu.barrier_wait(v_ready.at[now])
-                        plgpu.wgmma(dp_acc, dout_tile, v_smem.at[now].transpose((1, 0)))
+                        plgpu.wgmma(dp_acc, dout, v_smem.at[now].transpose((1, 0)))
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                         tile_bias = None
                         if bias_gmem is not None:
@@ -273,18 +290,17 @@ def backward_dq(
                 ],
             )
 
-    out_tile = smem_tile((warpgroups, rows, head_dim), dtype)
-    block = smem_tile((stages, columns, head_dim), dtype)
     free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
     dq = plgpu.kernel(
         attention_backward_dq,
         out_type=jax.ShapeDtypeStruct(query.shape, dtype),
         scratch_types=[
             (
-                out_tile,
-                out_tile,
-                block,
-                block,
+                # S = Q K^T and dS K, a sum over `columns`, both read K.
+                smem_tile((warpgroups, rows, head_dim), dtype, columns),
+                smem_tile((warpgroups, rows, value_dim), dtype),
+                smem_tile((stages, columns, head_dim), dtype, columns),
+                smem_tile((stages, columns, value_dim), dtype),
                 plgpu.SMEM((warpgroups, 3, rows), jnp.float32),
                 plgpu.SMEM((warpgroups, head_dim), jnp.float32),
             ),

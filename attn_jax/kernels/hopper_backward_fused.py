@@ -68,12 +68,14 @@ OTHER_REGISTERS = 24  # the loading and the storing warpgroup
 
 
 def reason_against(
-    query_shape: tuple[int, ...], key_shape: tuple[int, ...], *, is_causal: bool
+    query_shape: tuple[int, ...], value_shape: tuple[int, ...], *, is_causal: bool
 ) -> str | None:
-    """Why the kernel does not take arrays of these shapes ([B, T, N, H], [B, S, K, H]),
+    """Why the kernel does not take arrays of these shapes ([B, T, N, H], [B, S, K, D]),
     in one line, or None if it does. Any lengths will do without a mask."""
     _, query_count, _, head_dim = query_shape
-    key_count = key_shape[1]
+    _, key_count, _, value_dim = value_shape
+    if value_dim != head_dim:
+        return f"head dim {head_dim} with one of {value_dim} for V"
     if head_dim not in QUERIES:
         return f"head dim {head_dim}, not {' or '.join(map(str, QUERIES))}"
     if query_count == 0 or key_count == 0:
@@ -113,7 +115,7 @@ def backward_fused(
     key_heads = key.shape[2]
     reason = reason_against(
         (batch, query_count, query_heads, head_dim),
-        (batch, key_count, key_heads, head_dim),
+        (batch, key_count, key_heads, value.shape[3]),
         is_causal=is_causal,
     )
     if reason is not None:

@@ -37,6 +37,7 @@ from attn_jax.kernels.tiles import (
     accumulator,
     along_rows,
     capped,
+    finite,
     head_of,
     hide_from,
     partial_sum,
@@ -65,11 +66,6 @@ REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
 TILE_COST = 1
 
 
-def finite(row_max: jax.Array) -> jax.Array:
-    """0 for the maximum of a row that sees nothing: -inf - -inf would be NaN."""
-    return jnp.where(row_max == -jnp.inf, 0.0, row_max)
-
-
 class State(NamedTuple):
     """Softmax of each row over the blocks so far: m in units of log2, and l, whose sum
     over a row's threads is still to be taken (`partial_sum`)."""
@@ -81,7 +77,7 @@ class State(NamedTuple):
 def forward(
     query: Float[Array, "B Tpad N H"],
     key: Float[Array, "B Spad K H"],
-    value: Float[Array, "B Spad K H"],
+    value: Float[Array, "B Spad K D"],
     *,
     query_count: int,
     key_count: int,
@@ -96,7 +92,7 @@ def forward(
     soft_cap: float | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
 ) -> tuple[
-    Float[Array, "B T N H"], Float[Array, "B T N H"] | None, Float32[Array, "B N T"]
+    Float[Array, "B T N D"], Float[Array, "B T N D"] | None, Float32[Array, "B N T"]
 ]:
     """Returns (out, what rounding dropped from out or None, LSE in natural log).
 
@@ -106,6 +102,7 @@ def forward(
     `bias` comes with one.
     """
     batch, padded, query_heads, head_dim = query.shape
+    value_dim = value.shape[-1]
     dtype = query.dtype
     rows, columns, stages = tiling.rows, tiling.columns, tiling.stages
     warpgroups = tiling.warpgroups
@@ -117,6 +114,7 @@ def forward(
     wide_out = out_dtype == jnp.float32
     keep_low = residual and not wide_out
     consumer_registers, producer_registers = REGISTERS[warpgroups]
+    stored = tiling.stored(value_dim)
 
     pairs = None
     if mask is not None:
@@ -147,7 +145,7 @@ def forward(
         for end in ends
     )
     together = schedule.heads_together(
-        batch * query_heads, 2 * key.shape[1] * head_dim * dtype.itemsize
+        batch * query_heads, key.shape[1] * (head_dim + value_dim) * dtype.itemsize
     )
     table = schedule.balanced(batch * query_heads, costs, together, MULTIPROCESSORS)
     # In a program of its own: custom_partitioning takes no function with constants.
@@ -326,7 +324,7 @@ def forward(
                 plgpu.barrier_arrive(v_free.at[slot(last)])
                 return acc[...], state
 
-            acc, state = pl.run_scoped(attend, accumulator(rows, head_dim))
+            acc, state = pl.run_scoped(attend, accumulator(rows, value_dim))
             yield
             row_sum = state.row_sum.sum(axis=1)
             row_max, shrink = state.row_max, 1.0
@@ -352,6 +350,10 @@ def forward(
                 out_gmem[q_slice] = out
                 yield last + 1
                 return
+            if stored != value_dim:
+                store_in_parts(out, b, n, first_row)
+                yield last + 1
+                return
             # The stores of the tile before have been read out of shared memory.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             rounded = out.astype(dtype)
@@ -363,6 +365,21 @@ def forward(
             if keep_low:
                 plgpu.copy_smem_to_gmem(low_smem.at[warpgroup], low_gmem.at[q_slice])
             yield last + 1
+
+        def store_in_parts(out, b, n, first_row):
+            """out and what rounding drops from it, by way of one small buffer."""
+            for column in range(0, value_dim, stored):
+                part = lax.slice(out, (0, column), (rows, column + stored))
+                rounded = part.astype(dtype)
+                kept = [(out_gmem, rounded)]
+                if keep_low:
+                    kept.append((low_gmem, (part - widen(rounded)).astype(dtype)))
+                for gmem, tile in kept:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    out_smem[warpgroup] = tile
+                    plgpu.commit_smem()
+                    place = pl.ds(first_row, rows), n, pl.ds(column, stored)
+                    plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], gmem.at[b, *place])
 
         @pl.when(warpgroup < warpgroups)
         def consume():
@@ -439,27 +456,27 @@ def forward(
                     def _():
                         plgpu.barrier_wait(free.at[slot(end - back)])
 
-    tile_shape = (warpgroups, rows, head_dim)
-    block = smem_tile((stages, columns, head_dim), dtype)
+    out_smem = smem_tile((warpgroups, rows, stored), dtype)
+    low_smem = out_smem if keep_low and stored == value_dim else None
     free = functools.partial(plgpu.Barrier, num_arrivals=warpgroups)
     tile_rows = tile_count * tiling.tile
     # TMA stores drop what lies outside an array; plain stores (FP32 out, LSE) do not.
     out_rows = tile_rows if wide_out else padded
-    low = jax.ShapeDtypeStruct(query.shape, dtype) if keep_low else None
+    low = jax.ShapeDtypeStruct((*query.shape[:3], value_dim), dtype)
     out, low, lse = plgpu.kernel(
         attention_forward,
         out_type=[
-            jax.ShapeDtypeStruct((batch, out_rows, query_heads, head_dim), out_dtype),
-            low,
+            jax.ShapeDtypeStruct((batch, out_rows, query_heads, value_dim), out_dtype),
+            low if keep_low else None,
             jax.ShapeDtypeStruct((batch, query_heads, tile_rows), jnp.float32),
         ],
         scratch_types=[
             (
-                smem_tile(tile_shape, dtype),
-                block,
-                block,
-                None if wide_out else smem_tile(tile_shape, dtype),
-                smem_tile(tile_shape, dtype) if keep_low else None,
+                smem_tile((warpgroups, rows, head_dim), dtype),
+                smem_tile((stages, columns, head_dim), dtype),
+                smem_tile((stages, columns, value_dim), dtype, columns),
+                None if wide_out else out_smem,
+                low_smem,
             ),
             (
                 plgpu.Barrier(num_barriers=warpgroups),

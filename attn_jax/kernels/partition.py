@@ -19,7 +19,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from attn_jax.varying import varying_alike
 
-_WHOLE = {"T": "query sequence", "S": "key sequence", "H": "head dim"}
+_WHOLE = {
+    "T": "query sequence",
+    "S": "key sequence",
+    "H": "head dim",
+    "D": "head dim",
+}
 
 type _MeshAxes = str | tuple[str, ...] | None
 
@@ -29,9 +34,10 @@ class Layout:
     """Axis letters of the operands and results of a function, batch axis first.
 
     Letters: `B` batch, `N` query heads, `K` key/value heads (may be sharded); `T`, `S`,
-    `H` and others (must be whole on a device); `1` is an axis of size one, in place of
-    any of them, whose entry is for all. The operands are named for messages. Example:
-    `Layout({"query": "BTNH", "key": "BSKH", "value": "BSKH"}, ("BTNH", "BNT"))`.
+    `H`, `D` and others (must be whole on a device); `1` is an axis of size one, in
+    place of any of them, whose entry is for all. The operands are named for messages.
+    Example:
+    `Layout({"query": "BTNH", "key": "BSKH", "value": "BSKD"}, ("BTND", "BNT"))`.
     """
 
     operands: dict[str, str]

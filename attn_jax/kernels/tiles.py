@@ -30,16 +30,38 @@ def accumulator(rows: int, columns: int):
     return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def smem_tile(shape: tuple[int, ...], dtype):
+def smem_tile(shape: tuple[int, ...], dtype, *pieces: int):
     """Shared memory for matrix tiles (the last two axes) that wgmma and TMA can read.
 
-    128-byte swizzle: rows of 8 x (128 bytes), which avoids bank conflicts.
+    Rows of 8 x (128 bytes), swizzled, which avoids bank conflicts. 64 or 32 bytes where
+    no more divides a row of the tile and each of `pieces`, in columns: the parts that
+    a row is cut into, and what else a product with it sums over, since both operands
+    of a product want the same swizzle.
     """
-    columns = 128 // jnp.dtype(dtype).itemsize
+    size = jnp.dtype(dtype).itemsize
+    lengths = shape[-1], *pieces
+    swizzle_bytes = next(
+        width
+        for width in (128, 64, 32)
+        if all(length * size % width == 0 for length in lengths)
+    )
     # Pyright takes JAX's transforms for abstract classes.
-    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
-    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    tiling = plgpu.TilingTransform(  # pyright: ignore[reportAbstractUsage]
+        (8, swizzle_bytes // size)
+    )
+    swizzle = plgpu.SwizzleTransform(  # pyright: ignore[reportAbstractUsage]
+        swizzle_bytes
+    )
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+
+
+def found_anew(index: jax.Array) -> jax.Array:
+    """The same index, which the compilers take for another one each time.
+
+    What is found by it in a loop (wgmma descriptors, one for every 16 columns of an
+    operand) is made there, and not kept in registers through the loop.
+    """
+    return lax.optimization_barrier(index)
 
 
 def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -100,6 +122,11 @@ def capped(
     return tanh * (soft_cap * LOG2_E), 1.0 - tanh * tanh
 
 
+def finite(row_max: jax.Array) -> jax.Array:
+    """0 for the maximum of a row that sees nothing: -inf - -inf would be NaN."""
+    return jnp.where(row_max == -jnp.inf, 0.0, row_max)
+
+
 def row_positions(rows: int) -> jax.Array:
     """The row of each value of a tile [rows, 8]."""
     return plgpu.broadcasted_iota(
@@ -108,11 +135,23 @@ def row_positions(rows: int) -> jax.Array:
 
 
 def hide_from(s: jax.Array, seen: jax.Array) -> jax.Array:
-    """s with -inf in all but the first `seen` columns; `seen` is one number, or
-    [rows, 8] with the same in each row.
+    """s with -inf in all but the first `seen` columns.
 
-    Eight columns at a time against `seen - column`: against the number of every column
-    LLVM would keep those numbers in registers through the whole kernel.
+    `seen` is one number, or [rows, 8] with the same in each row.
+    """
+    return _hide_columns(s, lambda position, column: position < seen - column)
+
+
+def hide_before(s: jax.Array, hidden: jax.Array) -> jax.Array:
+    """s with -inf in the first `hidden` columns, given as `seen` of `hide_from` is."""
+    return _hide_columns(s, lambda position, column: position >= hidden - column)
+
+
+def _hide_columns(s: jax.Array, is_seen) -> jax.Array:
+    """s with -inf where is_seen(position, column) is False of column + position.
+
+    Eight columns at a time against a number less `column`: against the number of every
+    column LLVM would keep those numbers in registers through the whole kernel.
     """
     rows, columns = s.shape
     position = plgpu.broadcasted_iota(
@@ -121,7 +160,7 @@ def hide_from(s: jax.Array, seen: jax.Array) -> jax.Array:
     return jnp.concatenate(
         [
             jnp.where(
-                position < seen - column,
+                is_seen(position, column),
                 lax.slice(s, (0, column), (rows, column + GROUP)),
                 -jnp.inf,
             )

@@ -4,6 +4,7 @@ A tiling changes the order of the sums, hence the bits of the result, so it is a
 function of the shape: the same shape gives the same tiling on every run.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,17 +21,20 @@ class Tiling:
       columns: length of the blocks it loops over (keys; queries in the dK, dV kernel).
       warpgroups: consumer warpgroups in a CTA.
       stages: blocks in flight in shared memory.
+      split: how many warpgroups share the same rows, each with its part of the columns
+        of dK and dV; all of them make the whole of S and dP (Hopper's dK, dV kernel).
     """
 
     rows: int
     columns: int
     warpgroups: int
     stages: int
+    split: int = 1
 
     @property
     def tile(self) -> int:
         """Rows of the output tile that one CTA owns."""
-        return self.rows * self.warpgroups
+        return self.rows * self.warpgroups // self.split
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,33 @@ class ForwardTiling(Tiling):
     Attributes:
       q_registers: Q is an operand from registers, which leaves shared memory more time
         for K; for two consumer warpgroups at most, which have registers to spare.
+      stored_columns: out goes to memory by way of one buffer, in parts of at most so
+        many columns; None: whole, by way of one buffer for out and one for what
+        rounding drops.
     """
 
     q_registers: bool = False
+    stored_columns: int | None = None
+
+    def stored(self, value_dim: int) -> int:
+        """Columns of out in shared memory at a time, a divisor of `value_dim`."""
+        most = self.stored_columns
+        return value_dim if most is None else math.gcd(most, value_dim)
 
 
-HEAD_DIMS = (64, 128)
+# Head dims of Q and K, and of V: on Ampere the same, on Hopper any two of them.
+HEAD_DIMS: dict[Architecture, tuple[int, ...]] = {
+    "ampere": (64, 128),
+    "hopper": (32, 64, 96, 128, 192, 256),
+}
+
+# Head dims, of Q and K and of V, at which Hopper's backward kernels have registers to
+# keep the number of every column of a tile, and where their operands lie, through the
+# loop over blocks. At the others they make both anew in each block.
+PLENTY_OF_REGISTERS = ((64, 64), (128, 128))
+
+# By head dim, or by those of Q and K and of V where it is worth an entry.
+type Tilings = dict[Architecture, dict[int | tuple[int, int], Tiling]]
 
 # How gradients of Q, K and V are made: dQ by a kernel of its own, which computes the
 # logits once more, or all three in one pass, where that kernel takes the problem.
@@ -57,50 +82,87 @@ BACKWARD: dict[Architecture, Backward] = {
 
 # Ampere: 128 rows, so that a warp has 32 for each fragment of K and V that it reads
 # from shared memory; blocks of keys as long as 255 registers a thread allow without
-# spills.
-FORWARD: dict[Architecture, dict[int, Tiling]] = {
+# spills. Hopper: blocks as long as registers (240 a thread of two consumer warpgroups)
+# and shared memory (227 KB) allow; in the forward kernel a multiple of `rows`, so that
+# a causal mask cuts a warpgroup's last block alone.
+FORWARD: Tilings = {
     "ampere": {
         64: Tiling(rows=128, columns=64, warpgroups=1, stages=2),
         128: Tiling(rows=128, columns=32, warpgroups=1, stages=2),
     },
     "hopper": {
+        32: ForwardTiling(rows=64, columns=128, warpgroups=3, stages=4),
         64: ForwardTiling(rows=64, columns=128, warpgroups=3, stages=4),
+        96: ForwardTiling(
+            rows=64, columns=128, warpgroups=2, stages=3, q_registers=True
+        ),
         128: ForwardTiling(
             rows=64, columns=128, warpgroups=2, stages=2, q_registers=True
         ),
+        192: ForwardTiling(
+            rows=64, columns=64, warpgroups=2, stages=3, stored_columns=64
+        ),
+        (192, 128): ForwardTiling(
+            rows=64, columns=128, warpgroups=2, stages=2, stored_columns=64
+        ),
+        256: ForwardTiling(
+            rows=64, columns=64, warpgroups=2, stages=2, stored_columns=64
+        ),
     },
 }
-# Where a query sees few keys, by head dim: how many at the most, in the mean, and the
+# Where a query sees few keys, by head dims: how many at the most, in the mean, and the
 # tiling. Starting and ending a tile weighs more there; four warpgroups hide it better.
-SHORT_FORWARD: dict[Architecture, dict[int, tuple[int, Tiling]]] = {
+SHORT_FORWARD: dict[Architecture, dict[tuple[int, int], tuple[int, Tiling]]] = {
     "ampere": {},
-    "hopper": {64: (2048, ForwardTiling(rows=64, columns=64, warpgroups=4, stages=4))},
+    "hopper": {
+        (64, 64): (2048, ForwardTiling(rows=64, columns=64, warpgroups=4, stages=4))
+    },
 }
-BACKWARD_DQ: dict[Architecture, dict[int, Tiling]] = {
+BACKWARD_DQ: Tilings = {
     "ampere": {
         64: Tiling(rows=128, columns=32, warpgroups=1, stages=2),
         128: Tiling(rows=64, columns=32, warpgroups=1, stages=2),
     },
     "hopper": {
+        32: Tiling(rows=64, columns=128, warpgroups=2, stages=2),
         64: Tiling(rows=64, columns=128, warpgroups=2, stages=2),
+        96: Tiling(rows=64, columns=128, warpgroups=2, stages=2),
         128: Tiling(rows=64, columns=64, warpgroups=2, stages=2),
+        192: Tiling(rows=64, columns=64, warpgroups=2, stages=2),
+        256: Tiling(rows=64, columns=32, warpgroups=2, stages=2),
     },
 }
-BACKWARD_DKV: dict[Architecture, dict[int, Tiling]] = {
+BACKWARD_DKV: Tilings = {
     "ampere": {
         64: Tiling(rows=64, columns=64, warpgroups=1, stages=2),
         128: Tiling(rows=64, columns=32, warpgroups=1, stages=2),
     },
     "hopper": {
+        32: Tiling(rows=64, columns=128, warpgroups=2, stages=2),
         64: Tiling(rows=64, columns=64, warpgroups=2, stages=2),
+        96: Tiling(rows=64, columns=64, warpgroups=2, stages=2),
         128: Tiling(rows=64, columns=64, warpgroups=2, stages=2),
+        # 64 rows of both accumulators are more than registers hold.
+        192: Tiling(rows=64, columns=64, warpgroups=2, stages=2, split=2),
+        (192, 128): Tiling(rows=64, columns=32, warpgroups=2, stages=4),
+        256: Tiling(rows=64, columns=64, warpgroups=2, stages=2, split=2),
     },
 }
+
+
+def tiling(
+    tilings: Tilings, architecture: Architecture, head_dim: int, value_dim: int
+) -> Tiling:
+    """The entry for a head dim of Q and K and one of V: theirs, or the larger one's."""
+    of_architecture = tilings[architecture]
+    larger = max(head_dim, value_dim)
+    return of_architecture.get((head_dim, value_dim), of_architecture[larger])
 
 
 def forward(
     target: Architecture,
     head_dim: int,
+    value_dim: int,
     key_count: int,
     *,
     is_causal: bool,
@@ -108,8 +170,8 @@ def forward(
 ) -> Tiling:
     """The forward kernel's tiling. Blocks that come in lists (`listed`) take registers
     that four warpgroups do not have."""
-    most, short = SHORT_FORWARD[target].get(head_dim, (0, None))
+    most, short = SHORT_FORWARD[target].get((head_dim, value_dim), (0, None))
     seen = key_count // 2 if is_causal else key_count
     if short is not None and seen <= most and not listed:
         return short
-    return FORWARD[target][head_dim]
+    return tiling(FORWARD, target, head_dim, value_dim)
