@@ -1,5 +1,7 @@
 """The kernels on a Hopper GPU: what neither interpreter nor compiler can show."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,8 @@ from attn_jax import emulator, reference
 from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.formats import BF16
-from attn_jax.kernels.attention import attention, declared_recipe
+from attn_jax.kernels.attention import attention, backward_of, declared_recipe
+from attn_jax.kernels.tuning import Backward
 from attn_jax.mask import Mask
 
 pytestmark = pytest.mark.gpu(capability="9.0")
@@ -40,18 +43,40 @@ def run(attend, inputs):
     return compiled(attend, inputs)(*map(jnp.asarray, inputs))
 
 
-def kernels(head_dim, is_causal):
+def kernels(head_dim, is_causal, backward=None):
     return lambda q, k, v: attention(
-        q, k, v, scale=head_dim**-0.5, mask=Mask(is_causal=is_causal)
+        *(q, k, v),
+        scale=head_dim**-0.5,
+        mask=Mask(is_causal=is_causal),
+        backward=backward,
     )
 
 
+both_designs = pytest.mark.parametrize("backward", get_args(Backward))
+
+
+def skip_if_not_taken(shape, is_causal, backward):
+    """ "fused" asked for, but not to be had: the other design is tested anyway."""
+    shapes = [
+        (shape.batch, length, heads, shape.head_dim)
+        for length, heads in (
+            (shape.query_length, shape.heads),
+            (shape.key_length, shape.key_heads),
+        )
+    ]
+    if backward_of(*shapes, "hopper", Mask(is_causal), wanted=backward) != backward:
+        pytest.skip("the fused kernel does not take it")
+
+
+@both_designs
 @pytest.mark.parametrize("family", ["normal", "wide", "lse-130"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_ragged_lengths_keep_heads_apart(shape, is_causal, family):
+def test_ragged_lengths_keep_heads_apart(shape, is_causal, family, backward):
+    skip_if_not_taken(shape, is_causal, backward)
     inputs = make_inputs(family, 0, shape)
-    (out, lse, *grads), dlse = run(kernels(shape.head_dim, is_causal), inputs)
+    attend = kernels(shape.head_dim, is_causal, backward)
+    (out, lse, *grads), dlse = run(attend, inputs)
     mask = Mask(is_causal=is_causal)
     golden = reference.golden(*inputs, np.asarray(dlse), mask=mask)
     # FP32 sums of head_dim products as large as `size`, and as many keys' weights.
@@ -64,13 +89,20 @@ def test_ragged_lengths_keep_heads_apart(shape, is_causal, family):
         assert unit_error(x, y, BF16) <= 2.0, name
 
 
+@both_designs
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernels_follow_their_recipe(shape, is_causal):
+def test_kernels_follow_their_recipe(shape, is_causal, backward):
+    skip_if_not_taken(shape, is_causal, backward)
     inputs = make_inputs("normal", 1, shape)
     mask = Mask(is_causal=is_causal)
-    recipe = declared_recipe(jnp.bfloat16, shape.head_dim, shape.key_length, mask)
-    (out, _, *grads), dlse = run(kernels(shape.head_dim, is_causal), inputs)
+    recipe = declared_recipe(
+        *(jnp.bfloat16, shape.head_dim, shape.key_length, mask),
+        query_length=shape.query_length,
+        backward=backward,
+    )
+    attend = kernels(shape.head_dim, is_causal, backward)
+    (out, _, *grads), dlse = run(attend, inputs)
     (predicted, _, *predicted_grads), _ = run(
         lambda q, k, v: emulator.attention(q, k, v, recipe=recipe, mask=mask), inputs
     )
@@ -91,10 +123,23 @@ def test_kernels_follow_their_recipe(shape, is_causal):
         assert apart <= 0.25 * unit, name
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-def test_runs_give_the_same_bits(shape):
+@both_designs
+@pytest.mark.parametrize(
+    ("shape", "is_causal"),
+    # The last two have many waves of CTAs, and rings that hold most of the card.
+    [
+        *[(SHAPES[0], True), (SHAPES[1], False)],
+        *[
+            (Shape(8, 1024, 1024, 32, 8, 64), True),
+            (Shape(1, 15000, 15000, 4, 2, 128), True),
+        ],
+    ],
+    ids=str,
+)
+def test_runs_give_the_same_bits(shape, is_causal, backward):
+    skip_if_not_taken(shape, is_causal, backward)
     inputs = make_inputs("normal", 2, shape)
-    program = compiled(kernels(shape.head_dim, True), inputs)
+    program = compiled(kernels(shape.head_dim, is_causal, backward), inputs)
     arrays = [jnp.asarray(x) for x in inputs]
     first, _ = program(*arrays)
     for _ in range(20):
@@ -103,31 +148,37 @@ def test_runs_give_the_same_bits(shape):
             np.testing.assert_array_equal(x, y)
 
 
+@both_designs
 @pytest.mark.usefixtures("x64")
-def test_works_with_x64_on():
+def test_works_with_x64_on(backward):
     shape = SHAPES[1]
     inputs = make_inputs("normal", 3, shape)
-    (out, lse, *grads), _ = run(kernels(shape.head_dim, True), inputs)
+    (out, lse, *grads), _ = run(kernels(shape.head_dim, False, backward), inputs)
     assert lse.dtype == jnp.float32
-    golden = reference.golden(*inputs, mask=Mask(is_causal=True))
+    golden = reference.golden(*inputs)
     assert unit_error(out, golden.out, BF16) <= 1.7
     assert all(x.dtype == jnp.bfloat16 for x in grads)
 
 
-def test_mapped_axes_and_remat_change_no_bit():
+@both_designs
+def test_mapped_axes_and_remat_change_no_bit(backward):
     query, key, value, dout = (
         jnp.asarray(x) for x in make_inputs("normal", 4, SHAPES[0])
     )
-    attend = kernels(64, False)
+    attend = kernels(64, False, backward)
     plain = jax.jit(lambda q, k, v: attend(q, k, v)[0])(query, key, value)
     mapped = jax.jit(jax.vmap(lambda q, k, v: attend(q[None], k[None], v[None])[0][0]))(
         query, key, value
     )
     np.testing.assert_array_equal(plain, mapped)
 
-    def loss(query):
+    def loss(query, key=key, value=value, dout=dout):
         return jnp.vdot(attend(query, key, value)[0], dout)
 
+    one = jax.jit(jax.vmap(lambda *x: jax.grad(loss)(*(y[None] for y in x))[0]))(
+        query, key, value, dout
+    )
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(query), one)
     np.testing.assert_array_equal(
         jax.jit(jax.grad(loss))(query), jax.jit(jax.grad(jax.checkpoint(loss)))(query)
     )

@@ -219,7 +219,10 @@ def _own_recipe(problem: Problem) -> Recipe:
     # Imported on use: the kernels refuse a JAX that they do not know.
     from attn_jax.kernels.attention import declared_recipe
 
-    return declared_recipe(jnp.dtype(problem.dtype), problem.H, problem.S, problem.mask)
+    return declared_recipe(
+        *(jnp.dtype(problem.dtype), problem.H, problem.S, problem.mask),
+        query_length=problem.T,
+    )
 
 
 def _rows(

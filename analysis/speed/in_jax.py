@@ -213,21 +213,30 @@ def _config(name: str, case: Case, of: Pass) -> str:
     if name != "pallas":
         return "; ".join(said)
     from attn_jax.kernels import architecture, tuning
+    from attn_jax.kernels.attention import backward_of
 
     target = architecture.chosen()
+    dims = case.H, case.H
     tilings = {}
     if of != "backward":
         listed = case.mask not in ("full", "causal")
         tilings["forward"] = tuning.forward(
-            target, case.H, case.H, case.S, is_causal=case.is_causal, listed=listed
+            target, *dims, case.S, is_causal=case.is_causal, listed=listed
         )
     if of != "forward":
-        tilings["dq"] = tuning.BACKWARD_DQ[target][case.H]
-        tilings["dkv"] = tuning.BACKWARD_DKV[target][case.H]
-    return "; ".join(
-        f"{kernel} {x.rows} x {x.columns}, warpgroups {x.warpgroups}, stages {x.stages}"
-        for kernel, x in tilings.items()
-    )
+        query, value = (
+            (case.B, case.T, case.N, case.H),
+            (case.B, case.S, case.K, case.H),
+        )
+        if backward_of(query, value, target, case.rules) == "fused":
+            said.append("backward in one pass")
+        else:
+            tilings["dq"] = tuning.tiling(tuning.BACKWARD_DQ, target, *dims)
+            tilings["dkv"] = tuning.tiling(tuning.BACKWARD_DKV, target, *dims)
+    for kernel, x in tilings.items():
+        warpgroups = f"warpgroups {x.warpgroups}, stages {x.stages}"
+        said.append(f"{kernel} {x.rows} x {x.columns}, {warpgroups}")
+    return "; ".join(said)
 
 
 def _timer(program: Any, arguments: tuple) -> tuple[Callable[[int], float], Row]:
