@@ -66,15 +66,15 @@ def test_tiles_are_added_to_each_block_in_one_order(shape):
             for tile, head in itertools.product(range(tiles), range(group))
             for block in range(0 if ratio is None else tile * ratio, blocks)
         ]
-        rank, is_last = ring.rank(tile, head, block)
-        # Of each block: its ranks are 0, 1, ..., and the last one is known as such.
+        rank, last = ring.rank(tile, head, block)
+        # Of each block: its ranks are 0, 1, ..., and the last one is known.
         order = np.lexsort((rank, block, head))
         counts = np.bincount(head * blocks + block)
         np.testing.assert_array_equal(
             rank[order], np.concatenate([np.arange(n) for n in counts])
         )
         np.testing.assert_array_equal(
-            is_last[order], np.concatenate([np.arange(n) == n - 1 for n in counts])
+            (last + 0 * rank)[order], np.repeat(counts - 1, counts)
         )
 
 
@@ -86,7 +86,7 @@ def run(ring: Ring, pairs: int, room: int, seed: int) -> bool:
     of_member = []
     for member in range(ring.size):
         tile, head, block = steps_of(ring, member).T
-        rank, _ = ring.rank(tile, head, block)
+        rank, _last = ring.rank(tile, head, block)
         place = head * ring.blocks + block
         of_member.append(list(zip(place.tolist(), rank.tolist(), strict=True)))
     programs = []

@@ -170,11 +170,18 @@ def _sums(
         def buffer(step):
             return lax.rem(step, i32(DS_BUFFERS))
 
-        def hand_on_dq(dq):
-            """A piece of a tile of dQ, to the warpgroup that adds it."""
+        def storer(step):
+            return lax.rem(step, i32(plan.storers))
+
+        def await_dq_smem(step):
+            """Until the tile of the step before is read."""
+            plgpu.barrier_wait(barriers.dq_free.at[storer(step + plan.storers - 1)])
+
+        def hand_on_dq(dq, step):
+            """A piece of a step's tile of dQ, to who adds it."""
             smem.dq[opaque(warpgroup)] = dq
             plgpu.commit_smem()
-            plgpu.barrier_arrive(barriers.dq_ready)
+            plgpu.barrier_arrive(barriers.dq_ready.at[storer(step)])
 
         @pl.when(warpgroup < WARPGROUPS)
         def consume():
@@ -286,8 +293,8 @@ def _sums(
 
                 @pl.when(turn > 0)
                 def _():
-                    plgpu.barrier_wait(barriers.dq_free)
-                    hand_on_dq(dq)
+                    await_dq_smem(step - 1)
+                    hand_on_dq(dq, step - 1)
 
                 def second_products(dp_acc):
                     dp_product(dp_acc, step)
@@ -315,7 +322,7 @@ def _sums(
                     p = probabilities(s, item, turn, step)
                     # Waiting here, rather than where it is needed, keeps ptxas from
                     # moving the wait for dP above the exponentials.
-                    plgpu.barrier_wait(barriers.dq_free)
+                    await_dq_smem(step)
                     return p, dp_acc[...]
 
                 p, dp = pl.run_scoped(products, block_acc, block_acc)
@@ -332,7 +339,7 @@ def _sums(
                     released(step)
                     return dq
 
-                hand_on_dq(pl.run_scoped(rest, dq_acc))
+                hand_on_dq(pl.run_scoped(rest, dq_acc), step)
 
             def last_dq(step):
                 def product(dq_acc):
@@ -341,8 +348,8 @@ def _sums(
                     return dq_acc[...]
 
                 dq = pl.run_scoped(product, dq_acc)
-                plgpu.barrier_wait(barriers.dq_free)
-                hand_on_dq(dq)
+                await_dq_smem(step)
+                hand_on_dq(dq, step)
 
             def consume_item(item, first, number):
                 plgpu.barrier_wait(barriers.tile_ready)
@@ -412,7 +419,7 @@ def _sums(
     kernel = plgpu.kernel(
         attention_backward_fused,
         out_type=[dq, dkv, dkv] if plan.deterministic else [dkv, dkv],
-        scratch_types=[Memory.scratch(shapes, dtype), Barriers.scratch()],
+        scratch_types=[Memory.scratch(shapes, dtype), Barriers.scratch(plan)],
         grid=(ring.count * ring.size,),
         grid_names=("cta",),
         num_threads=WARPGROUPS + 2,

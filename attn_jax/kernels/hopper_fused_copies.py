@@ -1,7 +1,10 @@
 """The warpgroups of the fused backward kernel that copy: one loads, one adds dQ."""
 
+import functools
+
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from attn_jax.kernels import turns
@@ -84,10 +87,12 @@ def load(
 
 def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dq) -> None:
     """The storing warpgroup: adds tiles of dQ to `dq`, in global memory, in turn."""
-    shapes = work.shapes
+    shapes, storers = work.shapes, plan.storers
+    i32 = jnp.int32
     if plan.deterministic:
         semaphores = turns.semaphores(shapes.batch * shapes.query_heads * shapes.blocks)
-    plgpu.barrier_arrive(barriers.dq_free)
+    # What the first step waits for: its predecessor is read.
+    plgpu.barrier_arrive(barriers.dq_free.at[storers - 1])
 
     def put(item, turn, reduction_op):
         head, _index, block = work.block_of(item, turn)
@@ -97,21 +102,25 @@ def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dq) -> None:
                 row, column = row + column, 0
             target = (item.b, pl.ds(row, 64), head, pl.ds(column, 64))
             plgpu.copy_smem_to_gmem(
-                smem.dq.at[piece], dq.at[target], reduction_op=reduction_op
+                smem.dq.at[piece],
+                dq.at[target],
+                reduction_op=reduction_op,
+                commit_group=piece == WARPGROUPS - 1,
             )
 
     def turn_of(item, turn):
-        """(semaphore of a step's block, rank, whether it is the last)."""
+        """(semaphore of a step's block, rank, rank of the last)."""
         head, index, block = work.block_of(item, turn)
         number = (item.b * shapes.query_heads + head) * shapes.blocks + block
         index = index if shapes.group > 1 else 0
         return semaphores.at[number], *work.ring.rank(item.tile, index, block)
 
-    def await_turn(item, turn):
-        """Waits until those before this tile have added to the block."""
+    def await_turn(item, turn, known):
+        """Waits until those before this tile have added to the block; `known`: so many
+        had when one looked."""
         semaphore, rank, _last = turn_of(item, turn)
 
-        @pl.when(rank > 0)
+        @pl.when(known < rank)
         def _():
             turns.await_count(semaphore, rank)
 
@@ -120,36 +129,63 @@ def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dq) -> None:
         pl.when(rank == 0)(lambda: put(item, turn, None))
         pl.when(rank > 0)(lambda: put(item, turn, "add"))
 
+    def glance_ahead(item, turn):
+        """How many have added to the block of another step by now; 0 without one."""
+
+        def glance():
+            semaphore, _rank, _last = turn_of(item, turn)
+            return turns.glance(semaphore)
+
+        return lax.cond(turn < item.steps, glance, lambda: i32(0))
+
     def end_turn(item, turn):
         """Lets the next tile add to the block, once this one's addition is done."""
-        semaphore, _rank, last = turn_of(item, turn)
+        semaphore, rank, last = turn_of(item, turn)
 
-        @pl.when(jnp.logical_not(last))
+        @pl.when(rank < last)
         def _():
             plgpu.wait_smem_to_gmem(0)
-            turns.count_up(semaphore)
+            turns.count_up(semaphore, fenced=plan.fenced)
 
-    def store_item(item, first, number):
-        del first
+    def store_item(me, item, first, number):
+        # The turns start, start + storers, ... of the item are one's own.
+        start = lax.rem(first + me, i32(storers)) if storers > 1 else i32(0)
 
-        @pl.loop(0, item.steps)
-        def _(turn):
+        def take(i, known):
+            turn = start + storers * i
             if plan.deterministic:
-                await_turn(item, turn)
-            plgpu.barrier_wait(barriers.dq_ready)
+                await_turn(item, turn, known)
+            plgpu.barrier_wait(barriers.dq_ready.at[me])
             if plan.deterministic:
                 put_in_turn(item, turn)
             else:
                 put(item, turn, "add")
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            ends = jnp.logical_and(number == work.items - 1, turn == item.steps - 1)
+            goes_on = (number < work.items - 1) | (turn < item.steps - 1)
 
-            @pl.when(jnp.logical_not(ends))
+            @pl.when(goes_on)
             def _():
-                plgpu.barrier_arrive(barriers.dq_free)
+                plgpu.barrier_arrive(barriers.dq_free.at[me])
 
             if plan.deterministic:
+                if plan.ahead:
+                    known = glance_ahead(item, turn + storers)
                 end_turn(item, turn)
+                if plan.ahead:
+                    known = turns.seen(known)
+            return known
 
-    work.for_each(store_item)
-    plgpu.wait_smem_to_gmem(0)
+        count = lax.div(item.steps - start + (storers - 1), i32(storers))
+        lax.fori_loop(i32(0), count, take, i32(0))
+
+    def store_all(me):
+        work.for_each(functools.partial(store_item, me))
+        plgpu.wait_smem_to_gmem(0)
+
+    if plan.storing_warps:
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp < storers)(lambda: store_all(warp))
+    else:
+        store_all(i32(0))

@@ -23,15 +23,23 @@ DS_BUFFERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How the kernel goes about it; of these only `deterministic` changes results.
+    """How the kernel goes about it; only `deterministic` is to change results.
 
     Attributes:
       deterministic: tiles of dQ are added in a fixed order; else as they come, with
         other bits every time.
       late: S | dQ of the block before | dP, dV | dS | dK, so that dQ is made and stored
-        under the exponentials; else S, dP | dV, dK, dQ.
+        under the exponentials; else S, dP | dV, dK, dQ (at head dim 64: at 128 ptxas
+        makes the products wait for one another).
       bare: without the barriers that Pallas puts around stores and before copies; what
         the kernel waits for by itself is enough.
+      storing_warps: threads that add dQ, each a warp, taking turns at the steps, so
+        that one goes on while the other waits for its addition to be done; 0: the
+        storing warpgroup as one.
+      ahead: a storing warp looks at the next step's semaphore while its addition goes
+        on, and need not wait for it if all is done.
+      fenced: semaphores as PTX's memory model wants them. Without: an experiment, which
+        may change results (`turns`); storing warps only.
       passes: the fewest tiles of a pair that a CTA is to have, without a mask.
       rings: how many rings; None: as many as run at the same time.
     """
@@ -39,8 +47,21 @@ class Plan:
     deterministic: bool = True
     late: bool = True
     bare: bool = True
+    storing_warps: int = 0
+    ahead: bool = False
+    fenced: bool = True
     passes: int = 1
     rings: int | None = None
+
+    def __post_init__(self):
+        if self.storing_warps == 0 and (self.ahead or not self.fenced):
+            raise ValueError("ahead, or without fences, only warps store")
+        if self.storing_warps not in (0, 1, 2):
+            raise ValueError(f"{self.storing_warps} storing warps, not 0, 1 or 2")
+
+    @property
+    def storers(self) -> int:
+        return max(1, self.storing_warps)
 
 
 class Shapes(NamedTuple):
@@ -107,6 +128,8 @@ class Memory(NamedTuple):
 
 
 class Barriers(NamedTuple):
+    """`dq_ready` and `dq_free`: one for each thread that stores, at its steps."""
+
     tile_ready: Any
     k_free: Any
     v_free: Any
@@ -120,7 +143,7 @@ class Barriers(NamedTuple):
     all_done: Any
 
     @classmethod
-    def scratch(cls) -> "Barriers":
+    def scratch(cls, plan: Plan) -> "Barriers":
         ready = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)
         free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES)
         both = plgpu.Barrier(num_arrivals=WARPGROUPS)
@@ -133,8 +156,8 @@ class Barriers(NamedTuple):
             q_free=free,
             dout_free=free,
             ds_ready=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=DS_BUFFERS),
-            dq_ready=both,
-            dq_free=plgpu.Barrier(),
+            dq_ready=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=plan.storers),
+            dq_free=plgpu.Barrier(num_barriers=plan.storers),
             all_done=both,
         )
 

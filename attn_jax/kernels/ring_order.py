@@ -138,8 +138,8 @@ class Ring:
         return _pick(block >= self.blocks, block - self.blocks, block)
 
     def rank(self, tile: Number, head: Number, block: Number):
-        """(how many tiles are added to a block of the group's `head` before `tile`,
-        whether `tile` is the last)."""
+        """(how many tiles are added to a block of the group's `head` before `tile`, how
+        many before the last one)."""
         if self.ratio is None:
             return self._rank_full(tile, block)
         return self._rank_causal(self.ratio, tile, head, block)
@@ -156,7 +156,7 @@ class Ring:
         nearest = _least(_div((block + 1) * size - 1, self.blocks), members - 1)
         wrapped = _pick(self.start(member) > block, members, 0)
         rank = index * size + nearest - member + wrapped
-        return rank, rank == self.tiles - 1
+        return rank, self.tiles - 1
 
     def _rank_causal(self, ratio: int, tile: Number, head: Number, block: Number):
         """At equal speed tile c is at block s of head h at the time
@@ -185,7 +185,7 @@ class Ring:
         longs = _most(long_last + 1 - _ceil_div(long_zero - time, long_step), 0)
         is_long = tile < long_tiles
         rank = _pick(is_long, long_last - tile + shorts, tile - long_tiles + longs)
-        return rank, rank == last
+        return rank, last
 
 
 def ring_of(
