@@ -139,7 +139,7 @@ def _sums(
     *, query_count: int, key_count: int, scale: float, is_causal: bool, plan: Plan,
 ):  # fmt: skip
     """(sum over keys of dS K' in FP32, dK, dV), padded."""
-    batch, _, query_heads, head_dim = query.shape
+    batch, rows_in_all, query_heads, head_dim = query.shape
     dtype = query.dtype
     shapes = Shapes(batch, query_count, key_count, query_heads, key.shape[2], head_dim)
     queries = shapes.queries
@@ -152,6 +152,7 @@ def _sums(
         ratio=KEY_TILE // queries if is_causal else None,
         passes=plan.passes,
         rings=plan.rings,
+        apart=plan.apart,
     )
     unit = scale * LOG2_E
     # Past the last query everything is zero, read from memory or filled in by TMA:
@@ -160,9 +161,9 @@ def _sums(
     rows = (pad_rows(x, shapes.blocks * queries) for x in (lse * LOG2_E, delta))
 
     def attention_backward_fused(
-        q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, centre_gmem, dq_gmem,
-        dk_gmem, dv_gmem, smem, barriers,
+        q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, centre_gmem, *rest,
     ):  # fmt: skip
+        *dq_gmem, dk_gmem, dv_gmem, smem, barriers = rest
         i32 = jnp.int32
         work = Work.of(lax.axis_index("cta"), shapes, ring)
         warpgroup = lax.axis_index("warpgroup")
@@ -415,10 +416,17 @@ def _sums(
             store(work, plan, smem, barriers, dq_gmem)
 
     dkv = jax.ShapeDtypeStruct(key.shape, dtype)
-    dq = jax.ShapeDtypeStruct(query.shape, jnp.float32)
+    # Of all queries and, apart, of those that see a short tile.
+    firsts = [0, ring.long_tiles * KEY_TILE] if ring.apart else [0]
+    dqs = [
+        jax.ShapeDtypeStruct(
+            (batch, rows_in_all - first, *query.shape[2:]), jnp.float32
+        )
+        for first in firsts
+    ]
     kernel = plgpu.kernel(
         attention_backward_fused,
-        out_type=[dq, dkv, dkv] if plan.deterministic else [dkv, dkv],
+        out_type=[*dqs, dkv, dkv] if plan.deterministic else [dkv, dkv],
         scratch_types=[Memory.scratch(shapes, dtype), Barriers.scratch(plan)],
         grid=(ring.count * ring.size,),
         grid_names=("cta",),
@@ -430,7 +438,12 @@ def _sums(
     )
     operands = (query, key, value, dout, *rows, centre)
     if plan.deterministic:
-        return kernel(*operands)
+        *parts, dk, dv = kernel(*operands)
+        total = sum(
+            jnp.pad(part, ((0, 0), (first, 0), (0, 0), (0, 0)))
+            for part, first in zip(parts, firsts, strict=True)
+        )
+        return total, dk, dv
     total = jax.new_ref(jnp.zeros(query.shape, jnp.float32))
     dk, dv = kernel(*operands, total)
     return total[...], dk, dv

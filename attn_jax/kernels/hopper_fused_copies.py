@@ -85,19 +85,22 @@ def load(
     plgpu.barrier_wait(barriers.v_free)
 
 
-def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dq) -> None:
-    """The storing warpgroup: adds tiles of dQ to `dq`, in global memory, in turn."""
+def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs) -> None:
+    """The storing warpgroup: adds tiles of dQ to `dqs`, in global memory, in turn: one
+    array, or one for each part of the ring (`Ring.part`), the second without the
+    queries that see no short tile."""
     shapes, storers = work.shapes, plan.storers
     i32 = jnp.int32
+    blocks_in_all = shapes.batch * shapes.query_heads * shapes.blocks
     if plan.deterministic:
-        semaphores = turns.semaphores(shapes.batch * shapes.query_heads * shapes.blocks)
+        semaphores = turns.semaphores(len(dqs) * blocks_in_all)
     # What the first step waits for: its predecessor is read.
     plgpu.barrier_arrive(barriers.dq_free.at[storers - 1])
 
-    def put(item, turn, reduction_op):
+    def put_into(dq, first_row, item, turn, reduction_op):
         head, _index, block = work.block_of(item, turn)
         for piece in range(WARPGROUPS):
-            row, column = block * shapes.queries, piece * 64
+            row, column = block * shapes.queries - first_row, piece * 64
             if shapes.head_dim == 64:
                 row, column = row + column, 0
             target = (item.b, pl.ds(row, 64), head, pl.ds(column, 64))
@@ -108,10 +111,21 @@ def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dq) -> None:
                 commit_group=piece == WARPGROUPS - 1,
             )
 
+    def put(item, turn, reduction_op):
+        first_rows = [0, work.ring.long_tiles * KEY_TILE]
+        if len(dqs) == 1:
+            put_into(dqs[0], 0, item, turn, reduction_op)
+            return
+        for part, (dq, first_row) in enumerate(zip(dqs, first_rows, strict=True)):
+            pl.when(work.ring.part(item.tile) == part)(
+                functools.partial(put_into, dq, first_row, item, turn, reduction_op)
+            )
+
     def turn_of(item, turn):
         """(semaphore of a step's block, rank, rank of the last)."""
         head, index, block = work.block_of(item, turn)
         number = (item.b * shapes.query_heads + head) * shapes.blocks + block
+        number += work.ring.part(item.tile) * blocks_in_all
         index = index if shapes.group > 1 else 0
         return semaphores.at[number], *work.ring.rank(item.tile, index, block)
 

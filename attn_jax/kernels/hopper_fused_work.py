@@ -40,6 +40,8 @@ class Plan:
         on, and need not wait for it if all is done.
       fenced: semaphores as PTX's memory model wants them. Without: an experiment, which
         may change results (`turns`); storing warps only.
+      apart: under a causal mask dQ of the second half of keys has an array of its own,
+        added at the end (`Ring.apart`).
       passes: the fewest tiles of a pair that a CTA is to have, without a mask.
       rings: how many rings; None: as many as run at the same time.
     """
@@ -50,6 +52,7 @@ class Plan:
     storing_warps: int = 0
     ahead: bool = False
     fenced: bool = True
+    apart: bool = False
     passes: int = 1
     rings: int | None = None
 
@@ -58,6 +61,8 @@ class Plan:
             raise ValueError("ahead, or without fences, only warps store")
         if self.storing_warps not in (0, 1, 2):
             raise ValueError(f"{self.storing_warps} storing warps, not 0, 1 or 2")
+        if self.apart and not self.deterministic:
+            raise ValueError("without an order nobody waits: apart is for no use")
 
     @property
     def storers(self) -> int:

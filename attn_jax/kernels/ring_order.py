@@ -88,6 +88,8 @@ class Ring:
       ratio: under a causal mask block i sees the tiles 0 ... i // ratio; None: no mask.
       size: members of a ring.
       count: rings.
+      apart: under a causal mask long and short tiles are added to sums of their own
+        (`part`): where they meet, neither waits for the other.
     """
 
     tiles: int
@@ -96,10 +98,16 @@ class Ring:
     ratio: int | None
     size: int
     count: int
+    apart: bool = False
 
     @property
-    def is_causal(self) -> bool:
-        return self.ratio is not None
+    def long_tiles(self) -> int:
+        """Under a causal mask: the tiles before this one are long."""
+        return -(-self.tiles // 2)
+
+    def part(self, tile: Number) -> Number:
+        """Which of the sums of a block a tile is added to."""
+        return _pick(tile < self.long_tiles, 0, 1) if self.apart else 0
 
     def passes(self, member: Number) -> Number:
         """How many tiles of a pair a member has.
@@ -139,7 +147,7 @@ class Ring:
 
     def rank(self, tile: Number, head: Number, block: Number):
         """(how many tiles are added to a block of the group's `head` before `tile`, how
-        many before the last one)."""
+        many before the last one); to the tile's part of it."""
         if self.ratio is None:
             return self._rank_full(tile, block)
         return self._rank_causal(self.ratio, tile, head, block)
@@ -169,9 +177,13 @@ class Ring:
         first. For one block times of long tiles fall with c, those of short ones rise.
         """
         tiles, blocks, group = self.tiles, self.blocks, self.group
-        long_tiles = -(-tiles // 2)
+        long_tiles = self.long_tiles
         last = _div(block, ratio)
         long_last = _least(last, long_tiles - 1)
+        is_long = tile < long_tiles
+        if self.apart:
+            rank = _pick(is_long, long_last - tile, tile - long_tiles)
+            return rank, _pick(is_long, long_last, last - long_tiles)
         long_zero = head * blocks + block  # time of long tile 0
         long_step = (head + 1) * ratio
         short_zero = group * (blocks - ratio * (tiles - 1))
@@ -183,7 +195,6 @@ class Ring:
         # Long tiles c with long_zero - c * long_step <= time of this one.
         time = short_zero + tile * short_step
         longs = _most(long_last + 1 - _ceil_div(long_zero - time, long_step), 0)
-        is_long = tile < long_tiles
         rank = _pick(is_long, long_last - tile + shorts, tile - long_tiles + longs)
         return rank, last
 
@@ -197,6 +208,7 @@ def ring_of(
     ratio: int | None,
     passes: int = 1,
     rings: int | None = None,
+    apart: bool = False,
     multiprocessors: int | None = None,
 ) -> Ring:
     """The ring for `pairs` pairs.
@@ -205,6 +217,7 @@ def ring_of(
       passes: without a mask, the fewest tiles of a pair that a member is to have: with
         more, rings are smaller and their members farther apart.
       rings: how many; None: as many as run at the same time.
+      apart: as `Ring.apart`, where there are short tiles.
       multiprocessors: None: `MULTIPROCESSORS`.
 
     Raises:
@@ -227,7 +240,8 @@ def ring_of(
         size = -(-tiles // min(range(min(passes, tiles), tiles + 1), key=cost))
     fitting = multiprocessors // size
     count = min(pairs, fitting if rings is None else rings)
-    return Ring(tiles, blocks, group, ratio, size, count)
+    apart = apart and ratio is not None and tiles > 1
+    return Ring(tiles, blocks, group, ratio, size, count, apart)
 
 
 def causal_fits(tiles: int, multiprocessors: int | None = None) -> bool:
