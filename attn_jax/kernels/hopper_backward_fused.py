@@ -103,7 +103,8 @@ def backward_fused(
     is_causal: bool,
     plan: Plan = Plan(),
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """(dQ, dK, dV). `centre` is `attn_jax.centre.centre_of` the keys.
+    """(dQ, dK, dV). `dlse` is what rows of dS sum to, `centre` is
+    `attn_jax.centre.centre_of` the keys.
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
     rows are real.
@@ -438,11 +439,9 @@ def _sums(
     )
     operands = (query, key, value, dout, *rows, centre)
     if plan.deterministic:
-        *parts, dk, dv = kernel(*operands)
-        total = sum(
-            jnp.pad(part, ((0, 0), (first, 0), (0, 0), (0, 0)))
-            for part, first in zip(parts, firsts, strict=True)
-        )
+        total, *apart, dk, dv = kernel(*operands)
+        for part, first in zip(apart, firsts[1:], strict=True):
+            total += jnp.pad(part, ((0, 0), (first, 0), (0, 0), (0, 0)))
         return total, dk, dv
     total = jax.new_ref(jnp.zeros(query.shape, jnp.float32))
     dk, dv = kernel(*operands, total)
