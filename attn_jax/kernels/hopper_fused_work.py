@@ -23,7 +23,7 @@ DS_BUFFERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How the kernel goes about it; only `deterministic` is to change results.
+    """How the kernel goes about it. `apart` and `passes` change the order of additions.
 
     Attributes:
       deterministic: tiles of dQ are added in a fixed order; else as they come, with
