@@ -111,6 +111,16 @@ def test_one_pass_backward_is_for_what_it_takes(target, shapes, mask, soft_cap, 
     assert chosen(wanted="two_kernels") == "two_kernels"
 
 
+@pytest.mark.parametrize(
+    ("multiprocessors", "design"), [(114, "two_kernels"), (132, "fused")]
+)
+def test_one_pass_backward_needs_the_whole_card(monkeypatch, multiprocessors, design):
+    """Fewer multiprocessors than a ring has CTAs: they would wait for ever."""
+    device = SimpleNamespace(compute_capability="9.0", core_count=multiprocessors)
+    monkeypatch.setattr(architecture, "default_device", lambda: device)
+    assert backward_of(SQUARE, SQUARE, "hopper", wanted="fused") == design
+
+
 def test_backward_is_the_one_asked_for(gpu):
     gpu("9.0")
 

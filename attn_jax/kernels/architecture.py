@@ -34,6 +34,12 @@ def chosen() -> Architecture:
     return _made_for[-1] if _made_for else of_device(default_device()) or "hopper"
 
 
+def multiprocessors() -> int | None:
+    """How many the default device has; None if it is no GPU of ours or does not say."""
+    device = default_device()
+    return None if of_device(device) is None else getattr(device, "core_count", None)
+
+
 @contextlib.contextmanager
 def made_for(architecture: Architecture) -> Iterator[None]:
     """Kernels traced and compiled inside are those of `architecture`, on any device.

@@ -24,6 +24,7 @@ from attn_jax.kernels import (
     hopper_backward_dq,
     hopper_backward_fused,
     hopper_forward,
+    ring_order,
     tuning,
     visibility,
 )
@@ -198,10 +199,15 @@ def backward_of(
 
     `wanted`, or what `tuning.BACKWARD` has, is "fused" only where that kernel takes the
     problem: on Hopper, no mask but the causal one, no soft cap, and
-    `hopper_backward_fused.reason_against` has nothing against its shapes.
+    `hopper_backward_fused.reason_against` has nothing against its shapes; and on a card
+    with as many multiprocessors as its rings are made for. On a smaller one (the PCIe
+    H100) a ring's CTAs would wait for some that cannot start.
     """
     wanted = tuning.BACKWARD[target] if wanted is None else wanted
     if wanted == "two_kernels" or target != "hopper":
+        return "two_kernels"
+    there = architecture.multiprocessors()
+    if there is not None and there < ring_order.MULTIPROCESSORS:
         return "two_kernels"
     if soft_cap is not None or not visibility.is_static(mask):
         return "two_kernels"
