@@ -44,7 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# H100 and H200. With fewer, whole rings wait their turn.
+# SXM's H100 and H200. `attention.backward_of` keeps the kernel off cards with fewer.
 MULTIPROCESSORS = 132
 
 # A kernel's scalar; or, to look at the order without one, Python's or many of NumPy's.
