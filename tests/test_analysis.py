@@ -39,8 +39,10 @@ def test_every_experiment_has_a_test():
     # Capturing needs a run folder: tests/test_capture.py. Two need a GPU:
     # tests/test_experiments_gpu.py. The sweeps:
     # tests/test_experiments_forward.py and _backward.py. Times: tests/test_speed.py.
+    # Random cases: tests/test_random_cases.py.
     elsewhere = {
         "capture",
+        "random-cases",
         "speed",
         "kernels",
         "flash-attention-2",

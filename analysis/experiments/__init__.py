@@ -16,6 +16,7 @@ from analysis.experiments import (
     kernels,
     memory,
     precision,
+    random_cases,
     saturation,
     sequence_length,
     speed,
@@ -48,6 +49,9 @@ EXPERIMENTS = {
     ),
     "speed": Experiment(speed.SUMMARY, speed.add_arguments, speed.run),
     "kernels": Experiment(kernels.SUMMARY, kernels.add_arguments, kernels.run),
+    "random-cases": Experiment(
+        random_cases.SUMMARY, random_cases.add_arguments, random_cases.run
+    ),
     "memory": Experiment(memory.SUMMARY, memory.add_arguments, memory.run),
     "flash-attention-2": Experiment(
         flash_attention_2.SUMMARY,

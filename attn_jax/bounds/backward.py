@@ -9,7 +9,11 @@ key of a row, so they are kept apart from each entry's own:
     error of dK_j  = sum_i (own_ij - e_i dS_ij - P_ij d_i) Q_i
 
 with C the centre, 0 without one, and the roundings of the sums added to both; for
-dq_centre 'keys' those of K' = K - C, times dS_ij, too.
+dq_centre 'keys' those of K' = K - C, times dS_ij, too. A sink or a cotangent of LSE
+gives the rows of dS a sum R_i that is not zero: e_i's factor is dQ_i - R_i C_i then, and
+C_i times the error of R_i is added. Under a soft cap P_ij has the cap's slope beside it,
+and rows sum to nothing known: a kernel may subtract C times the sum of what rounding dS
+has changed, which makes own_ij's factor K_j - C_i in part.
 """
 
 from typing import NamedTuple
@@ -47,6 +51,7 @@ class Gradients(NamedTuple):
     dkey: Ball
     dvalue: Ball
     dlogits: list[Ball]
+    dsinks: list[Ball | None]  # terms of each head's, [T, 1]
 
 
 def backward(
@@ -54,11 +59,12 @@ def backward(
     heads: list[Head],
     forwards: list[Forward],
     douts: list[np.ndarray],
+    dlses: list[np.ndarray | None],
     centres: list[tuple[np.ndarray, np.ndarray]],
 ) -> Gradients:
     """Bounds of all gradients; `centres` holds C and the error of computing it."""
     recipe = arithmetic.recipe
-    rows = [rows_of(arithmetic, *args) for args in zip(heads, forwards, douts)]
+    rows = [rows_of(arithmetic, *args) for args in zip(heads, forwards, douts, dlses)]
     kept = recipe.dk_accumulator, recipe.dv_accumulator, recipe.dot_accumulator
     narrow = {step.format for step in kept} != {recipe.carrier}
     narrow = narrow or recipe.dot_alignment is not None
@@ -79,6 +85,7 @@ def backward(
         arithmetic.step("gradient", dkey),
         arithmetic.step("gradient", dvalue),
         [with_shared(r, r.raw, r.raw.value, 1.0) for r in rows],
+        [r.dsink for r in rows],
     )
 
 
@@ -181,19 +188,32 @@ def _dquery_from(
         unit = Unit(*(np.asarray(end)[queries] for end in rows.dq_unit))
         sums.append(_sum_over_keys(arithmetic, terms, unit, keys, order, at_end))
     c, c_error = centre
-    has_keys = head.visible.any(-1, keepdims=True)
-    off = rows.exact_probability @ key - np.where(has_keys, c, 0.0)
+    capped = head.soft_cap is not None
+    # What the centre takes from errors that a row shares.
+    taken = np.zeros_like(c) if capped else c
+    weight = rows.delta_weight
+    off = weight @ key - weight.sum(-1, keepdims=True) * taken
+    along = ds.value @ key - rows.row_sum.value * taken
     shared = plus(
-        rows.relative.of(ds.value @ key), rows.delta.of(rows.factor * off), shared=True
+        rows.relative.of(along), rows.delta.of(rows.factor * off), shared=True
     )
-    errors = plus(_against(ds, key, c), shared, shared=True)
+    errors = plus(_against(ds, key, c, capped), shared, shared=True)
     if recipe.dq_centre == "keys":
-        # z c is 0 without a cotangent of LSE.
         errors = plus(errors, _by_keys(everything, keys))
     dquery = plus(joined(sums), scaled(errors, at_end), shared=True)
-    if recipe.dq_centre in ("mean", "row"):
+    row_sum = rows.row_sum
+    if recipe.dq_centre == "keys" and row_sum.size.any():
+        # z c: what K - c has taken from a row whose dS does not sum to zero.
+        product = scaled(arithmetic.carried(scaled(row_sum, c), 2), at_end)
+        dquery = arithmetic.carried(plus(dquery, product, shared=True), 2)
+    elif recipe.dq_centre in ("mean", "row") and c.any():
+        if capped:
+            # Of roundings alone, which are among the errors.
+            nothing = np.zeros(everything.value.shape)
+            everything = everything._replace(value=nothing)
+            row_sum = exact(np.zeros(row_sum.value.shape))
         dquery = _subtract_centre(
-            arithmetic, dquery, everything, rows.dq_unit, c, c_error, at_end
+            arithmetic, dquery, everything, rows.dq_unit, row_sum, c, c_error, at_end
         )
     return arithmetic.step("gradient", arithmetic.carried(dquery))
 
@@ -252,15 +272,23 @@ def _sum_over_keys(
     return total
 
 
-def _against(ds: Ball, key: np.ndarray, centre: np.ndarray) -> Ball:
-    """The errors of sum_j dS_ij (K_j - C_i), about zero."""
+def _against(ds: Ball, key: np.ndarray, centre: np.ndarray, in_part: bool) -> Ball:
+    """The errors of sum_j dS_ij (K_j - C_i), about zero.
+
+    `in_part`: those of sum_j dS_ij K_j where that is larger.
+    """
     shape = len(ds.value), key.shape[-1]
     worst, fixed, spread = (np.zeros(shape) for _ in range(3))
-    for h in range(shape[1]):
-        off = np.abs(key[:, h] - centre[:, h : h + 1])
-        worst[:, h] = (ds.worst * off).sum(-1)
-        fixed[:, h] = (ds.fixed * off).sum(-1)
-        spread[:, h] = np.sqrt(((ds.spread * off) ** 2).sum(-1))
+    # Rows of one centre make one product.
+    moves = (centre[1:] != centre[:-1]).any(-1)
+    ends = [0, *(np.flatnonzero(moves) + 1), shape[0]]
+    for rows in map(slice, ends, ends[1:]):
+        off = np.abs(key - centre[rows.start])
+        if in_part:
+            off = np.maximum(off, np.abs(key))
+        worst[rows] = ds.worst[rows] @ off
+        fixed[rows] = ds.fixed[rows] @ off
+        spread[rows] = np.sqrt(ds.spread[rows] ** 2 @ off**2)
     return Ball(np.zeros(shape), worst, fixed, spread)
 
 
@@ -280,11 +308,12 @@ def _subtract_centre(
     dquery: Ball,
     terms: Ball,
     unit: Unit,
+    expected: Ball,
     centre: np.ndarray,
     centre_error: np.ndarray,
     at_end: float,
 ) -> Ball:
-    """Roundings of rowsum(dS) and of its product with the centre."""
+    """Roundings of rowsum(dS) - R, R `expected`, and of its product with the centre."""
 
     def over_keys(x):
         return x.sum(-1, keepdims=True)
@@ -297,6 +326,10 @@ def _subtract_centre(
         unit,
     )
     if arithmetic.recipe.dq_dlogits is not None:
+        row_sum = arithmetic.carried(row_sum, extra=over_keys(terms.worst))
+    if expected.size.any():
+        row_sum = plus(row_sum, scaled(expected, -1.0), shared=True)
+        row_sum = row_sum._replace(value=np.zeros(row_sum.value.shape))
         row_sum = arithmetic.carried(row_sum, extra=over_keys(terms.worst))
     # In exact arithmetic the sum vanishes: what is left of it is its error.
     off = over_keys(terms.worst) + row_sum.worst

@@ -15,6 +15,8 @@ positive number, and hats on what is computed:
     O = A / l       A and l of each block, as above; the maximum m cancels [2], so its
                     error counts only as size: underflow, saturation, |x - m|
     LSE             -log(1 - e_l / l) and roundings
+    tanh (soft cap) e <= e_x tanh' + 0.39 e_x^2 + its own, 12 u in all
+    a sink          a first key: m = z as rounded, l = 1 with error exp(|e_z|) - 1
     dS              P (e_dP + e_delta) + |dP - delta| e_P + products of errors, with
                     e_P <= P (exp(e_x + e_LSE) - 1) as P = exp(x - LSE) [2]
     dQ              sum_j e_ij |K_j - C| + e_LSE |dQ| + e_delta |sum_j P_ij (K_j - C)|
@@ -47,7 +49,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from attn_jax.audit.error import correctly_rounded
-from attn_jax.bounds.arithmetic import Arithmetic, Ball, Kind
+from attn_jax.bounds.arithmetic import Arithmetic, Ball, Kind, exact
 from attn_jax.bounds.backward import backward
 from attn_jax.bounds.centre import centre_of
 from attn_jax.bounds.forward import Head, forward
@@ -56,7 +58,7 @@ from attn_jax.formats import NumberFormat
 from attn_jax.mask import Mask
 from attn_jax.recipe_checks import check_fit, check_is_recipe
 from attn_jax.recipe_schema import Recipe
-from attn_jax.reference import check_arguments, default_scale
+from attn_jax.reference import check_arguments, default_scale, python_float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Bounds:
     """Bounds of |computed - exact| as FP64 arrays; infinite where none can be given.
 
     out [B, T, N, D], lse [B, N, T], dquery, dkey and dvalue like query, key and value,
-    dbias like the bias; gradients are None without `dout`, dbias without a bias.
+    dbias like the bias, dsinks [N]; gradients are None without `dout`, dbias without a
+    bias, dsinks without sinks.
     `overflows` names the steps whose numbers may leave their format's range: clipped,
     which the bounds include, or infinite; "carrier" is what no step rounds. A hidden
     key's dP counts as well, since P = 0 times infinity is no number.
@@ -77,6 +80,7 @@ class Bounds:
     dvalue: np.ndarray | None
     dbias: np.ndarray | None
     overflows: tuple[str, ...]
+    dsinks: np.ndarray | None = None
 
 
 def bound(
@@ -85,10 +89,14 @@ def bound(
     key: ArrayLike,
     value: ArrayLike,
     dout: ArrayLike | None = None,
+    dlse: ArrayLike | None = None,
     *,
     bias: ArrayLike | None = None,
     mask: Mask = Mask(),
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    centre: tuple[np.ndarray, np.ndarray] | None = None,
     kind: Literal["deterministic", "probabilistic"] = "deterministic",
     confidence: float = 0.999,
 ) -> Bounds:
@@ -97,13 +105,18 @@ def bound(
     The exact result is that on the inputs as rounded to `recipe.inputs`. A bound that
     is "deterministic" holds always, one that is "probabilistic" for each entry with
     probability `confidence`, under the assumptions of this module's docstring.
-    Arguments as of `emulator.attention`, without a cotangent of LSE; a result is taken
-    to be returned in a type that holds its step's format, dbias in the carrier. FP64
-    NumPy, a few dozen T x S arrays for each of the query heads that share a key head.
+    Arguments as of `emulator.attention`, with cotangents `dout` [B, T, N, H] and `dlse`
+    [B, N, T] (zero if None); a result is taken to be returned in a type that holds its
+    step's format, dbias and dsinks in the carrier. FP64 NumPy, a few dozen T x S arrays
+    for each of the query heads that share a key head.
+
+    `centre` holds what a kernel subtracts from the keys in dQ, where that is not the
+    recipe's own, and a bound of the error of computing it: [B, T, K, H] each. Under a
+    soft cap it is taken from the roundings of dS alone.
 
     Raises ValueError for arguments that do not fit together or to the recipe, a `kind`
     that does not exist or a confidence outside (0, 1), and NotImplementedError for a
-    carrier that is not FP32 or FP64.
+    carrier that is not FP32 or FP64, and for sinks in a ring.
     """
     if kind not in ("deterministic", "probabilistic"):
         raise ValueError(
@@ -112,7 +125,8 @@ def bound(
     if not isinstance(confidence, numbers.Real) or not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}")
     with np.errstate(all="ignore"):
-        balls = _balls(recipe, kind, query, key, value, dout, bias, mask, scale)
+        more = _More(dlse, soft_cap, sinks, centre)
+        balls = _balls(recipe, kind, query, key, value, dout, bias, mask, scale, more)
     spreads = math.sqrt(2 * math.log(2 / (1 - confidence)))
 
     def read(ball: Ball) -> np.ndarray:
@@ -188,6 +202,26 @@ def two_term_law(
     return np.sqrt(baseline**2 + terms * tiles)
 
 
+@dataclasses.dataclass(frozen=True)
+class _More:
+    """What not every call has; see `bound`."""
+
+    dlse: ArrayLike | None = None
+    soft_cap: float | None = None
+    sinks: ArrayLike | None = None
+    centre: tuple[np.ndarray, np.ndarray] | None = None
+
+    def sink(self, n: int) -> float | None:
+        """The logit of a head's sink; one of -inf takes no weight."""
+        logit = -math.inf if self.sinks is None else float(np.asarray(self.sinks)[n])
+        return None if logit == -math.inf else logit
+
+    def dlse_of(self, b: int, n: int) -> np.ndarray | None:
+        if self.dlse is None:
+            return None
+        return np.asarray(self.dlse)[b, n, :, None].astype(np.float64)
+
+
 @dataclasses.dataclass
 class _Results:
     """Balls of every head, joined as they come."""
@@ -199,28 +233,35 @@ class _Results:
     dvalue: Ball | None
     dbias: Ball | None
     overflows: set[str]
+    dsinks: Ball | None = None
 
     def read(self, of) -> Bounds:
-        dquery, dkey, dvalue, dbias = (
+        dquery, dkey, dvalue, dbias, dsinks = (
             None if ball is None else of(ball)
-            for ball in (self.dquery, self.dkey, self.dvalue, self.dbias)
+            for ball in (self.dquery, self.dkey, self.dvalue, self.dbias, self.dsinks)
         )
         overflows = tuple(sorted(self.overflows))
         return Bounds(
-            of(self.out), of(self.lse), dquery, dkey, dvalue, dbias, overflows
+            of(self.out), of(self.lse), dquery, dkey, dvalue, dbias, overflows, dsinks
         )
 
 
-def _balls(recipe, kind: Kind, query, key, value, dout, bias, mask, scale) -> _Results:
+def _balls(
+    recipe, kind: Kind, query, key, value, dout, bias, mask, scale, more=_More()
+) -> _Results:
     given = query, key, value
     query, key, value = (np.asarray(x) for x in given)
     bias = None if bias is None else np.asarray(bias)
-    check_arguments(query, key, value, bias=bias, mask=mask)
+    cap = python_float(more.soft_cap)
+    sinks = None if more.sinks is None else np.asarray(more.sinks)
+    check_arguments(query, key, value, bias=bias, mask=mask, soft_cap=cap, sinks=sinks)
     check_is_recipe(recipe)
     B, T, N, H = query.shape
     S, K = key.shape[1:3]
     scale = default_scale(scale, H)
-    check_fit(recipe, query, key, value, scale)
+    check_fit(recipe, query, key, value, scale, cap)
+    if sinks is not None and recipe.ring_size > 1:
+        raise NotImplementedError("there are no bounds for sinks in a ring")
     out_shape = (B, T, N, value.shape[-1])
     if dout is not None and np.shape(dout) != out_shape:
         raise ValueError(
@@ -244,6 +285,7 @@ def _balls(recipe, kind: Kind, query, key, value, dout, bias, mask, scale) -> _R
             _empty(*x.shape) for x in (query, key, value)
         )
     dlogits: list[list[Ball]] = []
+    dsinks: list[list[Ball | None]] = []
     for b in range(B):
         dlogits.append([])
         for kv in range(K):
@@ -256,6 +298,8 @@ def _balls(recipe, kind: Kind, query, key, value, dout, bias, mask, scale) -> _R
                     None if wide_bias is None else wide_bias[b, n],
                     visible[b, n],
                     scale,
+                    cap,
+                    more.sink(n),
                 )
                 for n in group
             ]
@@ -271,10 +315,14 @@ def _balls(recipe, kind: Kind, query, key, value, dout, bias, mask, scale) -> _R
             interval = mask.is_interval
             centres = [
                 centre_of(arithmetic, head, fwd, interval)
+                if more.centre is None
+                else (more.centre[0][b, :, kv], more.centre[1][b, :, kv])
                 for head, fwd in zip(heads, forwards)
             ]
             douts = [do[b, :, n] for n in group]
-            grads = backward(arithmetic, heads, forwards, douts, centres)
+            dlses = [more.dlse_of(b, n) for n in group]
+            grads = backward(arithmetic, heads, forwards, douts, dlses, centres)
+            dsinks.append(grads.dsinks)
             for n, dquery in zip(group, grads.dquery):
                 _write(results.dquery, (b, slice(None), n), dquery)
             _write(results.dkey, (b, slice(None), kv), grads.dkey)
@@ -283,8 +331,28 @@ def _balls(recipe, kind: Kind, query, key, value, dout, bias, mask, scale) -> _R
                 dlogits[b] += grads.dlogits
     if bias is not None and do is not None:
         results.dbias = _dbias(arithmetic, bias.shape, dlogits)
+    if sinks is not None and do is not None:
+        results.dsinks = _dsinks(arithmetic, dsinks, B, T)
     results.overflows = arithmetic.overflows
     return results
+
+
+def _dsinks(
+    arithmetic: Arithmetic, terms: list[list[Ball | None]], B: int, T: int
+) -> Ball:
+    """Each head's terms, [T, 1] for each batch entry, added up: [N]."""
+    zero = exact(np.zeros((T, 1)))
+    entries = [zero if x is None else x for heads in terms for x in heads]
+    x = Ball(
+        *(
+            np.reshape(field, (B, -1, T)).swapaxes(0, 1).reshape(-1, B * T)
+            for field in zip(*map(tuple, entries))
+        )
+    )
+    spread = np.sqrt((x.spread**2).sum(-1))
+    total = Ball(x.value.sum(-1), x.worst.sum(-1), x.fixed.sum(-1), spread)
+    squares = (x.value**2).sum(-1)
+    return arithmetic.carrier_sum(total, x.size.sum(-1), squares, B * T)
 
 
 def _dbias(arithmetic: Arithmetic, shape, dlogits: list[list[Ball]]) -> Ball:

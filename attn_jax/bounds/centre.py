@@ -22,11 +22,11 @@ def centre_of(
     row of the same block of queries sees, else over what the row itself sees.
     """
     recipe, shape = arithmetic.recipe, head.query.shape
+    if recipe.dq_centre == "none" or head.soft_cap is not None:
+        return np.zeros(shape), np.zeros(shape)
     if recipe.dq_centre == "keys":
         middle, width = _of_all_keys(recipe, head.key)
         return np.broadcast_to(middle, shape), np.broadcast_to(width, shape)
-    if recipe.dq_centre == "none":
-        return np.zeros(shape), np.zeros(shape)
     if recipe.dq_centre == "row":
         return fwd.columns.value, fwd.columns.worst
     T, S = head.visible.shape

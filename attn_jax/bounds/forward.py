@@ -28,6 +28,9 @@ from attn_jax.bounds.arithmetic import (
 )
 from attn_jax.recipe_schema import Recipe
 
+# Largest absolute error of tanh in the carrier, in units of its unit roundoff; also
+# that of 1 - 2 / (1 + exp(2 x)), of whose roundings at most so many count at any x.
+TANH_ROUNDOFFS = 12
 # Products of 16-bit numbers that one tensor core instruction adds (k16).
 _TENSOR_CORE_DEPTH = 16
 
@@ -41,6 +44,8 @@ class Head(NamedTuple):
     bias: np.ndarray | None
     visible: np.ndarray
     scale: float
+    soft_cap: float | None = None
+    sink: float | None = None  # finite
 
 
 class Forward(NamedTuple):
@@ -70,12 +75,17 @@ def log_unit(recipe: Recipe) -> float:
     return 1.0 if recipe.exponential == "exp" else 1 / math.log(2)
 
 
-def logits(arithmetic: Arithmetic, head: Head) -> Ball:
-    """y [T, S] in units of the exponential; keys that a row does not see hold 0."""
+def logits(arithmetic: Arithmetic, head: Head) -> tuple[Ball, Ball | None]:
+    """y [T, S] in units of the exponential; keys that a row does not see hold 0.
+
+    Also the soft cap's slope, None without one.
+    """
     recipe, unit = arithmetic.recipe, log_unit(arithmetic.recipe)
+    slope = None
     y = arithmetic.dot(exact(head.query), head.key.T, "logits")
     y = arithmetic.step("logits", y)
-    if head.bias is None and recipe.scale_at == "exponent":
+    plain = head.bias is None and head.soft_cap is None
+    if plain and recipe.scale_at == "exponent":
         y = arithmetic.carried(scaled(y, head.scale * unit), 2)
     else:
         y = arithmetic.carried(scaled(y, head.scale), 2)
@@ -83,14 +93,45 @@ def logits(arithmetic: Arithmetic, head: Head) -> Ball:
         if head.bias is not None:
             y = arithmetic.carried(plus(y, exact(head.bias)), 2)
             y = arithmetic.step("logits", y)
+        if head.soft_cap is not None:
+            y, slope = _capped(arithmetic, y, head.soft_cap)
+            y = arithmetic.step("logits", y)
         if unit != 1.0:
             y = arithmetic.step("logits", arithmetic.carried(scaled(y, unit), 2))
-    return where(head.visible, y, exact(np.zeros(y.value.shape)))
+    return where(head.visible, y, exact(np.zeros(y.value.shape))), slope
+
+
+def _capped(arithmetic: Arithmetic, y: Ball, cap: float) -> tuple[Ball, Ball]:
+    """cap tanh(y / cap) and its derivative, 1 - tanh^2.
+
+    |tanh(x + e) - tanh x| <= |e| tanh' x + max |tanh''| e^2 / 2, and <= |e|.
+    """
+    x = arithmetic.carried(scaled(y, 1 / cap), 2)
+    tanh = np.tanh(x.value)
+    slope = 1 - tanh * tanh
+    first = slope * x.worst
+    worst = np.minimum(x.worst, first + 2 / 27**0.5 * x.worst**2)
+    own = TANH_ROUNDOFFS * arithmetic.roundoff
+    t = Ball(
+        tanh,
+        worst + own,
+        slope * x.fixed + np.maximum(worst - first, 0.0) + own,
+        slope * x.spread,
+    )
+    # The square is where the same errors meet twice.
+    derivative = plus(exact(np.ones(tanh.shape)), scaled(times(t, t, shared=True), -1))
+    rounding = 2 * arithmetic.roundoff
+    derivative = derivative._replace(
+        value=slope,
+        worst=derivative.worst + rounding,
+        fixed=derivative.fixed + rounding,
+    )
+    return arithmetic.carried(scaled(t, cap), 2), derivative
 
 
 def forward(arithmetic: Arithmetic, head: Head, columns: np.ndarray) -> Forward:
     """O, LSE, and the result for more `columns` [S, ...] beside those of V."""
-    state = start(head, head.value.shape[-1] + columns.shape[-1])
+    state = start(arithmetic, head, head.value.shape[-1] + columns.shape[-1])
     wide, lse = finish(arithmetic, add_keys(arithmetic, head, columns, state))
     if arithmetic.kind == "order":
         lse = lse._replace(spread=np.hypot(lse.spread, _truncated(arithmetic, head)))
@@ -129,7 +170,7 @@ def add_keys(
 ) -> State:
     recipe = arithmetic.recipe
     values = np.concatenate([head.value, columns], -1)
-    y = logits(arithmetic, head)
+    y, _ = logits(arithmetic, head)
     backwards = recipe.kv_order == "reverse"
     for block in blocks(len(head.key), recipe.block_kv, reverse=backwards):
         visible = head.visible[:, block]
@@ -172,11 +213,24 @@ def _lse(arithmetic: Arithmetic, state: State) -> Ball:
     return where(seen, lse, nothing)
 
 
-def start(head: Head, columns: int) -> State:
+def start(arithmetic: Arithmetic, head: Head, columns: int) -> State:
+    """Before any key. A sink is as a first key: m its logit z as rounded, l = 1.
+
+    l stands for exp(z - m), which the rounding of z moves from 1. (A kernel that adds
+    it last rounds it no more often.)
+    """
     T = len(head.query)
     zero = np.zeros((T, 1))
-    nothing = np.full((T, 1), -np.inf)
-    return State(nothing, zero, zero, exact(zero), exact(np.zeros((T, columns))))
+    nothing = exact(np.zeros((T, columns)))
+    if head.sink is None:
+        return State(np.full((T, 1), -np.inf), zero, zero, exact(zero), nothing)
+    recipe = arithmetic.recipe
+    sink = exact(np.full((T, 1), head.sink * log_unit(recipe)))
+    sink = arithmetic.step("row_max", arithmetic.carried(sink, 2))
+    off = np.expm1(sink.worst / log_unit(recipe))
+    total = exact(np.ones((T, 1)))._replace(worst=off, fixed=off)
+    total = arithmetic.step("row_sum", arithmetic.function(total))
+    return State(sink.value, -sink.worst, sink.worst, total, nothing)
 
 
 class Softmax(NamedTuple):

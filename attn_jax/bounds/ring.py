@@ -65,7 +65,7 @@ def _share(head: Head, rows: slice, keys: slice) -> Head:
 
 def _carried_on(arithmetic: Arithmetic, met) -> tuple[Ball, Ball]:
     head, columns = met[0]
-    state = start(head, head.value.shape[-1] + columns.shape[-1])
+    state = start(arithmetic, head, head.value.shape[-1] + columns.shape[-1])
     for head, columns in met:
         state: State = add_keys(arithmetic, head, columns, state)
         unit = accumulator_unit(arithmetic.recipe, state)
@@ -77,7 +77,7 @@ def _carried_on(arithmetic: Arithmetic, met) -> tuple[Ball, Ball]:
 def _merged(arithmetic: Arithmetic, met) -> tuple[Ball, Ball]:
     parts = []
     for head, columns in met:
-        state = start(head, head.value.shape[-1] + columns.shape[-1])
+        state = start(arithmetic, head, head.value.shape[-1] + columns.shape[-1])
         out, lse = finish(arithmetic, add_keys(arithmetic, head, columns, state))
         parts.append((arithmetic.step("ring_partial", out), lse))
     lses = [parts[0][1]]

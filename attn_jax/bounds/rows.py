@@ -15,6 +15,7 @@ from attn_jax.bounds.arithmetic import (
     plus,
     quotient,
     scaled,
+    times,
     where,
 )
 from attn_jax.bounds.forward import (
@@ -54,18 +55,28 @@ class Rows(NamedTuple):
     relative: Shared
     delta: Shared
     exact_probability: np.ndarray
+    delta_weight: np.ndarray  # what delta's error counts in dS: P, times a cap's slope
     factor: float
+    row_sum: Ball  # what dS should add up to, [T, 1], and how far off it is taken to be
+    dsink: Ball | None  # terms of the sink's gradient, [T, 1]
 
 
 def with_shared(rows: Rows, own: Ball, dlogits: np.ndarray, factor: float) -> Ball:
     total = plus(own, rows.relative.of(dlogits), shared=True)
-    by_delta = rows.delta.of(rows.exact_probability * factor)
+    by_delta = rows.delta.of(rows.delta_weight * factor)
     return plus(total, by_delta, shared=True)
 
 
-def rows_of(arithmetic: Arithmetic, head: Head, fwd: Forward, dout: np.ndarray) -> Rows:
+def rows_of(
+    arithmetic: Arithmetic,
+    head: Head,
+    fwd: Forward,
+    dout: np.ndarray,
+    dlse: np.ndarray | None = None,
+) -> Rows:
+    """`dlse` [T, 1] is the cotangent of LSE: dS = P (dP - delta + dLSE)."""
     recipe = arithmetic.recipe
-    p, relative = _probability(arithmetic, head, fwd)
+    p, slope, relative = _probability(arithmetic, head, fwd)
     shared = relative.worst * p.value
     as_factor = arithmetic.step("softmax_probability", p, ONE, shared)
     as_operand = arithmetic.step("backward_probability", p, ONE, shared)
@@ -79,6 +90,13 @@ def rows_of(arithmetic: Arithmetic, head: Head, fwd: Forward, dout: np.ndarray) 
     else:
         delta = _delta_from_output(arithmetic, fwd, dout)
     delta = arithmetic.step("delta", delta)
+    given = np.zeros(delta.value.shape) if dlse is None else dlse
+    if head.sink is None:
+        # The LSE of a query that sees nothing is a constant.
+        given = np.where(head.visible.any(-1, keepdims=True), given, 0.0)
+    if given.any():
+        delta = arithmetic.carried(plus(delta, exact(-given)))
+    row_sum, dsink = _sink_rows(arithmetic, head, fwd, delta, given)
     d = Shared(delta.worst, delta.fixed, delta.spread)
 
     difference = dp._replace(value=dp.value - delta.value)
@@ -97,11 +115,18 @@ def rows_of(arithmetic: Arithmetic, head: Head, fwd: Forward, dout: np.ndarray) 
     )
     common = np.abs(raw.value) * relative.worst + p.value * d.worst
     raw = arithmetic.carried(raw, 1, extra=common)
+    delta_weight = p.value
+    if slope is not None:
+        more = common * slope.worst
+        raw = times(raw, slope, shared=True)
+        raw = raw._replace(worst=raw.worst + more, fixed=raw.fixed + more)
+        delta_weight, common = p.value * slope.value, common * slope.value
+        raw = arithmetic.carried(raw, 1, extra=common)
     factor = recipe.dlogits_scale
     if recipe.gradient_scale_at == "logits":
         factor *= head.scale
     wide = arithmetic.carried(scaled(raw, factor), 2, extra=abs(factor) * common)
-    spread = np.abs(raw.value) * relative.spread + p.value * d.spread
+    spread = np.abs(raw.value) * relative.spread + delta_weight * d.spread
     shared = abs(factor) * common, abs(factor) * spread
     ds = dq_ds = arithmetic.step("dlogits", wide, ONE, *shared)
     unit = ONE
@@ -111,7 +136,32 @@ def rows_of(arithmetic: Arithmetic, head: Head, fwd: Forward, dout: np.ndarray) 
     unit = Unit(*(np.broadcast_to(end, (len(dout), 1)) for end in unit))
     counts = head.visible | ~np.isfinite(difference.worst)
     raw, ds, dq_ds = (where(counts, x, hidden) for x in (raw, ds, dq_ds))
-    return Rows(as_operand, ds, dq_ds, unit, raw, relative, d, p.value, factor)
+    row_sum = arithmetic.carried(scaled(row_sum, factor), 2)
+    return Rows(
+        *(as_operand, ds, dq_ds, unit, raw, relative, d),
+        *(p.value, delta_weight, factor, row_sum, dsink),
+    )
+
+
+def _sink_rows(
+    arithmetic: Arithmetic, head: Head, fwd: Forward, excess: Ball, dlse: np.ndarray
+) -> tuple[Ball, Ball | None]:
+    """sum_j dS_ij = dLSE_i + P_z (delta - dLSE), and -P_z (delta - dLSE), the sink's.
+
+    `excess` is delta - dLSE, and P_z = exp(z - LSE).
+    """
+    if head.sink is None:
+        return exact(dlse), None
+    # In units of log2 three products are rounded on the way.
+    argument = plus(exact(np.full(dlse.shape, head.sink)), scaled(fwd.lse, -1.0))
+    size = abs(head.sink) + fwd.lse.size
+    argument = arithmetic.carried(argument, 4, extra=size)
+    p = arithmetic.function(exponential(argument, 1.0))
+    share = arithmetic.carried(times(p, excess, shared=True))
+    if not dlse.any():
+        return share, scaled(share, -1.0)
+    row_sum = arithmetic.carried(plus(exact(dlse), share))
+    return row_sum, scaled(share, -1.0)
 
 
 def _scaled_rows(
@@ -152,11 +202,12 @@ def _scaled_rows(
 
 
 def _probability(arithmetic: Arithmetic, head: Head, fwd: Forward):
-    """P [T, S] with its entries' own errors, and the relative error rows share."""
+    """P [T, S] with its entries' own errors, a cap's slope, what errors rows share."""
     unit = log_unit(arithmetic.recipe)
-    y = logits(arithmetic, head)
+    y, slope = logits(arithmetic, head)
     if arithmetic.recipe.probability_from == "softmax":
-        return _softmax(arithmetic, head, y)
+        p, relative = _softmax(arithmetic, head, y)
+        return p, slope, relative
     seen = head.visible.any(-1, keepdims=True)
     lse = where(seen, fwd.lse, exact(np.zeros(seen.shape)))
     lse = arithmetic.carried(scaled(lse, unit), 2)
@@ -171,12 +222,13 @@ def _probability(arithmetic: Arithmetic, head: Head, fwd: Forward):
     p = exponential(argument._replace(worst=argument.worst + extra), 1 / unit)
     common = p.value * relative.worst
     p = arithmetic.exp(_less(p, common), extra=common)
-    return where(head.visible, p, exact(np.zeros(p.value.shape))), relative
+    return where(head.visible, p, exact(np.zeros(p.value.shape))), slope, relative
 
 
 def _softmax(arithmetic: Arithmetic, head: Head, y: Ball):
     """exp(y - m) / l: what rows share is the error of l."""
-    new = softmax_block(arithmetic, start(head, 0), y, head.visible)
+    state = start(arithmetic, head, 0)
+    new = softmax_block(arithmetic, state, y, head.visible)
     p, total = new.probability, new.row_sum
     total = arithmetic.divisor(total, new.unit)
     divisor = np.where(total.value > 0, total.value, 1.0)
