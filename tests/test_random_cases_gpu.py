@@ -1,0 +1,26 @@
+"""Random cases of the kernels on a GPU; `python -m analysis random-cases` runs more."""
+
+import json
+
+import pytest
+
+from analysis.__main__ import main
+
+pytestmark = pytest.mark.gpu(capability="9.0")
+
+# Cases that once failed, by what was wrong: (seed, number, longest).
+REGRESSIONS: dict[str, tuple[int, int, int]] = {}
+
+
+def test_no_case_is_above_its_bound(tmp_path, capsys):
+    options = ["--seed", "1", "--cases", "160", "--longest", "400", "--processes", "0"]
+    assert main(["random-cases", *options, "--out", str(tmp_path)]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["rows"] == 160 and result["refused"] == 0
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_what_once_failed_passes(name, tmp_path):
+    seed, number, longest = REGRESSIONS[name]
+    options = ["--seed", str(seed), "--only", str(number), "--longest", str(longest)]
+    assert main(["random-cases", *options, "--out", str(tmp_path)]) == 0
