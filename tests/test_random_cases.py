@@ -220,7 +220,7 @@ def test_what_the_emulator_gives_passes():
 def test_sound_attention_passes_and_a_second_call_goes_on(
     tmp_path, capsys, monkeypatch
 ):
-    assert main(command("--cases", "20", out=tmp_path)) == 0
+    assert main(command("--seed", "5", "--cases", "20", out=tmp_path)) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out.splitlines()[-1])
     assert result["rows"] == 20 and result["failed"] == result["refused"] == 0
@@ -233,11 +233,11 @@ def test_sound_attention_passes_and_a_second_call_goes_on(
         assert 0.2 < max(float(row[f"{name}_ratio"] or 0) for row in rows) <= 1
     with open(result["files"][1]) as file:
         described = json.load(file)
-    assert len(described["programs"]) == 3 and described["settings"]["seed"] == 0
+    assert len(described["programs"]) == 3 and described["settings"]["seed"] == 5
     monkeypatch.setattr(case_check, "compiled", lambda *_: pytest.fail("measured"))
-    assert main(command("--cases", "20", out=tmp_path)) == 0
+    assert main(command("--seed", "5", "--cases", "20", out=tmp_path)) == 0
     capsys.readouterr()
-    assert main(command("--cases", "21", out=tmp_path)) == 2
+    assert main(command("--seed", "5", "--cases", "21", out=tmp_path)) == 2
     assert "other settings" in capsys.readouterr().err
 
 
@@ -279,6 +279,11 @@ def delta_from_rounded_output(program, implementation):
 ATTENTION_OF = case_check.attention_of
 
 
+def a_causal_one(program: cases.Program) -> bool:
+    plain = program.N <= 2 and not (program.dense or program.ids or program.sinks)
+    return plain and program.is_causal and program.T > 20 < program.S
+
+
 def a_plain_one(program: cases.Program) -> bool:
     plain = program.rules == program.is_causal + program.key_lengths
     plain &= program.soft_cap is program.scale is None and not program.sinks
@@ -288,7 +293,7 @@ def a_plain_one(program: cases.Program) -> bool:
 @pytest.mark.parametrize(
     ("wrong", "condition"),
     [
-        (shifted_by_one, lambda p: p.is_causal and p.rules == 1 and p.T > 20 < p.S),
+        (shifted_by_one, a_causal_one),
         (delta_from_rounded_output, a_plain_one),
     ],
 )
