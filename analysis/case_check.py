@@ -65,7 +65,9 @@ def recipe_of(program: Program) -> Recipe:
     from attn_jax.kernels.attention import declared_recipe
 
     recipe = declared_recipe(
-        jnp.dtype(program.dtype), program.H, program.S, _rules(program)
+        *(jnp.dtype(program.dtype), program.H, program.S, _rules(program)),
+        query_length=program.T,
+        soft_cap=program.soft_cap,
     )
     if program.wide:
         recipe = dataclasses.replace(recipe, output=Step(FP32))
@@ -185,11 +187,11 @@ def judged(
         sinks=batch.sinks,
     )
     visible = seen_pairs(program, batch.mask)
-    centre = None
-    if implementation == "pallas":
+    recipe, centre = recipe_of(program), None
+    if implementation == "pallas" and recipe.dq_centre == "mean":
         centre = kernel_centre(program, batch)
     limits = bound(
-        recipe_of(program),
+        recipe,
         *batch.inputs,
         batch.dlse,
         mask=batch.mask,
@@ -336,7 +338,8 @@ def seen_pairs(program: Program, mask: Mask) -> np.ndarray:
 
 
 def kernel_centre(program: Program, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """What the kernels subtract from the keys in dQ, [B, T, K, H], and how far off.
+    """What kernels of dq_centre 'mean' subtract from the keys in dQ, [B, T, K, H], and
+    how far off.
 
     Without arrays or window the mean of all keys or, with a causal mask, for every
     `rows` queries that of the keys up to their last one, which Hopper's take past the
@@ -351,7 +354,7 @@ def kernel_centre(program: Program, batch: Batch) -> tuple[np.ndarray, np.ndarra
 
     target = architecture.chosen()
     key = np.asarray(batch.inputs.key).astype(np.float64)
-    rows = tuning.BACKWARD_DQ[target][program.H].rows
+    rows = tuning.tiling(tuning.BACKWARD_DQ, target, program.H, program.H).rows
     T, S, mask = program.T, program.S, batch.mask
     weights = np.ones((cases.BATCH, T, S))
     if not visibility.is_static(mask):

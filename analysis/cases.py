@@ -196,7 +196,7 @@ def program(seed: int, number: int, longest: int = LONGEST) -> Program:
     S = min(S, _MOST_PAIRS // T)
     fitting = [heads for heads in _HEADS if heads[0] * T * S <= _MOST_PAIRS]
     N, K = _pick(rng, fitting)
-    head_dim = _pick(rng, tuning.HEAD_DIMS)
+    head_dim = _pick(rng, tuning.HEAD_DIMS["hopper"])
     dtype = "float16" if _chance(rng, 0.35) else "bfloat16"
     is_causal = _chance(rng, 0.45)
     # Some have no rules but is_causal, which kernels count by themselves. Of many

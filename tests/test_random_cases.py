@@ -54,7 +54,7 @@ def test_a_case_is_a_function_of_seed_and_number():
 
 def test_what_is_drawn_reaches_every_edge():
     programs = [cases.program(0, number) for number in range(cases.PROGRAMS)]
-    assert {p.H for p in programs} == set(tuning.HEAD_DIMS)
+    assert {p.H for p in programs} == set(tuning.HEAD_DIMS["hopper"])
     assert {p.dtype for p in programs} == {"bfloat16", "float16"}
     assert {63, 64, 65, 127, 128, 129, 1} <= {n for p in programs for n in (p.T, p.S)}
     longest = max(max(p.T, p.S) for p in programs)
@@ -113,7 +113,7 @@ def test_the_centre_is_the_one_that_the_kernels_subtract():
         drawn = [cases.case(0, n, program) for n in range(cases.BATCH)]
         batch = cases.batch(0, program, drawn)
         key, mask = jnp.asarray(batch.inputs.key), batch.mask
-        tiling = tuning.BACKWARD_DQ["hopper"][program.H]
+        tiling = tuning.tiling(tuning.BACKWARD_DQ, "hopper", program.H, program.H)
         if visibility.is_static(mask):
             found = kernels._mean_key(key, mask.is_causal, tiling, program.T)
         else:

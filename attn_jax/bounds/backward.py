@@ -10,10 +10,10 @@ key of a row, so they are kept apart from each entry's own:
 
 with C the centre, 0 without one, and the roundings of the sums added to both; for
 dq_centre 'keys' those of K' = K - C, times dS_ij, too. A sink or a cotangent of LSE
-gives the rows of dS a sum R_i that is not zero: e_i's factor is dQ_i - R_i C_i then, and
-C_i times the error of R_i is added. Under a soft cap P_ij has the cap's slope beside it,
-and rows sum to nothing known: a kernel may subtract C times the sum of what rounding dS
-has changed, which makes own_ij's factor K_j - C_i in part.
+gives the rows of dS a sum R_i that is not zero: e_i's factor is dQ_i - R_i C_i then,
+and C_i times the error of R_i is added. Under a soft cap P_ij has the cap's slope
+beside it, and rows sum to nothing known: a kernel may subtract C times the sum of what
+rounding dS has changed, which makes own_ij's factor K_j - C_i in part.
 """
 
 from typing import NamedTuple
