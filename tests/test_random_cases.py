@@ -325,12 +325,14 @@ def test_wrong_attention_is_named_by_its_cases(
         (["--cases", "0"], "--cases"),
         (["--only", "-1"], "--only"),
         (["--programs", "7", "--cases", "8"], "no case"),
-        (["--cases", "8", "--implementation", "pallas"], "ran nothing: 'pallas' needs"),
+        (["--implementation", "pallas"], "needs a GPU"),
+        (["--only", "3", "--implementation", "pallas"], "emulated runs anywhere"),
     ],
 )
 def test_unusable_options_are_refused_in_one_line(options, reason, tmp_path, capsys):
     assert main(command(*options, out=tmp_path)) == 2
-    assert reason in capsys.readouterr().err.splitlines()[-1]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert reason in line
 
 
 @pytest.mark.parametrize("name", REGRESSIONS)

@@ -11,6 +11,7 @@ run in the order of their size).
 """
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,12 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     _run(programs, rows)
     rows = compared(rows)
     files = write(rows, described, options.out / device)
-    show(rows, f"Memory of attention in MiB, {options.of}, {options.mask}, bfloat16")
+    shown = [{k: x for k, x in row.items() if k != "refused"} for row in rows]
+    show(shown, f"Memory of attention in MiB, {options.of}, {options.mask}, bfloat16")
+    for row in rows:
+        if row["refused"]:
+            told = f"{row['implementation']} refused N = {row['N']}: {row['refused']}"
+            print(told, file=sys.stderr)
     for name in names:
         own = [row for row in rows if row["implementation"] == name]
         if all(row["refused"] for row in own):

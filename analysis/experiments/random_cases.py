@@ -92,10 +92,16 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """
     if options.cases < 1 or options.longest < 1 or options.seed < 0:
         raise UsageError("--cases and --longest must be at least 1, --seed at least 0")
-    if options.only is not None:
-        return _again(options)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    platform = jax.default_backend()
+    if options.implementation == "pallas" and platform != "gpu":
+        raise UsageError(
+            f"--implementation pallas needs a GPU, and JAX finds a {platform}; "
+            "--implementation emulated runs anywhere"
+        )
+    if options.only is not None:
+        return _again(options)
     tasks = list(_tasks(options))
     if not tasks:
         raise UsageError("--programs and --cases leave no case to run")
