@@ -108,6 +108,26 @@ def test_memory_is_held_against_cudnn_and_the_length_before():
     assert [x["over_cudnn"] for x in found] == [1.1, None, 1.0, None]
 
 
+@pytest.mark.parametrize(("name", "is_row"), [("cudnn", True), ("emulated", False)])
+def test_memory_takes_no_bug_of_ours_for_a_refusal(
+    name, is_row, tmp_path, capsys, monkeypatch
+):
+    """What a library raises is its refusal, a row; our own ValueError is a bug."""
+
+    def attend(*_):
+        raise ValueError("out of order")
+
+    monkeypatch.setattr(memory.in_jax, "attention", lambda *_: attend)
+    options = ["--implementations", name, "--lengths", "8", "--heads", "1"]
+    command = ["memory", *options, "--out", str(tmp_path)]
+    if is_row:
+        assert main(command) == 1
+        assert "cudnn ran nowhere: out of order" in capsys.readouterr().err
+    else:
+        with pytest.raises(ValueError, match="out of order"):
+            main(command)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

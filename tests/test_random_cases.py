@@ -12,6 +12,7 @@ import pytest
 
 from analysis import case_check, cases
 from analysis.__main__ import main
+from analysis.experiments import random_cases
 from attn_jax import dot_product_attention
 from attn_jax.kernels import attention as kernels
 from attn_jax.kernels import tuning, visibility
@@ -333,6 +334,23 @@ def test_unusable_options_are_refused_in_one_line(options, reason, tmp_path, cap
     assert main(command(*options, out=tmp_path)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(NotImplementedError("no"), 0), (ImportError("no"), 1)]
+)
+def test_only_what_an_implementation_refuses_may_go_unjudged(
+    error, code, tmp_path, monkeypatch
+):
+    def checked(seed, task, implementation):
+        if task.program.number == 0:
+            raise error
+        return whole(seed, task, implementation)
+
+    whole = random_cases._checked
+    monkeypatch.setattr(random_cases, "_checked", checked)
+    options = ["--cases", str(2 * cases.BATCH), "--longest", "24"]
+    assert main(command(*options, out=tmp_path)) == code
 
 
 @pytest.mark.parametrize("name", REGRESSIONS)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.errors import JaxRuntimeError
 
 from analysis import ExperimentError
 from analysis.record import Row, check_writable, environment, show, write
@@ -114,10 +115,15 @@ def _planned(name: str, case: Case, of: str) -> tuple[Row, Any]:
         return out, pullback(dout)
 
     function = jax.jit(attend if of == "forward" else both)
+    # Libraries of others raise anything where they do not run; ours say so, or the
+    # device's memory ends. Another error of ours is a bug and ends the command.
+    refusals: tuple[type[Exception], ...] = NotImplementedError, JaxRuntimeError
+    if name in in_jax.PEERS:
+        refusals += ImportError, ValueError, RuntimeError
     try:
         lowered = function.lower(*_shapes(case, of))
         program = lowered.compile(compiler_options=in_jax.compiler_options(name))
-    except (ImportError, NotImplementedError, ValueError, RuntimeError) as error:
+    except refusals as error:
         return row | {"refused": reason(error)}, None
     memory = program.memory_analysis()
     assert memory is not None  # Every backend that JAX ships with reports it.
@@ -151,7 +157,7 @@ def _run(programs: Mapping[tuple[str, int], Any], rows: Sequence[Row]) -> None:
         ]
         try:
             jax.block_until_ready(program(*inputs))
-        except jax.errors.JaxRuntimeError as error:
+        except JaxRuntimeError as error:
             row["refused"] = reason(error)
             continue
         finally:
