@@ -1,10 +1,12 @@
 """The fused backward kernel: its results in the interpreter, its machine code.
 
 The order of its additions is in `test_ring_order`. The interpreter runs CTAs one after
-the other, so where they would wait for each other a ring has one CTA.
+the other, so where they would wait for each other a ring has one CTA, or the order is
+that in which they run.
 """
 
 import dataclasses
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from attn_jax.formats import BF16, FP16
 from attn_jax.kernels import hopper_backward_fused as fused
 from attn_jax.kernels import ring_order
 from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.tuning import Plan
 from attn_jax.mask import Mask
 from attn_jax.reference import golden
 from tests.child_process import in_child_process
@@ -29,15 +32,16 @@ TIME_LIMIT = 120  # seconds
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`one`: a ring has one CTA. `races`: unordered accesses are an error (two storing
-    warps are ordered by semaphores, of which the detector knows nothing)."""
+    """`multiprocessors`: with more than one additions are made as CTAs run. `races`:
+    unordered accesses are an error (two storing warps are ordered by semaphores, of
+    which the detector knows nothing)."""
 
     shape: tuple[int, int, int, int, int, int]  # B, T, S, N, K, H
     is_causal: bool
-    plan: fused.Plan
+    plan: Plan
     dtype: str = "bfloat16"
     family: str = "normal"
-    one: bool = True
+    multiprocessors: int = 1
     races: bool = False
 
     def __str__(self) -> str:
@@ -45,7 +49,7 @@ class Case:
         changed = {
             name: value
             for name, value in dataclasses.asdict(self.plan).items()
-            if value != getattr(fused.Plan(), name)
+            if value != getattr(PLAN, name)
         }
         return f"{self.shape}-{mask}-{self.dtype}-{self.family}-{changed}"
 
@@ -54,9 +58,22 @@ def _padded(x: np.ndarray) -> np.ndarray:
     return np.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0)))
 
 
+def _rank_as_they_run(ring: ring_order.Ring, tile, head, block):
+    """`Ring.rank` if CTAs run one after the other: a block's first visitor is tile 0
+    or, of short tiles that are apart, the last one that it sees."""
+    del head
+    if not ring.apart:
+        return tile, ring.tiles
+    assert ring.ratio is not None
+    last = jax.lax.div(block, jnp.int32(ring.ratio))
+    return jnp.where(tile < ring.long_tiles, tile, last - tile), ring.tiles
+
+
 def _units(case: Case) -> list[float]:
     """Errors of dQ, dK, dV in units."""
-    ring_order.MULTIPROCESSORS = 1 if case.one else 132
+    ring_order.MULTIPROCESSORS = case.multiprocessors
+    one = case.multiprocessors == 1
+    rank = ring_order.Ring.rank if one else _rank_as_they_run
     shape = Shape(*case.shape)
     dtype, fmt = {
         "bfloat16": (ml_dtypes.bfloat16, BF16),
@@ -80,7 +97,10 @@ def _units(case: Case) -> list[float]:
         )
     )
     operands = (inputs.query, inputs.key, inputs.value, inputs.dout)
-    with interpreted(detect_races=case.races):
+    with (
+        interpreted(detect_races=case.races),
+        unittest.mock.patch.object(ring_order.Ring, "rank", rank),
+    ):
         results = program(
             *map(_padded, operands),
             exact.lse.astype(np.float32),
@@ -93,24 +113,22 @@ def _units(case: Case) -> list[float]:
     return [unit_error(x, getattr(exact, n), fmt, getattr(size, n)) for n, x in pairs]
 
 
-PLAN = fused.Plan()
-SWAPPED = dataclasses.replace(PLAN, late=False)
-AHEAD = dataclasses.replace(PLAN, storing_warps=1, ahead=True)
-TWO = dataclasses.replace(PLAN, storing_warps=2)
-APART = dataclasses.replace(TWO, apart=True)
-# Without an order tiles may be added by any CTAs of a ring.
-ANY = dataclasses.replace(PLAN, deterministic=False)
+PLAN = Plan(storing_warps=0)
+TWO = Plan(storing_warps=2)
+APART = dataclasses.replace(PLAN, apart=True)
+TWO_APART = dataclasses.replace(TWO, apart=True)
 
 CASES = [
     Case((1, 136, 136, 2, 1, 64), True, PLAN),
-    Case((1, 128, 192, 1, 1, 128), False, AHEAD, family="offset", races=True),
-    Case((1, 136, 136, 1, 1, 128), True, APART, "float16", "uniform"),
+    Case((1, 128, 192, 1, 1, 128), False, PLAN, family="offset", races=True),
+    Case((1, 136, 136, 1, 1, 128), True, TWO_APART, "float16", "uniform"),
     # Lengths that fill no block, LSE so low that hidden keys overflow, T < S, S < T.
     Case((1, 70, 205, 1, 1, 64), False, PLAN, family="lse-130", races=True),
-    Case((1, 130, 67, 1, 1, 64), False, SWAPPED, "float16", "lse-130"),
+    Case((1, 130, 67, 1, 1, 64), False, TWO, "float16", "lse-130"),
     # Rings of several CTAs.
-    Case((1, 330, 330, 1, 1, 64), True, ANY, family="wide", one=False),
-    Case((1, 100, 330, 1, 1, 128), False, ANY, one=False),
+    Case((1, 330, 330, 1, 1, 64), True, APART, family="wide", multiprocessors=2),
+    Case((1, 100, 330, 1, 1, 128), False, TWO, multiprocessors=2),
+    Case((1, 200, 200, 1, 1, 128), True, TWO, multiprocessors=132),
 ]
 
 
@@ -138,7 +156,7 @@ def test_what_it_does_not_take_it_says(query, key, is_causal, why):
     assert reason is None if why is None else why in str(reason)
 
 
-def _compiled(head_dim: int, is_causal: bool, plan: fused.Plan, length: int) -> Program:
+def _compiled(head_dim: int, is_causal: bool, plan: Plan, length: int) -> Program:
     query = jax.ShapeDtypeStruct((2, length, 4, head_dim), "bfloat16")
     key = jax.ShapeDtypeStruct((2, length, 2, head_dim), "bfloat16")
     rows = jax.ShapeDtypeStruct((2, 4, length), "float32")
@@ -158,8 +176,8 @@ def _compiled(head_dim: int, is_causal: bool, plan: fused.Plan, length: int) -> 
 
 @pytest.mark.parametrize(
     ("head_dim", "is_causal", "plan"),
-    [(64, False, PLAN), (64, True, APART), (128, False, TWO), (128, True, PLAN)],
-    ids=["64-full", "64-causal-apart", "128-full-two", "128-causal"],
+    [(64, False, TWO), (64, True, APART), (128, False, TWO), (128, True, TWO_APART)],
+    ids=["64-full-two", "64-causal-apart", "128-full-two", "128-causal-two-apart"],
 )
 def test_compiles_and_overlaps(head_dim, is_causal, plan):
     pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")

@@ -36,7 +36,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.kernels import ring_order
+from attn_jax.kernels import ring_order, tuning
 from attn_jax.kernels.hopper_fused_copies import load, store
 from attn_jax.kernels.hopper_fused_work import (
     DS_BUFFERS,
@@ -46,7 +46,6 @@ from attn_jax.kernels.hopper_fused_work import (
     WARPGROUPS,
     Barriers,
     Memory,
-    Plan,
     Shapes,
     Work,
     slot,
@@ -101,10 +100,10 @@ def backward_fused(
     key_count: int,
     scale: float,
     is_causal: bool,
-    plan: Plan = Plan(),
+    plan: tuning.Plan | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """(dQ, dK, dV). `dlse` is what rows of dS sum to, `centre` is
-    `attn_jax.centre.centre_of` the keys.
+    `attn_jax.centre.centre_of` the keys. `plan`: None, for `tuning.fused`.
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
     rows are real.
@@ -121,6 +120,8 @@ def backward_fused(
     )
     if reason is not None:
         raise NotImplementedError(f"the fused backward kernel does not take {reason}")
+    if plan is None:
+        plan = tuning.fused(head_dim, key_count, is_causal=is_causal)
     total, dk, dv = _sums(
         *(query, key, value, dout, lse, delta, centre),
         query_count=query_count,
@@ -137,7 +138,8 @@ def backward_fused(
 
 def _sums(
     query, key, value, dout, lse, delta, centre,
-    *, query_count: int, key_count: int, scale: float, is_causal: bool, plan: Plan,
+    *, query_count: int, key_count: int, scale: float, is_causal: bool,
+    plan: tuning.Plan,
 ):  # fmt: skip
     """(sum over keys of dS K' in FP32, dK, dV), padded."""
     batch, rows_in_all, query_heads, head_dim = query.shape
@@ -162,9 +164,9 @@ def _sums(
     rows = (pad_rows(x, shapes.blocks * queries) for x in (lse * LOG2_E, delta))
 
     def attention_backward_fused(
-        q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, centre_gmem, *rest,
+        q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, centre_gmem, *results,
     ):  # fmt: skip
-        *dq_gmem, dk_gmem, dv_gmem, smem, barriers = rest
+        *dq_gmem, dk_gmem, dv_gmem, smem, barriers = results
         i32 = jnp.int32
         work = Work.of(lax.axis_index("cta"), shapes, ring)
         warpgroup = lax.axis_index("warpgroup")
@@ -276,7 +278,7 @@ def _sums(
             block_acc = accumulator(KEYS, queries)
             dq_acc = accumulator(64, 64)
 
-            def late_step(item, turn, step, dk_acc, dv_acc):
+            def take(item, turn, step, dk_acc, dv_acc):
                 now, before = slot(step), buffer(step + 1)
                 plgpu.barrier_wait(barriers.q_ready.at[now])
 
@@ -311,38 +313,6 @@ def _sums(
                 plgpu.wgmma_wait(0)
                 released(step)
 
-            def plain_step(item, turn, step, dk_acc, dv_acc):
-                now = slot(step)
-                plgpu.barrier_wait(barriers.q_ready.at[now])
-
-                def products(s_acc, dp_acc):
-                    logits(s_acc, step)
-                    plgpu.barrier_wait(barriers.dout_ready.at[now])
-                    dp_product(dp_acc, step)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    release_tile(barriers.k_free, item, turn)
-                    p = probabilities(s, item, turn, step)
-                    # Waiting here, rather than where it is needed, keeps ptxas from
-                    # moving the wait for dP above the exponentials.
-                    await_dq_smem(step)
-                    return p, dp_acc[...]
-
-                p, dp = pl.run_scoped(products, block_acc, block_acc)
-                release_tile(barriers.v_free, item, turn)
-                plgpu.wgmma(dv_acc, p.astype(dtype), smem.dout.at[now])
-                ds = gradient(p, dp, step).astype(dtype)
-                put_ds(ds, step)
-                plgpu.wgmma(dk_acc, ds, smem.q.at[now])
-
-                def rest(dq_acc):
-                    plgpu.barrier_wait(barriers.ds_ready.at[buffer(step)])
-                    dq_product(dq_acc, step)
-                    dq = dq_acc[...]
-                    released(step)
-                    return dq
-
-                hand_on_dq(pl.run_scoped(rest, dq_acc), step)
-
             def last_dq(step):
                 def product(dq_acc):
                     plgpu.barrier_wait(barriers.ds_ready.at[buffer(step)])
@@ -358,18 +328,15 @@ def _sums(
                 make_keys(item)
 
                 def accumulate(dk_acc, dv_acc):
-                    if plan.late:
-                        # The block before the first one: dS = 0, its dQ goes nowhere.
-                        zero = jnp.zeros((KEYS, queries), dtype)
-                        put_ds(plgpu.layout_cast(zero, plgpu.Layout.WGMMA), first + 1)
-                    take = late_step if plan.late else plain_step
+                    # The block before the first one: dS = 0, its dQ goes nowhere.
+                    zero = jnp.zeros((KEYS, queries), dtype)
+                    put_ds(plgpu.layout_cast(zero, plgpu.Layout.WGMMA), first + 1)
 
                     @pl.loop(0, item.steps)
                     def _(turn):
                         take(item, turn, first + turn, dk_acc, dv_acc)
 
-                    if plan.late:
-                        last_dq(first + item.steps - 1)
+                    last_dq(first + item.steps - 1)
                     return dk_acc[...], dv_acc[...]
 
                 total = accumulator(KEYS, head_dim)
@@ -427,22 +394,17 @@ def _sums(
     ]
     kernel = plgpu.kernel(
         attention_backward_fused,
-        out_type=[*dqs, dkv, dkv] if plan.deterministic else [dkv, dkv],
+        out_type=[*dqs, dkv, dkv],
         scratch_types=[Memory.scratch(shapes, dtype), Barriers.scratch(plan)],
         grid=(ring.count * ring.size,),
         grid_names=("cta",),
         num_threads=WARPGROUPS + 2,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=plan.bare
+            approx_math=True, unsafe_no_auto_barriers=True
         ),
     )
-    operands = (query, key, value, dout, *rows, centre)
-    if plan.deterministic:
-        total, *apart, dk, dv = kernel(*operands)
-        for part, first in zip(apart, firsts[1:], strict=True):
-            total += jnp.pad(part, ((0, 0), (first, 0), (0, 0), (0, 0)))
-        return total, dk, dv
-    total = jax.new_ref(jnp.zeros(query.shape, jnp.float32))
-    dk, dv = kernel(*operands, total)
-    return total[...], dk, dv
+    total, *apart, dk, dv = kernel(query, key, value, dout, *rows, centre)
+    for part, first in zip(apart, firsts[1:], strict=True):
+        total += jnp.pad(part, ((0, 0), (first, 0), (0, 0), (0, 0)))
+    return total, dk, dv

@@ -15,10 +15,10 @@ from attn_jax.kernels.hopper_fused_work import (
     WARPGROUPS,
     Barriers,
     Memory,
-    Plan,
     Work,
     slot,
 )
+from attn_jax.kernels.tuning import Plan
 
 
 def load(
@@ -92,8 +92,7 @@ def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs) -> None
     shapes, storers = work.shapes, plan.storers
     i32 = jnp.int32
     blocks_in_all = shapes.batch * shapes.query_heads * shapes.blocks
-    if plan.deterministic:
-        semaphores = turns.semaphores(len(dqs) * blocks_in_all)
+    semaphores = turns.semaphores(len(dqs) * blocks_in_all)
     # What the first step waits for: its predecessor is read.
     plgpu.barrier_arrive(barriers.dq_free.at[storers - 1])
 
@@ -129,12 +128,11 @@ def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs) -> None
         index = index if shapes.group > 1 else 0
         return semaphores.at[number], *work.ring.rank(item.tile, index, block)
 
-    def await_turn(item, turn, known):
-        """Waits until those before this tile have added to the block; `known`: so many
-        had when one looked."""
+    def await_turn(item, turn):
+        """Waits until those before this tile have added to the block."""
         semaphore, rank, _last = turn_of(item, turn)
 
-        @pl.when(known < rank)
+        @pl.when(rank > 0)
         def _():
             turns.await_count(semaphore, rank)
 
@@ -143,15 +141,6 @@ def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs) -> None
         pl.when(rank == 0)(lambda: put(item, turn, None))
         pl.when(rank > 0)(lambda: put(item, turn, "add"))
 
-    def glance_ahead(item, turn):
-        """How many have added to the block of another step by now; 0 without one."""
-
-        def glance():
-            semaphore, _rank, _last = turn_of(item, turn)
-            return turns.glance(semaphore)
-
-        return lax.cond(turn < item.steps, glance, lambda: i32(0))
-
     def end_turn(item, turn):
         """Lets the next tile add to the block, once this one's addition is done."""
         semaphore, rank, last = turn_of(item, turn)
@@ -159,21 +148,18 @@ def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs) -> None
         @pl.when(rank < last)
         def _():
             plgpu.wait_smem_to_gmem(0)
-            turns.count_up(semaphore, fenced=plan.fenced)
+            turns.count_up(semaphore)
 
     def store_item(me, item, first, number):
         # The turns start, start + storers, ... of the item are one's own.
         start = lax.rem(first + me, i32(storers)) if storers > 1 else i32(0)
 
-        def take(i, known):
+        @pl.loop(0, lax.div(item.steps - start + (storers - 1), i32(storers)))
+        def _(i):
             turn = start + storers * i
-            if plan.deterministic:
-                await_turn(item, turn, known)
+            await_turn(item, turn)
             plgpu.barrier_wait(barriers.dq_ready.at[me])
-            if plan.deterministic:
-                put_in_turn(item, turn)
-            else:
-                put(item, turn, "add")
+            put_in_turn(item, turn)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             goes_on = (number < work.items - 1) | (turn < item.steps - 1)
 
@@ -181,16 +167,7 @@ def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs) -> None
             def _():
                 plgpu.barrier_arrive(barriers.dq_free.at[me])
 
-            if plan.deterministic:
-                if plan.ahead:
-                    known = glance_ahead(item, turn + storers)
-                end_turn(item, turn)
-                if plan.ahead:
-                    known = turns.seen(known)
-            return known
-
-        count = lax.div(item.steps - start + (storers - 1), i32(storers))
-        lax.fori_loop(i32(0), count, take, i32(0))
+            end_turn(item, turn)
 
     def store_all(me):
         work.for_each(functools.partial(store_item, me))

@@ -1,4 +1,4 @@
-"""The fused backward kernel's plan, sizes, shared memory, and what a CTA does."""
+"""The fused backward kernel's sizes, shared memory, and what a CTA does."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from jax import lax
 
 from attn_jax.kernels.ring_order import Ring
 from attn_jax.kernels.tiles import smem_tile
+from attn_jax.kernels.tuning import Plan
 
 KEYS = 64  # of a consumer warpgroup
 WARPGROUPS = 2
@@ -19,54 +20,6 @@ KEY_TILE = KEYS * WARPGROUPS
 QUERIES = {64: 128, 128: 64}
 STAGES = 2  # blocks of Q and dO in shared memory
 DS_BUFFERS = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How the kernel goes about it. `apart` and `passes` change the order of additions.
-
-    Attributes:
-      deterministic: tiles of dQ are added in a fixed order; else as they come, with
-        other bits every time.
-      late: S | dQ of the block before | dP, dV | dS | dK, so that dQ is made and stored
-        under the exponentials; else S, dP | dV, dK, dQ (at head dim 64: at 128 ptxas
-        makes the products wait for one another).
-      bare: without the barriers that Pallas puts around stores and before copies; what
-        the kernel waits for by itself is enough.
-      storing_warps: threads that add dQ, each a warp, taking turns at the steps, so
-        that one goes on while the other waits for its addition to be done; 0: the
-        storing warpgroup as one.
-      ahead: a storing warp looks at the next step's semaphore while its addition goes
-        on, and need not wait for it if all is done.
-      fenced: semaphores as PTX's memory model wants them. Without: an experiment, which
-        may change results (`turns`); storing warps only.
-      apart: under a causal mask dQ of the second half of keys has an array of its own,
-        added at the end (`Ring.apart`).
-      passes: the fewest tiles of a pair that a CTA is to have, without a mask.
-      rings: how many rings; None: as many as run at the same time.
-    """
-
-    deterministic: bool = True
-    late: bool = True
-    bare: bool = True
-    storing_warps: int = 0
-    ahead: bool = False
-    fenced: bool = True
-    apart: bool = False
-    passes: int = 1
-    rings: int | None = None
-
-    def __post_init__(self):
-        if self.storing_warps == 0 and (self.ahead or not self.fenced):
-            raise ValueError("ahead, or without fences, only warps store")
-        if self.storing_warps not in (0, 1, 2):
-            raise ValueError(f"{self.storing_warps} storing warps, not 0, 1 or 2")
-        if self.apart and not self.deterministic:
-            raise ValueError("without an order nobody waits: apart is for no use")
-
-    @property
-    def storers(self) -> int:
-        return max(1, self.storing_warps)
 
 
 class Shapes(NamedTuple):

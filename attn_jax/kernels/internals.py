@@ -66,9 +66,7 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
         # right if none waits for a later one.
         _replaced(turns, "semaphores", lambda count: _Semaphores()),
         _replaced(turns, "await_count", lambda *_: None),
-        _replaced(turns, "count_up", lambda *_, **__: None),
-        _replaced(turns, "glance", lambda *_: jnp.int32(0)),
-        _replaced(turns, "seen", lambda count: count),
+        _replaced(turns, "count_up", lambda *_: None),
         _replaced(gpu_callbacks, "GPURaceDetectionState", recorded_race_state),
         plgpu.force_gpu_interpret_mode(
             plgpu.InterpretGPUParams(detect_races=detect_races)

@@ -214,8 +214,9 @@ def ring_of(
     """The ring for `pairs` pairs.
 
     Args:
-      passes: without a mask, the fewest tiles of a pair that a member is to have: with
-        more, rings are smaller and their members farther apart.
+      passes: without a mask, the fewest tiles of a pair that a member is to have,
+        where that costs nothing: with more, rings are smaller and their members farther
+        apart.
       rings: how many; None: as many as run at the same time.
       apart: as `Ring.apart`, where there are short tiles.
       multiprocessors: None: `MULTIPROCESSORS`.
@@ -236,8 +237,9 @@ def ring_of(
                 return pairs * tiles + 1
             return -(-pairs // (multiprocessors // size)) * passes
 
-        # min takes the first of equal ones: the largest ring.
-        size = -(-tiles // min(range(min(passes, tiles), tiles + 1), key=cost))
+        # Among those that cost the same the largest ring, but for `passes`.
+        best = min(range(1, tiles + 1), key=lambda n: (cost(n), n < passes, n))
+        size = -(-tiles // best)
     fitting = multiprocessors // size
     count = min(pairs, fitting if rings is None else rings)
     apart = apart and ratio is not None and tiles > 1

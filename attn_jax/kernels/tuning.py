@@ -5,7 +5,7 @@ function of the shape: the same shape gives the same tiling on every run.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from attn_jax.recipe import Architecture
@@ -58,6 +58,36 @@ class ForwardTiling(Tiling):
         return value_dim if most is None else math.gcd(most, value_dim)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How Hopper's fused backward kernel deals its work and adds to dQ. All but
+    `storing_warps` change the order of additions.
+
+    Attributes:
+      storing_warps: threads that add dQ, each a warp, taking turns at the steps, so
+        that one goes on while the other waits for its addition to be done; 0: the
+        storing warpgroup as one.
+      apart: under a causal mask dQ of the second half of keys has an array of its own,
+        added at the end (`ring_order.Ring.apart`).
+      passes: the fewest tiles of a pair that a CTA is to have, without a mask, where
+        that costs nothing.
+      rings: how many rings; None: as many as run at the same time.
+    """
+
+    storing_warps: int = 2
+    apart: bool = False
+    passes: int = 1
+    rings: int | None = None
+
+    def __post_init__(self):
+        if self.storing_warps not in (0, 2):
+            raise ValueError(f"{self.storing_warps} storing warps, not 0 or 2")
+
+    @property
+    def storers(self) -> int:
+        return max(1, self.storing_warps)
+
+
 # Head dims of Q and K, and of V: on Ampere the same, on Hopper any two of them.
 HEAD_DIMS: dict[Architecture, tuple[int, ...]] = {
     "ampere": (64, 128),
@@ -77,8 +107,17 @@ type Tilings = dict[Architecture, dict[int | tuple[int, int], Tiling]]
 Backward = Literal["two_kernels", "fused"]
 BACKWARD: dict[Architecture, Backward] = {
     "ampere": "two_kernels",
-    "hopper": "two_kernels",
+    "hopper": "fused",
 }
+
+# The fused kernel's plan, by head dim, without a mask and with a causal one.
+FUSED: dict[int, tuple[Plan, Plan]] = {
+    64: (Plan(passes=2), Plan(storing_warps=0)),
+    128: (Plan(), Plan()),
+}
+# From so many keys on causal sums are kept apart: below, making and adding the second
+# array costs more than the waits it saves.
+FUSED_APART_FROM = 2048
 
 # Ampere: 128 rows, so that a warp has 32 for each fragment of K and V that it reads
 # from shared memory; blocks of keys as long as 255 registers a thread allow without
@@ -157,6 +196,12 @@ def tiling(
     of_architecture = tilings[architecture]
     larger = max(head_dim, value_dim)
     return of_architecture.get((head_dim, value_dim), of_architecture[larger])
+
+
+def fused(head_dim: int, key_count: int, *, is_causal: bool) -> Plan:
+    """The fused backward kernel's plan."""
+    plan = FUSED[head_dim][is_causal]
+    return replace(plan, apart=is_causal and key_count >= FUSED_APART_FROM)
 
 
 def forward(
