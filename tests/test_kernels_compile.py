@@ -25,6 +25,7 @@ pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
 TIME_LIMIT = 240  # seconds; three kernels take six alone on a core
 
 
+# The fused backward kernel has a test beside its others.
 def _forward_and_backward(
     head_dim: int,
     dtype: str,
@@ -39,7 +40,9 @@ def _forward_and_backward(
 
     def program(query, key, value):
         results, backward = jax.vjp(
-            lambda *qkv: attention(*qkv, scale=0.1, mask=Mask(is_causal=is_causal)),
+            lambda *qkv: attention(
+                *qkv, scale=0.1, mask=Mask(is_causal=is_causal), backward="two_kernels"
+            ),
             query,
             key,
             value,

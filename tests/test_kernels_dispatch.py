@@ -64,12 +64,15 @@ def test_other_gpus_are_refused_in_one_line(gpu, capability):
 
 
 def test_each_gpu_gets_its_gradients(gpu):
-    for capability, product in {"8.0": "mma", "9.0": "wgmma_ref"}.items():
+    for capability, product, backward in (
+        ("8.0", "mma", ["dq", "dkv"]),
+        ("9.0", "wgmma_ref", ["fused"]),
+    ):
         gpu(capability)
         # A new function each time: JAX keeps what it has traced.
         jaxpr = str(jax.make_jaxpr(lambda x: jax.vjp(attend, x)[1](x))(QUERY))
         assert products_in(jaxpr) == {product}
-        kernels = "forward", "backward_dq", "backward_dkv"
+        kernels = "forward", *(f"backward_{name}" for name in backward)
         assert all(f"attention_{name}" in jaxpr for name in kernels)
 
 

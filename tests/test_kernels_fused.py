@@ -6,7 +6,7 @@ that in which they run.
 """
 
 import dataclasses
-import unittest.mock
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,6 @@ def _rank_as_they_run(ring: ring_order.Ring, tile, head, block):
 
 def _units(case: Case) -> list[float]:
     """Errors of dQ, dK, dV in units."""
-    ring_order.MULTIPROCESSORS = case.multiprocessors
     one = case.multiprocessors == 1
     rank = ring_order.Ring.rank if one else _rank_as_they_run
     shape = Shape(*case.shape)
@@ -99,7 +98,8 @@ def _units(case: Case) -> list[float]:
     operands = (inputs.query, inputs.key, inputs.value, inputs.dout)
     with (
         interpreted(detect_races=case.races),
-        unittest.mock.patch.object(ring_order.Ring, "rank", rank),
+        patch.object(ring_order, "MULTIPROCESSORS", case.multiprocessors),
+        patch.object(ring_order.Ring, "rank", rank),
     ):
         results = program(
             *map(_padded, operands),

@@ -22,7 +22,6 @@ from attn_jax.kernels import (
     ampere_backward,
     ampere_forward,
     ampere_tiles,
-    ring_order,
     tuning,
 )
 from attn_jax.kernels.architecture import made_for
@@ -97,13 +96,13 @@ class Results(NamedTuple):
 # dims, one block and several, lengths that fill no block, rows and keys without a
 # partner (T > S, T < S under a causal mask), grouped heads, FP32 output, scale < 0.
 CASES = [
-    Case("normal", 128, 128, 1, 1, 64, False),
-    Case("uniform", 200, 200, 2, 1, 64, True),
-    Case("offset", 70, 190, 2, 1, 64, False, dtype="float16"),
+    Case("normal", 128, 128, 1, 1, 64, False, backward="two_kernels"),
+    Case("uniform", 200, 200, 2, 1, 64, True, backward="two_kernels"),
+    Case("offset", 70, 190, 2, 1, 64, False, "float16", backward="two_kernels"),
     Case("lse-130", 150, 100, 1, 1, 128, True),
     Case("outlier", 40, 160, 2, 2, 128, True, out_dtype="float32"),
-    Case("wide", 130, 250, 1, 1, 128, False, scale=-0.05),
-    Case("normal", 1, 129, 4, 2, 64, False),
+    Case("wide", 130, 250, 1, 1, 128, False, scale=-0.05, backward="two_kernels"),
+    Case("normal", 1, 129, 4, 2, 64, False, backward="fused"),
     Case("uniform", 200, 200, 2, 1, 64, True, backward="fused"),
     Case("offset", 70, 190, 1, 1, 128, False, scale=-0.05, backward="fused"),
 ]
@@ -130,9 +129,6 @@ def _kernels(
         results, backward = jax.vjp(forward, query, key, value)
         return Results(*results, *backward((dout.astype(results[0].dtype), dlse)))
 
-    if case.backward == "fused":
-        # The interpreter runs CTAs one after the other: none may wait for a later one.
-        ring_order.MULTIPROCESSORS = 1
     with made_for(architecture), interpreted(detect_races=detect_races):
         results = both(query, key, value, dout, dlse)
         return Results(*map(np.asarray, results))
@@ -225,7 +221,7 @@ def _tiled_as_long_ones(case: Case) -> Results:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tiling_for_many_keys_is_as_good(is_causal):
-    case = Case("normal", 200, 390, 2, 1, 64, is_causal)
+    case = Case("normal", 200, 390, 2, 1, 64, is_causal, backward="two_kernels")
     limit = {"seconds": TIME_LIMIT, "alone": True}
     out = in_child_process(_tiled_as_long_ones, case, **limit).out
     assert unit_error(out, _golden(case).out, BF16) <= 1.7

@@ -36,7 +36,10 @@ def _lowered(query, key, value, **options) -> jax.stages.Lowered:
     return traced.lower(lowering_platforms=("cuda",))
 
 
-def _check(lowered: jax.stages.Lowered, query, key, out_dtype, value=None) -> None:
+def _check(
+    lowered: jax.stages.Lowered, query, key, out_dtype, value=None, kernels: int = 3
+) -> None:
+    """`kernels`: one forward, and one backward or one for dQ and one for dK and dV."""
     B, T, N, _ = query.shape
     value = key if value is None else value
     (out, lse), gradients = lowered.out_info
@@ -45,7 +48,7 @@ def _check(lowered: jax.stages.Lowered, query, key, out_dtype, value=None) -> No
     for gradient, operand in zip(gradients, (query, key, value), strict=True):
         assert (gradient.shape, gradient.dtype) == (operand.shape, operand.dtype)
     calls = re.findall(r"custom_call @mosaic_gpu\w*", lowered.as_text())
-    assert len(calls) == 3, "one forward kernel, one for dQ, one for dK and dV"
+    assert len(calls) == kernels
 
 
 @pytest.mark.parametrize(
@@ -59,11 +62,15 @@ def _check(lowered: jax.stages.Lowered, query, key, out_dtype, value=None) -> No
         ("float16", 128, True, False),
     ],
 )
-def test_lowers(dtype, head_dim, is_causal, x64):
+@pytest.mark.parametrize("backward", ["two_kernels", "fused"])
+def test_lowers(dtype, head_dim, is_causal, x64, backward):
     query, key, value = _arrays(**GQA, H=head_dim, dtype=dtype)
+    options = {"mask": Mask(is_causal=is_causal), "backward": backward}
     with jax.enable_x64(x64):
-        lowered = _lowered(query, key, value, mask=Mask(is_causal=is_causal))
-    _check(lowered, query, key, query.dtype)
+        lowered = _lowered(query, key, value, **options)
+    # T is not S.
+    fused = backward == "fused" and not is_causal
+    _check(lowered, query, key, query.dtype, kernels=2 if fused else 3)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +85,10 @@ def test_lowers(dtype, head_dim, is_causal, x64):
 )
 def test_lowers_any_length(sizes):
     query, key, value = _arrays(**sizes, H=64, dtype=jnp.bfloat16)
-    lowered = _lowered(query, key, value, mask=Mask(is_causal=True))
-    _check(lowered, query, key, query.dtype)
+    for is_causal in (False, True):
+        lowered = _lowered(query, key, value, mask=Mask(is_causal=is_causal))
+        fused = not is_causal or sizes["T"] == sizes["S"]
+        _check(lowered, query, key, query.dtype, kernels=2 if fused else 3)
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 96), (64, 256)])
@@ -93,7 +102,7 @@ def test_lowers_with_a_head_dim_of_values_own(head_dim, value_dim):
 def test_lowers_to_float32_output():
     query, key, value = _arrays(**GQA, H=128, dtype=jnp.bfloat16)
     lowered = _lowered(query, key, value, out_dtype=jnp.dtype("float32"))
-    _check(lowered, query, key, jnp.float32)
+    _check(lowered, query, key, jnp.float32, kernels=2)
 
 
 @pytest.mark.parametrize(

@@ -327,14 +327,19 @@ def test_bits_that_differ_are_an_error_where_they_are_promised():
 
 
 def test_tilings_of_ours_are_named():
-    said = in_jax._config("pallas", TOY["full"], "both")
-    short = TOY["full"].S
-    forward = tuning.forward("hopper", 64, 64, short, is_causal=False, listed=False)
+    case = dataclasses.replace(TOY["full"], H=96)
+    said = in_jax._config("pallas", case, "both")
+    forward = tuning.forward("hopper", 96, 96, case.S, is_causal=False, listed=False)
     for kernel, tiling in (
-        *(("forward", forward), ("dq", tuning.BACKWARD_DQ["hopper"][64])),
-        ("dkv", tuning.BACKWARD_DKV["hopper"][64]),
+        *(("forward", forward), ("dq", tuning.BACKWARD_DQ["hopper"][96])),
+        ("dkv", tuning.BACKWARD_DKV["hopper"][96]),
     ):
         assert f"{kernel} {tiling.rows} x {tiling.columns}" in said
+    said = in_jax._config("pallas", TOY["full"], "both")
+    short = tuning.forward("hopper", 64, 64, case.S, is_causal=False, listed=False)
+    assert f"forward {short.rows} x {short.columns}" in said
+    plan = tuning.fused(64, case.S, is_causal=False)
+    assert f"backward in one pass, {plan}" in said
     assert in_jax._config("xla", TOY["full"], "both") == ""
     assert "T x S" in in_jax._config("cudnn", TOY["packed"], "both")
     assert "T x S" not in in_jax._config("pallas", TOY["packed"], "both")

@@ -229,7 +229,8 @@ def _config(name: str, case: Case, of: Pass) -> str:
             (case.B, case.S, case.K, case.H),
         )
         if backward_of(query, value, target, case.rules) == "fused":
-            said.append("backward in one pass")
+            plan = tuning.fused(case.H, case.S, is_causal=case.is_causal)
+            said.append(f"backward in one pass, {plan}")
         else:
             tilings["dq"] = tuning.tiling(tuning.BACKWARD_DQ, target, *dims)
             tilings["dkv"] = tuning.tiling(tuning.BACKWARD_DKV, target, *dims)

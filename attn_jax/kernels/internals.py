@@ -24,7 +24,7 @@ from jax._src.state.types import AbstractRef
 from jax.experimental import io_callback
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from attn_jax.kernels import ampere_tiles, tiles, turns
+from attn_jax.kernels import ampere_tiles, ring_order, tiles, turns
 
 
 @contextlib.contextmanager
@@ -63,7 +63,8 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
         # inside a custom_partitioning. There is one device to run on.
         _replaced(custom_partitioning, "__call__", lambda self, *args: self.fun(*args)),
         # Semaphores of all CTAs. CTAs run one after the other here, so a kernel is
-        # right if none waits for a later one.
+        # right if none waits for a later one: where they would, there is to be one.
+        _replaced(ring_order, "MULTIPROCESSORS", 1),
         _replaced(turns, "semaphores", lambda count: _Semaphores()),
         _replaced(turns, "await_count", lambda *_: None),
         _replaced(turns, "count_up", lambda *_: None),
