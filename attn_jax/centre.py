@@ -6,20 +6,26 @@ Kernels and emulator both take c from here, since K - c is rounded.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from attn_jax.formats import FP32, NumberFormat
+
 
 def centre_of(
-    key: Float[Array, "B S K H"], mantissa_bits: int
+    key: Float[Array, "B S K H"], inputs: NumberFormat
 ) -> Float32[Array, "B K H"]:
     """c of `Recipe`'s definition: the mean of the keys in few digits, or 0, by columns.
 
-    `mantissa_bits` are those that the inputs' format stores, 7 for BF16. One reading of
+    `inputs` is their format. One reading of
     the keys gives both sums: the place that c is rounded to is the last one of a key of
     four times the column's root mean square, rather than of its largest key. So most
-    key - c are exact. Sums are FP32; what overflows them has no centre.
+    key - c are exact. Sums are FP32; what overflows them has no centre, nor has a
+    column with a key beyond a quarter of the format's range: K - c stays in it.
     """
     wide = key.astype(jnp.float32)
     mean, square = wide.mean(axis=1), jnp.square(wide).mean(axis=1)
-    last = jnp.frexp(jnp.sqrt(square))[1] + 2 - (mantissa_bits + 1)
+    last = jnp.frexp(jnp.sqrt(square))[1] + 2 - (inputs.mantissa_bits + 1)
     place = jnp.ldexp(jnp.float32(1), jnp.clip(last, -100, 100))
     # mean^2 > variance / 16
-    return jnp.where(17 * mean * mean > square, jnp.rint(mean / place) * place, 0.0)
+    stands_out = 17 * mean * mean > square
+    if inputs.max_finite**2 < FP32.max_finite:  # Else squares overflow before K - c.
+        stands_out &= 4 * jnp.abs(wide).max(axis=1) <= inputs.max_finite
+    return jnp.where(stands_out, jnp.rint(mean / place) * place, 0.0)

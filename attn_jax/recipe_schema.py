@@ -139,6 +139,7 @@ class Recipe:
             even one of two equally near
         p = 1 + t - m for sqrt(square) = y 2^t, 1/2 <= y < 1, and the m bits that
             `inputs` stores (7 for BF16); from -100 to 100
+        c = 0, too, where 4 |K| exceeds the largest number of `inputs`, or sums overflow
     Any c gives the same dQ in exact arithmetic, and one of so few digits leaves most
     K - c exact. It helps as the mean of all keys does, no more. K' is nowhere but in
     dot(dS, K'): logits, dK and the forward pass have K.

@@ -177,6 +177,9 @@ class _Oracle(ForwardOracle):
         lo, hi = np.min(found, 0), np.max(found, 0)
         large = a.mul(a.mul(a.point(17), mean), mean)
         sure, possible = large.lo > square.hi, large.hi > square.lo
+        widest = np.maximum(np.abs(k.lo), np.abs(k.hi)).max(-2)
+        if self.r.inputs.max_finite < 2.0**64:
+            possible &= 4 * widest <= self.r.inputs.max_finite
         ends = (
             np.where(sure, lo, np.minimum(lo, 0)),
             np.where(sure, hi, np.maximum(hi, 0)),

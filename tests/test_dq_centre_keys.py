@@ -129,7 +129,7 @@ def test_the_centre_is_a_mean_of_few_digits(dtype):
     bits = int(ml_dtypes.finfo(dtype).nmant)
     for family in ("normal", "uniform", "offset", "sink"):
         key = make_inputs(family, 3, Shape(2, 1, 300, 2, 2, 16), dtype).key
-        c = np.asarray(centre_of(jnp.asarray(key), bits))
+        c = np.asarray(centre_of(jnp.asarray(key), BF16 if bits == 7 else FP16))
         wide = key.astype(np.float64)
         want = np.apply_along_axis(c_by_definition, 1, wide, bits)
         np.testing.assert_array_equal(c, want)
@@ -151,8 +151,25 @@ def test_columns_without_a_sensible_mean_have_no_centre():
         (2.0**127, 2.0**127, 2.0**127, 2.0**127),
     ]
     key = np.array(columns, np.float32).T[None, :, None]
-    found = centre_of(jnp.asarray(key, jnp.bfloat16), 7)
+    found = centre_of(jnp.asarray(key, jnp.bfloat16), BF16)
     np.testing.assert_array_equal(found.ravel(), [-40, 0, 0, 0, 0, 0])
+
+
+def test_keys_less_their_centre_stay_in_range():
+    """One key of -65504 among keys near 3000 once made all of dQ infinite."""
+    rng = np.random.default_rng(0)
+    inputs = offset_inputs()
+    key = (3000 + 100 * rng.standard_normal(inputs.key.shape)).astype(np.float16)
+    assert centre_of(jnp.asarray(key), FP16).all()
+    key[:, 5] = -65504
+    assert not centre_of(jnp.asarray(key), FP16).any()
+    query, value, dout = (
+        x.astype(np.float16) for x in (inputs.query / 100, inputs.value, inputs.dout)
+    )
+    recipe = dataclasses.replace(ATTN_JAX.with_inputs(FP16), dq_centre="keys")
+    got = gradients(inputs._replace(query=query, key=key, value=value, dout=dout), None,
+        {}, recipe=recipe)  # fmt: skip
+    assert all(np.isfinite(x).all() for x in got)
 
 
 def test_a_soft_cap_leaves_no_centre():

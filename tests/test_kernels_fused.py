@@ -106,7 +106,7 @@ def _units(case: Case) -> list[float]:
             exact.lse.astype(np.float32),
             delta.astype(np.float32),
             dlse,
-            centre_of(jnp.asarray(inputs.key), fmt.mantissa_bits),
+            centre_of(jnp.asarray(inputs.key), fmt),
         )
         results = [np.asarray(x).astype(np.float64) for x in results]
     pairs = zip(("dquery", "dkey", "dvalue"), results, strict=True)
@@ -163,7 +163,7 @@ def _compiled(head_dim: int, is_causal: bool, plan: Plan, length: int) -> Progra
 
     def program(query, key, value, dout, lse, delta, dlse):
         return fused.backward_fused(
-            *(query, key, value, dout, lse, delta, dlse, centre_of(key, 7)),
+            *(query, key, value, dout, lse, delta, dlse, centre_of(key, BF16)),
             query_count=length,
             key_count=length,
             scale=0.1,

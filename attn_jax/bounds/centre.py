@@ -69,6 +69,8 @@ def _of_all_keys(recipe: Recipe, key: np.ndarray) -> tuple[np.ndarray, np.ndarra
     found.append(np.where(may_be_zero, 0.0, found[0]))
     ends = np.min(found, 0), np.max(found, 0)
     is_zero = 17 * most**2 + tiny <= square - off_square
+    if recipe.inputs.max_finite**2 < FP32.max_finite:
+        is_zero |= 4 * np.abs(key).max(0) > recipe.inputs.max_finite
     low_end, high_end = (np.where(is_zero, 0.0, end) for end in ends)
     return (low_end + high_end) / 2, (high_end - low_end) / 2
 

@@ -12,7 +12,7 @@ from attn_jax.emulator.tiles import Operands, divide_or_zero
 
 def with_centred_keys(x: Operands) -> tuple[Operands, Array]:
     """The operands with K' = inputs(K - c) as dQ's keys, and c [B, K, 1, 1, H]."""
-    centre = centre_of(x.key.swapaxes(1, 2), x.recipe.inputs.mantissa_bits)
+    centre = centre_of(x.key.swapaxes(1, 2), x.recipe.inputs)
     centre = centre.astype(x.static.carrier)[:, :, None]
     new = copy.copy(x)
     new.dq_key = x.take_in(x.key - centre)

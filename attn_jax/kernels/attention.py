@@ -35,6 +35,7 @@ from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, Architecture, Recipe
 from attn_jax.reference import check_arguments, default_scale, python_float
 
+_INPUTS = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}
 _FORWARD = {"ampere": ampere_forward, "hopper": hopper_forward}
 # In which the forward kernels visit blocks of keys.
 _KV_ORDER: dict[Architecture, Literal["forward", "reverse"]] = {
@@ -238,9 +239,7 @@ def declared_recipe(
     their results up to the order of additions inside a product; a test holds the two
     together.
     """
-    inputs = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}[
-        jnp.dtype(dtype)
-    ]
+    inputs = _INPUTS[jnp.dtype(dtype)]
     target = architecture.chosen() if target is None else target
     dims = head_dim, head_dim if value_dim is None else value_dim
     forward = tuning.forward(
@@ -409,7 +408,7 @@ def _local_backward(
         of_sink = jnp.exp(sinks[..., None] - lse) * -delta
         dsinks, row_sum = of_sink.sum(axis=-1), dlse - of_sink
     if static.backward == "fused":
-        centre = centre_of(key, jnp.finfo(dtype).nmant)
+        centre = centre_of(key, _INPUTS[jnp.dtype(dtype)])
     elif rules is None:
         # On Ampere not those that no query sees. Hopper's last tile counts the keys of
         # rows past the last query, too; any centre is right, and that one keeps its
