@@ -354,8 +354,13 @@ def kernel_centre(program: Program, batch: Batch) -> tuple[np.ndarray, np.ndarra
 
     target = architecture.chosen()
     key = np.asarray(batch.inputs.key).astype(np.float64)
-    rows = tuning.tiling(tuning.BACKWARD_DQ, target, program.H, program.H).rows
     T, S, mask = program.T, program.S, batch.mask
+    tilings = tuning.configuration(
+        *(target, program.H, program.H, S),
+        is_causal=mask.is_causal,
+        listed=not visibility.is_static(mask),
+    )
+    rows = tilings.backward_dq.rows
     weights = np.ones((cases.BATCH, T, S))
     if not visibility.is_static(mask):
         if mask.query_segment_ids is not None:

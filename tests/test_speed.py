@@ -329,14 +329,13 @@ def test_bits_that_differ_are_an_error_where_they_are_promised():
 def test_tilings_of_ours_are_named():
     case = dataclasses.replace(TOY["full"], H=96)
     said = in_jax._config("pallas", case, "both")
-    forward = tuning.forward("hopper", 96, 96, case.S, is_causal=False, listed=False)
-    for kernel, tiling in (
-        *(("forward", forward), ("dq", tuning.BACKWARD_DQ["hopper"][96])),
-        ("dkv", tuning.BACKWARD_DKV["hopper"][96]),
-    ):
+    tilings = tuning.configuration(
+        "hopper", 96, 96, case.S, is_causal=False, listed=False
+    )
+    for kernel, tiling in zip(("forward", "dq", "dkv"), tilings, strict=True):
         assert f"{kernel} {tiling.rows} x {tiling.columns}" in said
     said = in_jax._config("pallas", TOY["full"], "both")
-    short = tuning.forward("hopper", 64, 64, case.S, is_causal=False, listed=False)
+    short = tuning.SHORT_FORWARD["hopper"][64, 64][1]
     assert f"forward {short.rows} x {short.columns}" in said
     plan = tuning.fused(64, case.S, is_causal=False)
     assert f"backward in one pass, {plan}" in said

@@ -217,12 +217,13 @@ def _config(name: str, case: Case, of: Pass) -> str:
 
     target = architecture.chosen()
     dims = case.H, case.H
-    tilings = {}
+    tilings = tuning.configuration(
+        *(target, *dims, case.S),
+        is_causal=case.is_causal,
+        listed=case.mask not in ("full", "causal"),
+    )
     if of != "backward":
-        listed = case.mask not in ("full", "causal")
-        tilings["forward"] = tuning.forward(
-            target, *dims, case.S, is_causal=case.is_causal, listed=listed
-        )
+        said.append(f"forward {tilings.forward}")
     if of != "forward":
         query, value = (
             (case.B, case.T, case.N, case.H),
@@ -232,11 +233,8 @@ def _config(name: str, case: Case, of: Pass) -> str:
             plan = tuning.fused(case.H, case.S, is_causal=case.is_causal)
             said.append(f"backward in one pass, {plan}")
         else:
-            tilings["dq"] = tuning.tiling(tuning.BACKWARD_DQ, target, *dims)
-            tilings["dkv"] = tuning.tiling(tuning.BACKWARD_DKV, target, *dims)
-    for kernel, x in tilings.items():
-        warpgroups = f"warpgroups {x.warpgroups}, stages {x.stages}"
-        said.append(f"{kernel} {x.rows} x {x.columns}, {warpgroups}")
+            said.append(f"dq {tilings.backward_dq}")
+            said.append(f"dkv {tilings.backward_dkv}")
     return "; ".join(said)
 
 

@@ -29,7 +29,7 @@ from attn_jax.kernels import (
     visibility,
 )
 from attn_jax.kernels.partition import Layout, partitioned, varying_alike
-from attn_jax.kernels.tuning import Backward, Tiling
+from attn_jax.kernels.tuning import Backward, Configuration, Tiling
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, Architecture, Recipe
@@ -60,6 +60,7 @@ class _Static(NamedTuple):
     soft_cap: float | None
     out_dtype: jnp.dtype
     backward: Backward
+    tilings: Configuration
 
 
 def attention(
@@ -73,6 +74,7 @@ def attention(
     soft_cap: float | None = None,
     out_dtype: jnp.dtype | None = None,
     backward: Backward | None = None,
+    tilings: Configuration | None = None,
 ) -> tuple[Float[Array, "B T N D"], Float32[Array, "B N T"]]:
     """out = softmax(scale * Q K^T) V and LSE = logsumexp(scale * Q K^T), natural log.
 
@@ -90,6 +92,8 @@ def attention(
       out_dtype: the inputs' dtype (default) or float32, the accumulator unrounded.
       backward: "two_kernels", or "fused", one kernel where it takes the problem
         (`backward_of`); None: `tuning.BACKWARD`.
+      tilings: block sizes; None: `tuning.configuration`. What it is goes to the logger
+        `attn_jax.kernels` at level INFO, once for a shape.
 
     Raises:
       NotImplementedError: `unsupported` names a reason.
@@ -116,6 +120,12 @@ def attention(
         query, scale = jnp.zeros_like(query), 1.0
     by_itself = visibility.is_static(mask)
     target = architecture.chosen()
+    if tilings is None:
+        tilings = tuning.configuration(
+            *(target, *_head_dims(query, value), key.shape[1]),
+            is_causal=mask.is_causal,
+            listed=not by_itself,
+        )
     static = _Static(
         target=target,
         scale=scale,
@@ -128,7 +138,11 @@ def attention(
             soft_cap=soft_cap,
             wanted=backward,
         ),
+        tilings=tilings,
     )
+    masked = "lists of blocks" if not by_itself else "causal" if mask.is_causal else ""
+    shapes = query.shape, key.shape, value.shape
+    tuning.log(target, shapes, masked or "full", static.tilings, static.backward)
     rules = sink_row = None
     if not by_itself:
         batch, query_count = query.shape[:2]
@@ -242,14 +256,13 @@ def declared_recipe(
     inputs = _INPUTS[jnp.dtype(dtype)]
     target = architecture.chosen() if target is None else target
     dims = head_dim, head_dim if value_dim is None else value_dim
-    forward = tuning.forward(
+    forward, dq_tiling, _ = tuning.configuration(
         target,
         *dims,
         key_length,
         is_causal=mask.is_causal,
         listed=not visibility.is_static(mask),
     )
-    dq_tiling = tuning.tiling(tuning.BACKWARD_DQ, target, *dims)
     recipe = dataclasses.replace(
         ATTN_JAX.with_inputs(inputs),
         block_q=forward.rows,
@@ -367,13 +380,7 @@ def _local_forward(query, key, value, *arrays, static: _Static, more, residual):
         key_count=key.shape[1],
         scale=static.scale,
         is_causal=static.is_causal,
-        tiling=tuning.forward(
-            target,
-            *_head_dims(query, value),
-            key.shape[1],
-            is_causal=static.is_causal,
-            listed=rules is not None,
-        ),
+        tiling=static.tilings.forward,
         out_dtype=static.out_dtype,
         residual=residual,
         **options,
@@ -388,7 +395,7 @@ def _local_backward(
     """(dQ, dK, dV, dsinks) of one device's arrays; dsinks is zero without sinks."""
     rules, sinks = _unpacked(more, arrays[has_low:])
     target, is_causal = static.target, static.is_causal
-    dims, dtype = _head_dims(query, value), query.dtype
+    dtype = query.dtype
     query_count, key_count = query.shape[1], key.shape[1]
     # The barrier keeps XLA from using the unrounded dout for delta while the products
     # see the rounded one: rows of dS would no longer sum to zero.
@@ -402,7 +409,7 @@ def _local_backward(
     delta = excess - dlse
     dsinks = jnp.zeros((query.shape[0], query.shape[2]), jnp.float32)
     row_sum = dlse  # of dS over the keys
-    dq_tiling = tuning.tiling(tuning.BACKWARD_DQ, target, *dims)
+    dq_tiling = static.tilings.backward_dq
     if sinks is not None:
         # The sink is a key whose dP is zero: dS = P (0 - delta).
         of_sink = jnp.exp(sinks[..., None] - lse) * -delta
@@ -436,7 +443,7 @@ def _local_backward(
         *operands, row_sum, centre, tiling=dq_tiling, **options
     )
     dk, dv = _BACKWARD_DKV[target].backward_dkv(
-        *operands, tiling=tuning.tiling(tuning.BACKWARD_DKV, target, *dims), **options
+        *operands, tiling=static.tilings.backward_dkv, **options
     )
     return dq, dk, dv, dsinks
 

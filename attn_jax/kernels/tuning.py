@@ -1,14 +1,23 @@
 """Block sizes: which tiling a kernel uses, by architecture, head dimension and length.
 
 A tiling changes the order of the sums, hence the bits of the result, so it is a pure
-function of the shape: the same shape gives the same tiling on every run.
+function of the shape: the same shape gives the same tiling on every run. The table is
+data, `tilings.json`: what `python -m attn_jax.kernels.tune` writes has its form.
 """
 
+import dataclasses
+import functools
+import json
+import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
 
 from attn_jax.recipe import Architecture
+
+_LOG = logging.getLogger("attn_jax.kernels")
 
 
 @dataclass(frozen=True)
@@ -31,10 +40,29 @@ class Tiling:
     stages: int
     split: int = 1
 
+    def __post_init__(self):
+        for name in ("rows", "columns", "warpgroups", "stages", "split"):
+            number = getattr(self, name)
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{name} of a tiling is {number!r}, no number above 0")
+
     @property
     def tile(self) -> int:
         """Rows of the output tile that one CTA owns."""
         return self.rows * self.warpgroups // self.split
+
+    def set_fields(self) -> dict[str, Any]:
+        """Fields that have no default, and those that differ from it."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+
+    def __str__(self) -> str:
+        fields = self.set_fields()
+        size = f"{fields.pop('rows')} x {fields.pop('columns')}"
+        return ", ".join([size, *(f"{name} {x}" for name, x in fields.items())])
 
 
 @dataclass(frozen=True)
@@ -99,8 +127,14 @@ HEAD_DIMS: dict[Architecture, tuple[int, ...]] = {
 # loop over blocks. At the others they make both anew in each block.
 PLENTY_OF_REGISTERS = ((64, 64), (128, 128))
 
+KernelName = Literal["forward", "backward_dq", "backward_dkv"]
+KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
+
 # By head dim, or by those of Q and K and of V where it is worth an entry.
 type Tilings = dict[Architecture, dict[int | tuple[int, int], Tiling]]
+# Where a query sees few keys, by head dims: how many at the most, in the mean, and the
+# tiling. Starting and ending a tile weighs more there.
+type ShortTilings = dict[Architecture, dict[tuple[int, int], tuple[int, Tiling]]]
 
 # How gradients of Q, K and V are made: dQ by a kernel of its own, which computes the
 # logits once more, or all three in one pass, where that kernel takes the problem.
@@ -119,74 +153,120 @@ FUSED: dict[int, tuple[Plan, Plan]] = {
 # array costs more than the waits it saves.
 FUSED_APART_FROM = 2048
 
+
+class Entry(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+      head_dim, value_dim: of Q and K, and of V.
+      keys_seen: for queries that see so many keys at the most, in the mean; None: any.
+    """
+
+    architecture: Architecture
+    kernel: KernelName
+    head_dim: int
+    value_dim: int
+    keys_seen: int | None
+    tiling: Tiling
+
+    @property
+    def place(self) -> tuple:
+        return self[:-1]
+
+
+def tiling_of(
+    architecture: Architecture, kernel: KernelName, fields: Mapping[str, Any]
+) -> Tiling:
+    """The tiling of a kernel from its fields by name. TypeError if they do not fit."""
+    of = architecture == "hopper" and kernel == "forward"
+    return (ForwardTiling if of else Tiling)(**fields)
+
+
+def read(text: str) -> list[Entry]:
+    """The entries of a table, JSON, in the form of `tilings.json`.
+
+    Raises:
+      ValueError: it is no such table, in one line; an entry is there twice, or one is
+        missing: a kernel needs one for any number of keys at every head dim.
+    """
+    entries = []
+    try:
+        for line in json.loads(text):
+            tiling = tiling_of(line["architecture"], line["kernel"], line["tiling"])
+            entries.append(Entry(**{**line, "tiling": tiling}))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the table of tilings is no JSON: {error}") from None
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"entry {len(entries) + 1} of the table of tilings does not fit: {error}"
+        ) from None
+    places = {entry.place for entry in entries}
+    if len(places) < len(entries):
+        raise ValueError("the table of tilings has two entries for the same place")
+    needed = {
+        (architecture, kernel, head_dim, head_dim, None)
+        for architecture, head_dims in HEAD_DIMS.items()
+        for kernel in KERNEL_NAMES
+        for head_dim in head_dims
+    }
+    for place in sorted(needed - places, key=str):
+        raise ValueError(f"the table of tilings has no entry for {place}")
+    known = {(place[:2], dim) for place in needed for dim in place[2:4]}
+    for entry in entries:
+        if not {(entry.place[:2], dim) for dim in entry.place[2:4]} <= known:
+            raise ValueError(f"the table of tilings has {entry.place}, no such kernel")
+    return entries
+
+
+def write(entries: list[Entry]) -> str:
+    """A table as text, an entry a line; `read` gives it back."""
+    lines = (
+        json.dumps(entry._asdict() | {"tiling": entry.tiling.set_fields()})
+        for entry in entries
+    )
+    return "[\n  " + ",\n  ".join(lines) + "\n]\n"
+
+
 # Ampere: 128 rows, so that a warp has 32 for each fragment of K and V that it reads
 # from shared memory; blocks of keys as long as 255 registers a thread allow without
 # spills. Hopper: blocks as long as registers (240 a thread of two consumer warpgroups)
 # and shared memory (227 KB) allow; in the forward kernel a multiple of `rows`, so that
-# a causal mask cuts a warpgroup's last block alone.
-FORWARD: Tilings = {
-    "ampere": {
-        64: Tiling(rows=128, columns=64, warpgroups=1, stages=2),
-        128: Tiling(rows=128, columns=32, warpgroups=1, stages=2),
-    },
-    "hopper": {
-        32: ForwardTiling(rows=64, columns=128, warpgroups=3, stages=4),
-        64: ForwardTiling(rows=64, columns=128, warpgroups=3, stages=4),
-        96: ForwardTiling(
-            rows=64, columns=128, warpgroups=2, stages=3, q_registers=True
-        ),
-        128: ForwardTiling(
-            rows=64, columns=128, warpgroups=2, stages=2, q_registers=True
-        ),
-        192: ForwardTiling(
-            rows=64, columns=64, warpgroups=2, stages=3, stored_columns=64
-        ),
-        (192, 128): ForwardTiling(
-            rows=64, columns=128, warpgroups=2, stages=2, stored_columns=64
-        ),
-        256: ForwardTiling(
-            rows=64, columns=64, warpgroups=2, stages=2, stored_columns=64
-        ),
-    },
-}
-# Where a query sees few keys, by head dims: how many at the most, in the mean, and the
-# tiling. Starting and ending a tile weighs more there; four warpgroups hide it better.
-SHORT_FORWARD: dict[Architecture, dict[tuple[int, int], tuple[int, Tiling]]] = {
-    "ampere": {},
-    "hopper": {
-        (64, 64): (2048, ForwardTiling(rows=64, columns=64, warpgroups=4, stages=4))
-    },
-}
-BACKWARD_DQ: Tilings = {
-    "ampere": {
-        64: Tiling(rows=128, columns=32, warpgroups=1, stages=2),
-        128: Tiling(rows=64, columns=32, warpgroups=1, stages=2),
-    },
-    "hopper": {
-        32: Tiling(rows=64, columns=128, warpgroups=2, stages=2),
-        64: Tiling(rows=64, columns=128, warpgroups=2, stages=2),
-        96: Tiling(rows=64, columns=128, warpgroups=2, stages=2),
-        128: Tiling(rows=64, columns=64, warpgroups=2, stages=2),
-        192: Tiling(rows=64, columns=64, warpgroups=2, stages=2),
-        256: Tiling(rows=64, columns=32, warpgroups=2, stages=2),
-    },
-}
-BACKWARD_DKV: Tilings = {
-    "ampere": {
-        64: Tiling(rows=64, columns=64, warpgroups=1, stages=2),
-        128: Tiling(rows=64, columns=32, warpgroups=1, stages=2),
-    },
-    "hopper": {
-        32: Tiling(rows=64, columns=128, warpgroups=2, stages=2),
-        64: Tiling(rows=64, columns=64, warpgroups=2, stages=2),
-        96: Tiling(rows=64, columns=64, warpgroups=2, stages=2),
-        128: Tiling(rows=64, columns=64, warpgroups=2, stages=2),
-        # 64 rows of both accumulators are more than registers hold.
-        192: Tiling(rows=64, columns=64, warpgroups=2, stages=2, split=2),
-        (192, 128): Tiling(rows=64, columns=32, warpgroups=2, stages=4),
-        256: Tiling(rows=64, columns=64, warpgroups=2, stages=2, split=2),
-    },
-}
+# a causal mask cuts a warpgroup's last block alone; at few keys four warpgroups, which
+# hide the start and end of a tile better. The dK, dV kernel splits where 64 rows of
+# both accumulators are more than registers hold.
+ENTRIES = read(Path(__file__).with_name("tilings.json").read_text())
+
+
+def _long(kernel: KernelName) -> Tilings:
+    found: Tilings = {architecture: {} for architecture in HEAD_DIMS}
+    for entry in ENTRIES:
+        if entry.kernel == kernel and entry.keys_seen is None:
+            dims = entry.head_dim, entry.value_dim
+            key = dims if dims[0] != dims[1] else dims[0]
+            found[entry.architecture][key] = entry.tiling
+    return found
+
+
+def _short(kernel: KernelName) -> ShortTilings:
+    found: ShortTilings = {architecture: {} for architecture in HEAD_DIMS}
+    for entry in ENTRIES:
+        if entry.kernel == kernel and entry.keys_seen is not None:
+            dims = entry.head_dim, entry.value_dim
+            found[entry.architecture][dims] = entry.keys_seen, entry.tiling
+    return found
+
+
+FORWARD, SHORT_FORWARD = _long("forward"), _short("forward")
+BACKWARD_DQ, SHORT_BACKWARD_DQ = _long("backward_dq"), _short("backward_dq")
+BACKWARD_DKV, SHORT_BACKWARD_DKV = _long("backward_dkv"), _short("backward_dkv")
+
+
+class Configuration(NamedTuple):
+    """The tilings of one call."""
+
+    forward: Tiling
+    backward_dq: Tiling
+    backward_dkv: Tiling
 
 
 def tiling(
@@ -204,7 +284,12 @@ def fused(head_dim: int, key_count: int, *, is_causal: bool) -> Plan:
     return replace(plan, apart=is_causal and key_count >= FUSED_APART_FROM)
 
 
-def forward(
+def keys_seen(key_count: int, *, is_causal: bool) -> int:
+    """How many keys a query sees, in the mean: what tells few keys from many."""
+    return key_count // 2 if is_causal else key_count
+
+
+def configuration(
     target: Architecture,
     head_dim: int,
     value_dim: int,
@@ -212,11 +297,41 @@ def forward(
     *,
     is_causal: bool,
     listed: bool,
-) -> Tiling:
-    """The forward kernel's tiling. Blocks that come in lists (`listed`) take registers
-    that four warpgroups do not have."""
-    most, short = SHORT_FORWARD[target].get((head_dim, value_dim), (0, None))
-    seen = key_count // 2 if is_causal else key_count
-    if short is not None and seen <= most and not listed:
-        return short
-    return tiling(FORWARD, target, head_dim, value_dim)
+) -> Configuration:
+    """The table's tilings for a problem. Blocks that come in lists (`listed`) have
+    those for many keys: lists take registers that four warpgroups do not have."""
+
+    def chosen(long: Tilings, short: ShortTilings) -> Tiling:
+        most, few = short[target].get((head_dim, value_dim), (0, None))
+        seen = keys_seen(key_count, is_causal=is_causal)
+        if few is not None and seen <= most and not listed:
+            return few
+        return tiling(long, target, head_dim, value_dim)
+
+    return Configuration(
+        forward=chosen(FORWARD, SHORT_FORWARD),
+        backward_dq=chosen(BACKWARD_DQ, SHORT_BACKWARD_DQ),
+        backward_dkv=chosen(BACKWARD_DKV, SHORT_BACKWARD_DKV),
+    )
+
+
+def log(
+    target: Architecture,
+    shapes: tuple[tuple[int, ...], ...],
+    mask: str,
+    tilings: Configuration,
+    backward: Backward,
+) -> None:
+    """Says at level INFO what a call is computed with, once for its shapes."""
+    if _LOG.isEnabledFor(logging.INFO):
+        _log(target, shapes, mask, tilings, backward)
+
+
+@functools.cache
+def _log(target, shapes, mask, tilings, backward) -> None:
+    names = zip(("query", "key", "value"), shapes, strict=True)
+    sizes = ", ".join(f"{name} {list(shape)}" for name, shape in names)
+    said = f"dq {tilings.backward_dq}; dkv {tilings.backward_dkv}"
+    if backward == "fused":
+        said = "backward in one pass"
+    _LOG.info("%s, %s, %s: forward %s; %s", target, sizes, mask, tilings.forward, said)
