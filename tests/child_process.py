@@ -1,28 +1,23 @@
-"""Runs a function in another process, with a time limit.
+"""Runs a function in another process, with a time limit (`attn_jax.kernels.worker`).
 
-For what can hang (a kernel that waits for an arrival which never comes) or take the
-process with it (a compiler that aborts): either is a failed test, not a stuck run.
-Since it takes seconds to start, a process is kept for the next function unless this one
-failed.
+Since it takes seconds to start, a process is kept for the next function.
 """
 
 import atexit
 import itertools
-import multiprocessing
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any
 
-import pytest
+from attn_jax.kernels.worker import Worker
+from attn_jax.kernels.worker import WorkerFailed as ChildFailed
 
+__all__ = ["ChildFailed", "in_child_process"]
 
-class ChildFailed(Exception):
-    """The function raised, died or ran out of time; the message says which."""
+# Threads of XLA's: the interpreter blocks one for each warpgroup that waits, and with
+# one a core a kernel of four warpgroups never ends on two cores.
+_THREADS = {"NPROC": "16", "PJRT_NPROC": "16"}
 
-
-_kept: dict[str, list[tuple[BaseProcess, Connection]]] = {}
+_kept: dict[str, list[Worker]] = {}
 
 
 def in_child_process(
@@ -36,63 +31,22 @@ def in_child_process(
 
     `alone` is for a function that leaves its process changed; functions that may share
     one with some others only say `among` which.
+
+    Raises:
+      ChildFailed: it raised, died or ran out of time.
     """
+    if alone:
+        with Worker(_THREADS) as worker:
+            return worker.call(function, *arguments, seconds=seconds)
     kept = _kept.setdefault(among, [])
-    process, connection = kept.pop() if kept and not alone else _started()
-    keep = False
+    worker = kept.pop() if kept else Worker(_THREADS)
     try:
-        connection.send((function, arguments))
-        if not connection.poll(seconds):
-            raise ChildFailed(f"{function.__name__} did not end in {seconds} s")
-        returned, value = connection.recv()
-        keep = returned and not alone
-    except (EOFError, ConnectionError):
-        process.join()
-        raise ChildFailed(
-            f"{function.__name__} took its process down, exit code {process.exitcode}"
-        ) from None
+        return worker.call(function, *arguments, seconds=seconds)
     finally:
-        if keep:
-            kept.append((process, connection))
-        else:
-            _end(process)
-    if not returned:
-        raise ChildFailed(f"{function.__name__} raised:\n{value}")
-    return value
-
-
-def _started() -> tuple[BaseProcess, Connection]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
-    with pytest.MonkeyPatch.context() as patch:
-        # Threads of XLA's: the interpreter blocks one for each warpgroup that waits,
-        # and with one a core a kernel of four warpgroups never ends on two cores.
-        for name in ("NPROC", "PJRT_NPROC"):
-            patch.setenv(name, "16")
-        process.start()
-    theirs.close()
-    return process, ours
-
-
-def _end(process: BaseProcess) -> None:
-    process.kill()
-    process.join()
+        kept.append(worker)
 
 
 @atexit.register
 def _end_kept() -> None:
-    for process, _ in itertools.chain(*_kept.values()):
-        _end(process)
-
-
-def _serve(connection: Connection) -> None:
-    while True:
-        try:
-            function, arguments = connection.recv()
-        except EOFError:
-            return  # whoever asked is gone
-        try:
-            connection.send((True, function(*arguments)))
-        except Exception:  # Whatever it is, the parent raises it with its traceback.
-            connection.send((False, traceback.format_exc()))
+    for worker in itertools.chain(*_kept.values()):
+        worker.end()

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -20,6 +19,7 @@ from analysis.speed.errors import TENSORS, Results, inputs_of, pieces
 from attn_jax import dot_product_attention
 from attn_jax.api import Implementation
 from attn_jax.mask import Mask
+from attn_jax.timing import device_time
 
 # Row name -> whether it promises the same bits on every run; None if nothing is said.
 IMPLEMENTATIONS: dict[str, bool | None] = {
@@ -247,30 +247,14 @@ def _timer(program: Any, arguments: tuple) -> tuple[Callable[[int], float], Row]
     how = "wall clock"
     if jax.default_backend() == "gpu":
         try:
-            _, kernels = _cupti(program, arguments, timing.RUNS)
+            _, kernels = device_time(program, arguments, timing.RUNS)
         except (ImportError, RuntimeError) as error:
             how = f"wall clock (CUPTI: {timing.reason(error)})"
         else:
             longest, _ = max(kernels, key=lambda kernel: kernel[1])
             said = {"kernel": longest, "kernels": len(kernels), "timer": "CUPTI"}
-            return (lambda runs: _cupti(program, arguments, runs)[0]), said
+            return (lambda runs: device_time(program, arguments, runs)[0]), said
     return functools.partial(_wall_clock, program, arguments), {"timer": how}
-
-
-def _cupti(
-    program: Any, arguments: tuple, runs: int
-) -> tuple[float, list[tuple[str, float]]]:
-    """Milliseconds on the device, the median of `runs` (two or more), and the kernels.
-
-    Raises:
-      RuntimeError: CUPTI cannot be had, saw nothing, or not the same in every run.
-    """
-    from jax.experimental.mosaic.gpu import profiler
-
-    timed = profiler.measure(program, aggregate=False, iterations=runs)(*arguments)[1]
-    if timed is None:
-        raise RuntimeError("it saw no kernel")
-    return statistics.median(sum(ms for _, ms in run) for run in timed), timed[0]
 
 
 def _wall_clock(program: Any, arguments: tuple, runs: int) -> float:

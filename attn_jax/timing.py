@@ -1,0 +1,105 @@
+"""Times of programs, taken in turn, and how long their kernels run on a GPU."""
+
+import contextlib
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+Row = dict[str, Any]
+# Runs in a row that give one time of a round.
+RUNS = 3
+# A median of fewer rounds says little; more than the most gain nothing.
+LEAST_ROUNDS, MOST_ROUNDS = 5, 50
+
+
+def interleaved(
+    times: Mapping[str, Callable[[int], float]],
+    seconds: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, list[float] | str]:
+    """A time of each in every round, until `seconds` are over; or why there is none.
+
+    Every second round goes backwards: a clock that falls steadily, as while a card
+    warms up, then favours none. One that raises is left out from there on.
+    """
+    found: dict[str, list[float]] = {name: [] for name in times}
+    refused: dict[str, str] = {}
+    end = clock() + seconds
+    for number in range(MOST_ROUNDS):
+        if number >= LEAST_ROUNDS and clock() >= end:
+            break
+        for name in list(times)[:: -1 if number % 2 else 1]:
+            if name in refused:
+                continue
+            try:
+                found[name].append(times[name](RUNS))
+            except Exception as error:
+                refused[name] = reason(error)
+    return {**found, **refused}
+
+
+def quartiles(times: list[float]) -> Row:
+    """Median and quartiles, the columns `ms`, `ms_25` and `ms_75`."""
+    low, middle, high = (float(x) for x in np.percentile(times, (25, 50, 75)))
+    return {"ms": middle, "ms_25": low, "ms_75": high}
+
+
+def reason(error: BaseException) -> str:
+    """What an exception says, in one line of at most 200 characters."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]
+
+
+@contextlib.contextmanager
+def card() -> Iterator[Row]:
+    """Clock and power of the first GPU while the block runs, known after it.
+
+    The columns `sm_mhz` and `watts`; none without nvidia-smi. It takes about as long to
+    start as the first rounds do, so that it reads a card at work.
+    """
+    reading: Row = {}
+    query = "--query-gpu=clocks.sm,power.draw"
+    command = ["nvidia-smi", "--id=0", query, "--format=csv,noheader,nounits"]
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+    except OSError:
+        yield reading
+        return
+    try:
+        yield reading
+        # A card that does not say leaves the columns empty.
+        with contextlib.suppress(ValueError, subprocess.TimeoutExpired):
+            said, _ = process.communicate(timeout=30)
+            clock, power = (float(part) for part in said.strip().split(","))
+            reading |= {"sm_mhz": clock, "watts": power}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def device_time(
+    program: Any, arguments: tuple, runs: int, only: str = ""
+) -> tuple[float, list[tuple[str, float]]]:
+    """Milliseconds on the GPU, the median of `runs` (two or more), and the kernels.
+
+    CUPTI's: kernels' own times added up, without the gaps between them; of those whose
+    name has `only` in it.
+
+    Raises:
+      ImportError, RuntimeError: CUPTI cannot be had, saw no such kernel, or not the
+        same ones in every run.
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    timed = profiler.measure(program, aggregate=False, iterations=runs)(*arguments)[1]
+    found = [[kernel for kernel in run if only in kernel[0]] for run in timed or [[]]]
+    if not found[0]:
+        raise RuntimeError("it saw no kernel")
+    return statistics.median(sum(ms for _, ms in run) for run in found), found[0]
