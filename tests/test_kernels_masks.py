@@ -13,6 +13,13 @@ import pytest
 
 from attn_jax import reference
 from attn_jax.audit.error import unit, unit_error
+from attn_jax.audit.mask_cases import (
+    DTYPES,
+    FORMATS,
+    Case,
+    mask_cases,
+    sink_gradient_bound,
+)
 from attn_jax.formats import BF16
 from attn_jax.kernels import (
     hopper_backward_dbias,
@@ -27,13 +34,6 @@ from attn_jax.kernels.attention import attention
 from attn_jax.kernels.internals import interpreted
 from attn_jax.mask import Mask
 from tests.child_process import in_child_process
-from tests.mask_cases import (
-    DTYPES,
-    FORMATS,
-    Case,
-    mask_cases,
-    sink_gradient_bound,
-)
 
 TIME_LIMIT = 180  # seconds; a case takes five to twenty alone on a core
 T, S, N, K = 150, 290, 2, 1

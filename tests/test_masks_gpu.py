@@ -10,8 +10,8 @@ import pytest
 from attn_jax import reference
 from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
+from attn_jax.audit.mask_cases import FORMATS, mask_cases, sink_gradient_bound
 from attn_jax.kernels.attention import attention
-from tests.mask_cases import FORMATS, mask_cases, sink_gradient_bound
 
 pytestmark = pytest.mark.gpu(capability="9.0")
 

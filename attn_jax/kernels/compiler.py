@@ -90,6 +90,13 @@ device_description_str: "NVIDIA A100-SXM4-80GB"
 Gpu = Literal["a100", "h200"]
 _GPUS: dict[Gpu, str] = {"a100": _A100, "h200": _H200}
 
+
+def shared_memory(gpu: Gpu) -> int:
+    """Bytes that a CTA may ask for."""
+    (limit,) = re.findall(r"shared_memory_per_block_optin: (\d+)", _GPUS[gpu])
+    return int(limit)
+
+
 # Instructions of interest in machine code, and the letter each is written with.
 _INSTRUCTIONS = {
     "M": r"\bHGMMA\.",  # asynchronous matrix product

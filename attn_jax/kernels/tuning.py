@@ -256,13 +256,14 @@ def _short(kernel: KernelName) -> ShortTilings:
     return found
 
 
-FORWARD, SHORT_FORWARD = _long("forward"), _short("forward")
-BACKWARD_DQ, SHORT_BACKWARD_DQ = _long("backward_dq"), _short("backward_dq")
-BACKWARD_DKV, SHORT_BACKWARD_DKV = _long("backward_dkv"), _short("backward_dkv")
+LONG = {name: _long(name) for name in KERNEL_NAMES}
+SHORT = {name: _short(name) for name in KERNEL_NAMES}
+FORWARD, BACKWARD_DQ, BACKWARD_DKV = (LONG[name] for name in KERNEL_NAMES)
+SHORT_FORWARD = SHORT["forward"]
 
 
 class Configuration(NamedTuple):
-    """The tilings of one call."""
+    """The tilings of one call, by `KernelName` and in their order."""
 
     forward: Tiling
     backward_dq: Tiling
@@ -301,18 +302,14 @@ def configuration(
     """The table's tilings for a problem. Blocks that come in lists (`listed`) have
     those for many keys: lists take registers that four warpgroups do not have."""
 
-    def chosen(long: Tilings, short: ShortTilings) -> Tiling:
-        most, few = short[target].get((head_dim, value_dim), (0, None))
+    def chosen(name: KernelName) -> Tiling:
+        most, few = SHORT[name][target].get((head_dim, value_dim), (0, None))
         seen = keys_seen(key_count, is_causal=is_causal)
         if few is not None and seen <= most and not listed:
             return few
-        return tiling(long, target, head_dim, value_dim)
+        return tiling(LONG[name], target, head_dim, value_dim)
 
-    return Configuration(
-        forward=chosen(FORWARD, SHORT_FORWARD),
-        backward_dq=chosen(BACKWARD_DQ, SHORT_BACKWARD_DQ),
-        backward_dkv=chosen(BACKWARD_DKV, SHORT_BACKWARD_DKV),
-    )
+    return Configuration(*map(chosen, KERNEL_NAMES))
 
 
 def log(

@@ -1,4 +1,4 @@
-"""Masks, sinks and soft caps that Hopper's kernels are tried on, for any lengths."""
+"""Masks, sinks and soft caps that kernels are tried on, for any lengths."""
 
 from typing import NamedTuple
 

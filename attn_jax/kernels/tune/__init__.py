@@ -1,0 +1,1 @@
+"""`python -m attn_jax.kernels.tune`: measures tilings and writes the table of them."""

@@ -1,0 +1,308 @@
+"""Which tilings a kernel could have: everything in a grid that its resources allow.
+
+What is counted here are lower bounds: the accumulators and operands that a thread must
+hold at the same time, and the tiles in shared memory. Whether the rest fits besides is
+for the compiler to say, and what it is worth for the clock.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from attn_jax.kernels import (
+    ampere_backward,
+    compiler,
+    hopper_backward_dkv,
+    hopper_backward_dq,
+    hopper_forward,
+    tuning,
+)
+from attn_jax.kernels.tuning import ForwardTiling, KernelName, Tiling
+from attn_jax.recipe import Architecture
+
+# Threads of a warpgroup, which share an accumulator's rows.
+_THREADS = 128
+# Registers of a multiprocessor, and the most a thread may have.
+_REGISTERS, _MOST_REGISTERS = 65536, 255
+GPUS: dict[Architecture, compiler.Gpu] = {"ampere": "a100", "hopper": "h200"}
+
+type Grid = dict[str, tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """At the least: registers of a consumer's thread, of how many; bytes of shared
+    memory of a CTA."""
+
+    registers: int
+    registers_given: int
+    shared_memory: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What tuning knows of a kernel of one architecture.
+
+    Attributes:
+      name: its table.
+      function: what it is called in compilers' and profilers' reports.
+      results: of `checks.RESULTS`, those it makes.
+      grid: values of each field of a tiling; every combination is a candidate.
+      need: (tiling, head dim, value dim) -> what it takes.
+      refuses: (tiling, head dim, value dim) -> why it cannot be at all, or None.
+    """
+
+    name: KernelName
+    function: str
+    results: tuple[str, ...]
+    grid: Grid
+    need: Callable[[Tiling, int, int], Need]
+    refuses: Callable[[Tiling, int, int], str | None] = lambda *_: None
+
+
+def candidates(
+    architecture: Architecture, kernel: Kernel, head_dim: int, value_dim: int
+) -> list[Tiling]:
+    """All tilings of the grid, those that differ least from the table's first."""
+    fields = kernel.grid
+    found = (
+        tuning.tiling_of(architecture, kernel.name, dict(zip(fields, values)))
+        for values in itertools.product(*fields.values())
+    )
+    now = present(architecture, kernel.name, head_dim, value_dim)
+
+    def distance(tiling: Tiling) -> int:
+        return min(
+            sum(getattr(tiling, name) != getattr(entry, name) for name in fields)
+            for entry in now
+        )
+
+    return sorted(dict.fromkeys(found), key=distance)
+
+
+def present(
+    architecture: Architecture, name: KernelName, head_dim: int, value_dim: int
+) -> list[Tiling]:
+    """The table's tilings for these head dims, each once."""
+    many = tuning.tiling(tuning.LONG[name], architecture, head_dim, value_dim)
+    few = tuning.SHORT[name][architecture].get((head_dim, value_dim), (0, many))[1]
+    return list(dict.fromkeys((many, few)))
+
+
+def reason_against(
+    architecture: Architecture,
+    kernel: Kernel,
+    tiling: Tiling,
+    head_dim: int,
+    value_dim: int,
+) -> str | None:
+    """Why a candidate need not be compiled, in one line; None if it is to be tried."""
+    reason = kernel.refuses(tiling, head_dim, value_dim)
+    if reason is not None:
+        return reason
+    need = kernel.need(tiling, head_dim, value_dim)
+    if need.registers > need.registers_given:
+        return (
+            f"needs {need.registers} registers a thread at the least, "
+            f"has {need.registers_given}"
+        )
+    limit = compiler.shared_memory(GPUS[architecture])
+    if need.shared_memory > limit:
+        return (
+            f"needs {need.shared_memory} bytes of shared memory at the least, a CTA "
+            f"has {limit}"
+        )
+    return None
+
+
+def spills_too_much(tiling: Tiling, spilled_bytes: int) -> str | None:
+    """A kernel that spills as much as its block of logits is keeps them in memory,
+    which is what it is there to avoid."""
+    logits = 4 * tiling.rows * tiling.columns // _THREADS
+    if spilled_bytes < logits:
+        return None
+    return f"spills {spilled_bytes} bytes a thread, its block of logits has {logits}"
+
+
+def _registers(*tiles: tuple[int, int, int]) -> int:
+    """Of a thread, for tiles of (rows, columns, bytes an element)."""
+    return sum(rows * columns * size for rows, columns, size in tiles) // (4 * _THREADS)
+
+
+def _too_many_threads(warpgroups: int, consumer: int, producer: int) -> str | None:
+    taken = (warpgroups * consumer + producer) * _THREADS
+    if taken <= _REGISTERS:
+        return None
+    return f"{warpgroups} consumer warpgroups take {taken} registers of {_REGISTERS}"
+
+
+def _hopper_forward_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
+    assert isinstance(tiling, ForwardTiling)
+    rows, columns, groups = tiling.rows, tiling.columns, tiling.warpgroups
+    tiles = [(rows, value_dim, 4), (rows, columns, 4), (rows, columns, 2)]
+    if tiling.q_registers:
+        tiles.append((rows, head_dim, 2))
+    stored = tiling.stored(value_dim)
+    buffers = 2 if stored == value_dim else 1
+    return Need(
+        _registers(*tiles),
+        hopper_forward.REGISTERS[groups][0],
+        2 * groups * rows * (head_dim + buffers * stored)
+        + 2 * tiling.stages * columns * (head_dim + value_dim),
+    )
+
+
+def _hopper_forward_refuses(
+    tiling: Tiling, head_dim: int, value_dim: int
+) -> str | None:
+    assert isinstance(tiling, ForwardTiling)
+    if tiling.columns % tiling.rows:
+        return "a causal mask would cut two blocks of a warpgroup"
+    if tiling.q_registers and tiling.warpgroups > 2:
+        return "Q in registers is for two consumer warpgroups at most"
+    if tiling.stored_columns is not None and tiling.stored(value_dim) == value_dim:
+        return "the same as without stored_columns"
+    return _too_many_threads(
+        tiling.warpgroups, *hopper_forward.REGISTERS[tiling.warpgroups]
+    )
+
+
+def _hopper_dq_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
+    rows, columns, groups = tiling.rows, tiling.columns, tiling.warpgroups
+    block = (rows, columns, 4)
+    return Need(
+        _registers((rows, head_dim, 4), block, block),
+        hopper_backward_dq.CONSUMER_REGISTERS,
+        2 * (groups * rows + tiling.stages * columns) * (head_dim + value_dim)
+        + 4 * groups * (3 * rows + head_dim),
+    )
+
+
+def _hopper_dq_refuses(tiling: Tiling, head_dim: int, value_dim: int) -> str | None:
+    return _too_many_threads(
+        tiling.warpgroups,
+        hopper_backward_dq.CONSUMER_REGISTERS,
+        hopper_backward_dq.PRODUCER_REGISTERS,
+    )
+
+
+def _hopper_dkv_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
+    rows, columns = tiling.rows, tiling.columns
+    block = (rows, columns, 4)
+    both = head_dim + value_dim
+    teams = tiling.warpgroups // tiling.split
+    return Need(
+        _registers((rows, both // tiling.split, 4), block, block),
+        hopper_backward_dkv.CONSUMER_REGISTERS,
+        2 * teams * rows * both + tiling.stages * columns * (2 * both + 8),
+    )
+
+
+def _hopper_dkv_refuses(tiling: Tiling, head_dim: int, value_dim: int) -> str | None:
+    if tiling.warpgroups % tiling.split:
+        return f"{tiling.split} warpgroups to a team do not divide {tiling.warpgroups}"
+    return _too_many_threads(
+        tiling.warpgroups,
+        hopper_backward_dkv.CONSUMER_REGISTERS,
+        hopper_backward_dkv.PRODUCER_REGISTERS,
+    )
+
+
+def _ampere_forward_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
+    rows, columns = tiling.rows, tiling.columns
+    return Need(
+        _registers((rows, value_dim, 4), (rows, columns, 4)),
+        _MOST_REGISTERS,
+        2 * rows * head_dim + 2 * tiling.stages * columns * (head_dim + value_dim),
+    )
+
+
+def _ampere_backward_need(
+    accumulators: int, operands: int, tiling: Tiling, head_dim: int, value_dim: int
+) -> Need:
+    """Of `accumulators` [rows, H] and `operands` [rows, H] kept in registers."""
+    rows, columns = tiling.rows, tiling.columns
+    block = (rows, columns, 4)
+    tiles = [(rows, head_dim, 4)] * accumulators + [(rows, head_dim, 2)] * operands
+    stages = ampere_backward.STAGES
+    return Need(
+        _registers(*tiles, block, block),
+        _MOST_REGISTERS,
+        2 * (rows + stages * columns) * (head_dim + value_dim),
+    )
+
+
+def _ampere_dq_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
+    return _ampere_backward_need(1, 2, tiling, head_dim, value_dim)
+
+
+def _ampere_dkv_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
+    return _ampere_backward_need(2, 0, tiling, head_dim, value_dim)
+
+
+_ROWS = (64, 128)  # multiples of what four warps share
+_HOPPER_BACKWARD: Grid = {
+    "rows": _ROWS,
+    "columns": (32, 64, 96, 128, 192, 256),
+    "warpgroups": (1, 2, 3),
+    "stages": (2, 3, 4),
+}
+# A CTA is one warpgroup there.
+_AMPERE: Grid = {"rows": _ROWS, "columns": (16, 32, 64, 96, 128), "warpgroups": (1,)}
+
+KERNELS: dict[Architecture, dict[KernelName, Kernel]] = {
+    "hopper": {
+        "forward": Kernel(
+            *("forward", "attention_forward", ("out", "lse")),
+            {
+                "rows": _ROWS,
+                "columns": (64, 128, 192, 256),
+                "warpgroups": tuple(hopper_forward.REGISTERS),
+                "stages": (2, 3, 4),
+                "q_registers": (False, True),
+                "stored_columns": (None, 64),
+            },
+            _hopper_forward_need,
+            _hopper_forward_refuses,
+        ),
+        "backward_dq": Kernel(
+            *("backward_dq", "attention_backward_dq", ("dq",)),
+            *(_HOPPER_BACKWARD, _hopper_dq_need, _hopper_dq_refuses),
+        ),
+        "backward_dkv": Kernel(
+            *("backward_dkv", "attention_backward_dkv", ("dk", "dv")),
+            _HOPPER_BACKWARD | {"split": (1, 2)},
+            *(_hopper_dkv_need, _hopper_dkv_refuses),
+        ),
+    },
+    "ampere": {
+        "forward": Kernel(
+            *("forward", "attention_forward", ("out", "lse")),
+            _AMPERE | {"stages": (1, 2, 3)},
+            _ampere_forward_need,
+        ),
+        "backward_dq": Kernel(
+            *("backward_dq", "attention_backward_dq", ("dq",)),
+            _AMPERE | {"stages": (ampere_backward.STAGES,)},
+            _ampere_dq_need,
+        ),
+        "backward_dkv": Kernel(
+            *("backward_dkv", "attention_backward_dkv", ("dk", "dv")),
+            _AMPERE | {"stages": (ampere_backward.STAGES,)},
+            _ampere_dkv_need,
+        ),
+    },
+}
+
+
+def head_dims(architecture: Architecture) -> Iterator[tuple[int, int]]:
+    """Those of Q and K and of V that the table has entries of their own for."""
+    for head_dim in tuning.HEAD_DIMS[architecture]:
+        yield head_dim, head_dim
+    pairs = {
+        (e.head_dim, e.value_dim)
+        for e in tuning.ENTRIES
+        if e.architecture == architecture and e.head_dim != e.value_dim
+    }
+    yield from sorted(pairs)
