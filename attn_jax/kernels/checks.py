@@ -120,22 +120,31 @@ def run(
       NotImplementedError, ValueError, RuntimeError: the kernels refuse the problem, do
         not compile, or fail when they run.
     """
-    case, inputs = check.case, _inputs(check)
-    names = tuple(n for n in results if n != "dsinks" or case.sinks is not None)
-    with made_for(architecture):
-        function = program(check, names, training, options)
-        compiled = jax.jit(function).lower(*inputs).compile()
+    inputs = _inputs(check)
+    names = tuple(n for n in results if n != "dsinks" or inputs[-1] is not None)
+    compiled = compile_for(
+        architecture, program(check, names, training=training, **options), inputs
+    )
     arrays = jax.device_put(inputs)
     first = jax.device_get(compiled(*arrays))
     same_bits = True
     for _ in range(RUNS - 1):
         again = jax.device_get(compiled(*arrays))
-        same_bits &= all(_same_bits(first[name], again[name]) for name in names)
+        same_bits &= all(first[x].tobytes() == again[x].tobytes() for x in names)
     return judged(check, first, same_bits)
 
 
+def compile_for(
+    architecture: Architecture, function: Callable, inputs: tuple
+) -> jax.stages.Compiled:
+    """A program of an architecture's kernels. What it raises is the kernels' refusal,
+    or the compiler's."""
+    with made_for(architecture):
+        return jax.jit(function).lower(*inputs).compile()
+
+
 def program(
-    check: Check, names: tuple[str, ...], training: bool, options: dict[str, Any]
+    check: Check, names: tuple[str, ...], *, training: bool, **options: Any
 ) -> Callable:
     """(query, key, value, dout, dlse, mask, sinks) -> results by name."""
     soft_cap = check.case.soft_cap
@@ -162,6 +171,11 @@ def program(
         return {name: found[name] for name in names}
 
     return results
+
+
+def shapes(check: Check) -> list[jax.ShapeDtypeStruct]:
+    """Of the arrays among a program's inputs, of a check without a mask's and sinks."""
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _inputs(check)[:5]]
 
 
 @functools.lru_cache(maxsize=8)
@@ -235,7 +249,3 @@ def _lse_holds(lse: np.ndarray, exact: Golden, query, key) -> bool:
     size = np.abs(exact.lse[~empty]).max() + math.prod(rows) * head_dim**-0.5
     bound = (head_dim + key.shape[1]) * 2.0**-24 * size
     return bool(np.abs(lse[~empty] - exact.lse[~empty]).max() <= bound)
-
-
-def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
-    return first.tobytes() == second.tobytes()
