@@ -110,8 +110,9 @@ def test_documented_commands_exist():
         used = set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE))
         assert used, f"{name} names no make command"
         assert used <= targets, f"{name}: {used - targets} is no target"
-        for module in re.findall(r"python -m (\w+)", text):
-            assert module == "pytest" or (ROOT / module / "__main__.py").exists()
+        for module in re.findall(r"python -m (\w+(?:\.\w+)*)", text):
+            folder = ROOT.joinpath(*module.split("."))
+            assert module == "pytest" or (folder / "__main__.py").exists()
     # A target whose name is a file would never run.
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
     assert phony and targets == set(phony[1].split())

@@ -189,7 +189,7 @@ def _inputs(check: Check) -> tuple:
         return x.astype(np.float32).astype(DTYPES[case.dtype])
 
     query = normal(check.queries, N, check.head_dim)
-    key = normal(check.keys, K, check.head_dim, 2)
+    key = normal(check.keys, K, check.head_dim, 2.0)
     value = normal(check.keys, K, check.value_dim)
     dout = normal(check.queries, N, check.value_dim)
     dlse = rng.standard_normal((case.batch, N, check.queries)).astype(np.float32)

@@ -170,12 +170,19 @@ def compiled(
     return Program(hlo, kernels)
 
 
+class UnreadableReport(Exception):
+    """The compiler wrote something that is not known here."""
+
+
 @contextlib.contextmanager
 def reported(*, machine_code: bool) -> Iterator[list[Kernel]]:
     """What ptxas says of the kernels that are compiled inside, known after it.
 
     On any machine, also for the GPU that is there. Without `machine_code` kernels have
     no `order` and no `opcodes`, and no disassembler is needed.
+
+    Raises:
+      UnreadableReport: at the end, where it cannot be read.
     """
     kernels: list[Kernel] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -185,14 +192,23 @@ def reported(*, machine_code: bool) -> Iterator[list[Kernel]]:
             os.environ["MOSAIC_GPU_DUMP_SASS"] = "1"
         try:
             yield kernels
-            # Kernels whose results nobody asks for are lowered, but not compiled.
-            resources = _by_name(Path(folder).glob("*.resources.txt"))
-            for path in sorted(Path(folder).glob("*.ptxas"), key=_name_and_number):
-                beside = resources[_name_and_number(path)[0]].pop(0)
-                kernels.append(_read_kernel(path, beside))
+            kernels += _read(Path(folder))
         finally:
             for name in ("TO", "PTXAS", "SASS"):
                 os.environ.pop(f"MOSAIC_GPU_DUMP_{name}", None)
+
+
+def _read(folder: Path) -> list[Kernel]:
+    # Kernels whose results nobody asks for are lowered, but not compiled.
+    resources = _by_name(folder.glob("*.resources.txt"))
+    reports = sorted(folder.glob("*.ptxas"), key=_name_and_number)
+    try:
+        return [
+            _read_kernel(path, resources[_name_and_number(path)[0]].pop(0))
+            for path in reports
+        ]
+    except (LookupError, ValueError) as error:
+        raise UnreadableReport(f"{folder}: {error!r}") from error
 
 
 def _by_name(paths: Iterable[Path]) -> dict[str, list[Path]]:

@@ -23,9 +23,8 @@ from attn_jax.kernels import card, checks
 from attn_jax.kernels.accept import parts
 from attn_jax.kernels.accept.report import Report, Result
 from attn_jax.kernels.card import Card
-from attn_jax.kernels.tune.__main__ import settings_of
 from attn_jax.kernels.tune.candidates import KERNELS
-from attn_jax.kernels.tune.session import Session
+from attn_jax.kernels.tune.session import Session, settings_of
 from attn_jax.kernels.tune.winners import as_markdown
 from attn_jax.kernels.worker import Worker, WorkerFailed
 from attn_jax.store import Store, StoreError
@@ -42,17 +41,17 @@ class Budget:
     """The time there is, and what a task of a kind takes, going by those before it."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
+        self.clock = clock
         self.start = clock()
         self.deadline = self.start + seconds
 
     @property
     def left(self) -> float:
-        return self.deadline - self._clock()
+        return self.deadline - self.clock()
 
     @property
     def taken(self) -> float:
-        return self._clock() - self.start
+        return self.clock() - self.start
 
 
 def each(
@@ -69,7 +68,7 @@ def each(
     found: list[Result] = []
     longest = 0.0
     for task in tasks:
-        if budget.left <= longest or budget.left <= 0:
+        if budget.left < longest or budget.left <= 0:
             found.append(Result(part, task.name, "left out", "out of time"))
             continue
         before = budget.taken
@@ -140,6 +139,7 @@ def tune(
         session = Session(
             *(store, worker),
             seconds=_SECONDS,
+            clock=budget.clock,
             deadline=budget.deadline - _SECONDS_FOR_ONE / 2,
             limit=_SECONDS_FOR_ONE / 2,
             most=_CANDIDATES,
@@ -150,7 +150,11 @@ def tune(
         name = f"{d.kernel}, head dim {d.head_dim}, {d.length_class} keys"
         status = "left out" if d.verdict == "unfinished" else "measured"
         detail = "out of time" if status == "left out" else d.verdict
-        results.append(Result("tuning", name, status, detail))
+        data = {
+            **{"present": str(d.present), "fastest": str(d.fastest)},
+            **{"ratio": d.ratio, "noise": d.noise},
+        }
+        results.append(Result("tuning", name, status, detail, data))
     decided = [d for d in decisions if d.verdict != "unfinished"]
     return results, as_markdown(decided) if decided else ""
 

@@ -108,7 +108,11 @@ class Report:
             lines.append(_line(r.name, *figures, ratio, _said(r)))
         lines += ["", "## Tuning", ""]
         lines += [self.tuned] if self.tuned else []
-        lines += [_line(r.name, _said(r)) for r in self._of("tuning")]
+        lines += [
+            f"- {r.name}: {_said(r)}"
+            for r in self._of("tuning")
+            if r.status == "left out"
+        ]
         return "\n".join(lines).rstrip() + "\n"
 
     def _of(self, part: str) -> list[Result]:

@@ -13,7 +13,6 @@ Exit codes: 0 done; 2 unusable command; 3 out of time, run it again to go on.
 
 import argparse
 import contextlib
-import hashlib
 import importlib.util
 import json
 import sys
@@ -21,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from attn_jax.kernels import card, checks, tuning
+from attn_jax.kernels import card, tuning
 from attn_jax.kernels.tune import trial
 from attn_jax.kernels.tune.candidates import (
     KERNELS,
@@ -29,13 +28,12 @@ from attn_jax.kernels.tune.candidates import (
     head_dims,
     reason_against,
 )
-from attn_jax.kernels.tune.session import Group, Session, named
-from attn_jax.kernels.tune.trial import PROBLEMS, Candidate
-from attn_jax.kernels.tune.winners import CONFIRMATIONS, as_markdown, new_table
+from attn_jax.kernels.tune.session import Session, named, settings_of
+from attn_jax.kernels.tune.trial import Candidate
+from attn_jax.kernels.tune.winners import Group, as_markdown, new_table
 from attn_jax.kernels.worker import Worker, WorkerFailed
 from attn_jax.recipe import Architecture
 from attn_jax.store import Store, StoreError
-from attn_jax.timing import RUNS
 
 # A candidate that takes longer to compile does not end.
 _SECONDS_TO_COMPILE = 180
@@ -159,16 +157,6 @@ def _tune(options: argparse.Namespace) -> int:
     }
     print(json.dumps(said))
     return 0 if complete else 3
-
-
-def settings_of(seconds: float) -> dict:
-    """What a row depends on besides its cell and the machine."""
-    present = hashlib.sha256(tuning.write(tuning.ENTRIES).encode()).hexdigest()
-    return {
-        **{"seconds": seconds, "runs": RUNS, "confirmations": CONFIRMATIONS},
-        **{"problems": [p.name for p in PROBLEMS], "units": checks.UNITS},
-        "table": present[:12],
-    }
 
 
 def _dry_run(options: argparse.Namespace) -> int:

@@ -1,14 +1,21 @@
 """Goes through the candidates, keeps what it finds, and decides."""
 
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from attn_jax.kernels import tuning
+from attn_jax.kernels import checks, tuning
 from attn_jax.kernels.tune import trial
 from attn_jax.kernels.tune.candidates import KERNELS, candidates, reason_against
-from attn_jax.kernels.tune.trial import CLASSES, Candidate, LengthClass, class_ratio
+from attn_jax.kernels.tune.trial import (
+    CLASSES,
+    PROBLEMS,
+    Candidate,
+    LengthClass,
+    class_ratio,
+)
 from attn_jax.kernels.tune.winners import (
     CONFIRMATIONS,
     Decision,
@@ -21,6 +28,7 @@ from attn_jax.kernels.tune.winners import (
 from attn_jax.kernels.tuning import Tiling
 from attn_jax.kernels.worker import Worker, WorkerFailed
 from attn_jax.store import Store
+from attn_jax.timing import RUNS
 
 # A candidate compiles some seven programs and runs them for seconds: one that takes
 # longer hangs.
@@ -161,6 +169,16 @@ class Session:
                 ratios = (class_ratio(row, n, length_class) for n in ("ratio", "again"))
                 found.append(Measured(candidate.tiling, *ratios))
         return found
+
+
+def settings_of(seconds: float) -> dict[str, Any]:
+    """What a row depends on besides its cell and the machine."""
+    present = hashlib.sha256(tuning.write(tuning.ENTRIES).encode()).hexdigest()
+    return {
+        **{"seconds": seconds, "runs": RUNS, "confirmations": CONFIRMATIONS},
+        **{"problems": [p.name for p in PROBLEMS], "units": checks.UNITS},
+        "table": present[:12],
+    }
 
 
 def cell_of(candidate: Candidate) -> dict[str, Any]:

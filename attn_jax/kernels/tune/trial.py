@@ -4,6 +4,7 @@ Inputs of the timed problems stay where they are between runs, as those of `pyth
 analysis speed`; time is that of the one kernel, by CUPTI.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -17,7 +18,7 @@ import numpy as np
 from attn_jax.kernels import checks, tuning
 from attn_jax.kernels.checks import Check
 from attn_jax.kernels.compiler import Kernel as Report
-from attn_jax.kernels.compiler import compiled, reported
+from attn_jax.kernels.compiler import UnreadableReport, compiled, reported
 from attn_jax.kernels.tune.candidates import GPUS, KERNELS, Kernel, spills_too_much
 from attn_jax.kernels.tuning import KernelName, Tiling
 from attn_jax.mask import Mask
@@ -94,11 +95,16 @@ def attempt(
     """
     row: dict[str, Any] = {"refused": None}
     if check:
-        with reported(machine_code=False) as reports:
-            try:
-                found = _checked(candidate)
-            except (NotImplementedError, ValueError, TypeError) as error:
-                return row | {"refused": f"does not compile: {reason(error)}"}
+        found, reports = None, []
+        # What the compiler says is good to know, and no condition.
+        with contextlib.suppress(UnreadableReport):
+            with reported(machine_code=False) as reports:
+                try:
+                    found = _checked(candidate)
+                except (NotImplementedError, ValueError, TypeError) as error:
+                    row["refused"] = f"does not compile: {reason(error)}"
+        if found is None:
+            return row
         row |= {"units": found.units} | resources(candidate, reports)
         against = found.failed or tuple(
             filter(None, [spills_too_much(candidate.tiling, row["spilled_bytes"] or 0)])

@@ -63,8 +63,9 @@ class Decision:
     @property
     def tiling(self) -> Tiling:
         """What the table is to have."""
-        wins = self.verdict == "wins" and self.fastest is not None
-        return self.fastest if wins else self.present
+        if self.verdict == "wins" and self.fastest is not None:
+            return self.fastest
+        return self.present
 
 
 def noise(measured: Sequence[Measured]) -> float:
