@@ -113,6 +113,13 @@ def test_the_estimate_is_what_the_compiler_takes_at_the_least():
     assert need.registers <= need.registers_given <= 255
 
 
+def test_spilling_the_logits_is_too_much():
+    candidate = Candidate(*GROUP, Tiling(64, 64, 2, 2))
+    assert candidate.spills_too_much(4 * 64 * 64 // 128 - 4) is None
+    assert "spills 128 bytes" in (candidate.spills_too_much(4 * 64 * 64 // 128) or "")
+    assert candidate.spills_too_much(None) is None  # ptxas said nothing.
+
+
 # ---- the session
 
 
@@ -261,6 +268,7 @@ def on_a_card(monkeypatch):
         ({}, ["--head-dims", "80"], "no head dim 80; they have 32, 64"),
         ({"capability": "8.0"}, ["--head-dims", "64x128"], "no head dim 64x128"),
         ({}, ["--seconds", "0"], "--seconds"),
+        ({}, ["--minutes", "-1"], "--minutes"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(

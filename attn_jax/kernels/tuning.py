@@ -51,18 +51,19 @@ class Tiling:
         """Rows of the output tile that one CTA owns."""
         return self.rows * self.warpgroups // self.split
 
-    def set_fields(self) -> dict[str, Any]:
-        """Fields that have no default, and those that differ from it."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        }
-
     def __str__(self) -> str:
-        fields = self.set_fields()
+        fields = set_fields(self)
         size = f"{fields.pop('rows')} x {fields.pop('columns')}"
         return ", ".join([size, *(f"{name} {x}" for name, x in fields.items())])
+
+
+def set_fields(tiling: Any) -> dict[str, Any]:
+    """Fields of a dataclass that have no default, and those that differ from it."""
+    return {
+        field.name: getattr(tiling, field.name)
+        for field in dataclasses.fields(tiling)
+        if getattr(tiling, field.name) != field.default
+    }
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,10 @@ PLENTY_OF_REGISTERS = ((64, 64), (128, 128))
 
 KernelName = Literal["forward", "backward_dq", "backward_dkv"]
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
+# Kernels with more to choose than `Tiling` says.
+_CLASSES: dict[tuple[Architecture, KernelName], type[Tiling]] = {
+    ("hopper", "forward"): ForwardTiling
+}
 
 # By head dim, or by those of Q and K and of V where it is worth an entry.
 type Tilings = dict[Architecture, dict[int | tuple[int, int], Tiling]]
@@ -177,9 +182,11 @@ class Entry(NamedTuple):
 def tiling_of(
     architecture: Architecture, kernel: KernelName, fields: Mapping[str, Any]
 ) -> Tiling:
-    """The tiling of a kernel from its fields by name. TypeError if they do not fit."""
-    of = architecture == "hopper" and kernel == "forward"
-    return (ForwardTiling if of else Tiling)(**fields)
+    """The tiling of a kernel from its fields by name.
+
+    Raises TypeError or ValueError if they do not fit.
+    """
+    return _CLASSES.get((architecture, kernel), Tiling)(**fields)
 
 
 def read(text: str) -> list[Entry]:
@@ -221,7 +228,7 @@ def read(text: str) -> list[Entry]:
 def write(entries: list[Entry]) -> str:
     """A table as text, an entry a line; `read` gives it back."""
     lines = (
-        json.dumps(entry._asdict() | {"tiling": entry.tiling.set_fields()})
+        json.dumps(entry._asdict() | {"tiling": set_fields(entry.tiling)})
         for entry in entries
     )
     return "[\n  " + ",\n  ".join(lines) + "\n]\n"

@@ -53,7 +53,12 @@ class _Parser(argparse.ArgumentParser):
 def _dims(text: str) -> tuple[int, int]:
     """64, or 192x128: of Q and K, and of V."""
     head_dim, _, value_dim = text.partition("x")
-    return int(head_dim), int(value_dim or head_dim)
+    try:
+        return int(head_dim), int(value_dim or head_dim)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no head dim such as 64, nor a pair such as 192x128"
+        ) from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -127,6 +132,8 @@ def _tune(options: argparse.Namespace) -> int:
         raise _Unusable(f"--seconds must be above 0, got {options.seconds:g}")
     deadline = float("inf")
     if options.minutes is not None:
+        if not options.minutes > 0:
+            raise _Unusable(f"--minutes must be above 0, got {options.minutes:g}")
         deadline = time.monotonic() + 60 * options.minutes
     with Worker(card.ON_GPU) as worker:
         found = card.find(worker, options.architecture)

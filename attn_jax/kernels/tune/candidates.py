@@ -7,7 +7,7 @@ for the compiler to say, and what it is worth for the clock.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from attn_jax.kernels import (
@@ -33,11 +33,12 @@ type Grid = dict[str, tuple[Any, ...]]
 @dataclasses.dataclass(frozen=True)
 class Need:
     """At the least: registers of a consumer's thread, of how many; bytes of shared
-    memory of a CTA."""
+    memory of a CTA; bytes of a thread's part of a block of logits."""
 
     registers: int
     registers_given: int
     shared_memory: int
+    logits: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Kernel:
       grid: values of each field of a tiling; every combination is a candidate.
       need: (tiling, head dim, value dim) -> what it takes.
       refuses: (tiling, head dim, value dim) -> why it cannot be at all, or None.
+      options: what else `attention` is given so that it uses the kernel.
     """
 
     name: KernelName
@@ -59,6 +61,7 @@ class Kernel:
     grid: Grid
     need: Callable[[Tiling, int, int], Need]
     refuses: Callable[[Tiling, int, int], str | None] = lambda *_: None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def candidates(
@@ -116,18 +119,23 @@ def reason_against(
     return None
 
 
-def spills_too_much(tiling: Tiling, spilled_bytes: int) -> str | None:
+def spills_too_much(need: Need, spilled_bytes: int) -> str | None:
     """A kernel that spills as much as its block of logits is keeps them in memory,
     which is what it is there to avoid."""
-    logits = 4 * tiling.rows * tiling.columns // _THREADS
-    if spilled_bytes < logits:
+    if spilled_bytes < need.logits:
         return None
-    return f"spills {spilled_bytes} bytes a thread, its block of logits has {logits}"
+    return (
+        f"spills {spilled_bytes} bytes a thread, its block of logits has {need.logits}"
+    )
 
 
 def _registers(*tiles: tuple[int, int, int]) -> int:
     """Of a thread, for tiles of (rows, columns, bytes an element)."""
     return sum(rows * columns * size for rows, columns, size in tiles) // (4 * _THREADS)
+
+
+def _logits(tiling: Tiling) -> int:
+    return 4 * tiling.rows * tiling.columns // _THREADS
 
 
 def _too_many_threads(warpgroups: int, consumer: int, producer: int) -> str | None:
@@ -150,6 +158,7 @@ def _hopper_forward_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
         hopper_forward.REGISTERS[groups][0],
         2 * groups * rows * (head_dim + buffers * stored)
         + 2 * tiling.stages * columns * (head_dim + value_dim),
+        _logits(tiling),
     )
 
 
@@ -176,6 +185,7 @@ def _hopper_dq_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
         hopper_backward_dq.CONSUMER_REGISTERS,
         2 * (groups * rows + tiling.stages * columns) * (head_dim + value_dim)
         + 4 * groups * (3 * rows + head_dim),
+        _logits(tiling),
     )
 
 
@@ -196,6 +206,7 @@ def _hopper_dkv_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
         _registers((rows, both // tiling.split, 4), block, block),
         hopper_backward_dkv.CONSUMER_REGISTERS,
         2 * teams * rows * both + tiling.stages * columns * (2 * both + 8),
+        _logits(tiling),
     )
 
 
@@ -215,6 +226,7 @@ def _ampere_forward_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
         _registers((rows, value_dim, 4), (rows, columns, 4)),
         _MOST_REGISTERS,
         2 * rows * head_dim + 2 * tiling.stages * columns * (head_dim + value_dim),
+        _logits(tiling),
     )
 
 
@@ -230,6 +242,7 @@ def _ampere_backward_need(
         _registers(*tiles, block, block),
         _MOST_REGISTERS,
         2 * (rows + stages * columns) * (head_dim + value_dim),
+        _logits(tiling),
     )
 
 

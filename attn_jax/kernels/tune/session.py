@@ -186,7 +186,7 @@ def cell_of(candidate: Candidate) -> dict[str, Any]:
     return {
         **{"architecture": candidate.architecture, "kernel": candidate.kernel},
         **{"head_dim": candidate.head_dim, "value_dim": candidate.value_dim},
-        "tiling": candidate.tiling.set_fields(),
+        "tiling": tuning.set_fields(candidate.tiling),
     }
 
 

@@ -77,7 +77,12 @@ class Candidate:
             is_causal=mask.is_causal,
             listed=listed,
         )
-        return {"tilings": table._replace(**{self.kernel: self.tiling})}
+        tilings = table._replace(**{self.kernel: self.tiling})
+        return {"tilings": tilings, **self.of.options}
+
+    def spills_too_much(self, spilled_bytes: int | None) -> str | None:
+        need = self.of.need(self.tiling, self.head_dim, self.value_dim)
+        return spills_too_much(need, spilled_bytes or 0)
 
 
 def attempt(
@@ -106,11 +111,10 @@ def attempt(
         if found is None:
             return row
         row |= {"units": found.units} | resources(candidate, reports)
-        against = found.failed or tuple(
-            filter(None, [spills_too_much(candidate.tiling, row["spilled_bytes"] or 0)])
-        )
+        against = "; ".join(found.failed)
+        against = against or candidate.spills_too_much(row["spilled_bytes"])
         if against:
-            return row | {"refused": "; ".join(against)}
+            return row | {"refused": against}
     problems = [p for p in PROBLEMS if p.length_class in classes]
     return row | {"times": {p.name: _timed(candidate, p, seconds) for p in problems}}
 
@@ -170,9 +174,7 @@ def compile_only(candidate: Candidate) -> dict[str, Any]:
     except (NotImplementedError, ValueError, TypeError, RuntimeError) as error:
         return {"refused": f"does not compile: {reason(error)}"}
     row = resources(candidate, found.kernels)
-    return row | {
-        "refused": spills_too_much(candidate.tiling, row["spilled_bytes"] or 0)
-    }
+    return row | {"refused": candidate.spills_too_much(row["spilled_bytes"])}
 
 
 def _timed(candidate: Candidate, problem: Problem, seconds: float) -> dict[str, Any]:
