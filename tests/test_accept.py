@@ -183,7 +183,7 @@ def test_every_head_dim_and_feature_is_checked():
     for head_dim in (64, 128):
         own = [c for c in found if c.head_dim == head_dim]
         assert {c.feature for c in own} == {"full", "causal", *features}
-        assert {c.backward for c in own} == {None, "fused"}
+        assert {c.backward for c in own} == {None, "two_kernels", "fused"}
         assert {c.out_dtype for c in own} == {None, "float32"}
     assert {c.case.dtype for c in found} == {"bfloat16", "float16"}
     assert any(c.head_dim > c.value_dim for c in found)

@@ -19,6 +19,7 @@ from analysis.speed.torch_process import TorchProcess
 from attn_jax.kernels import tuning
 from attn_jax.mask import Mask
 from attn_jax.reference import golden
+from attn_jax.timing import device_time
 
 TOY = {case.mask: case for case in PRESETS["toy"]}
 SMALL = Case("small", "test", 2, 24, 24, 4, 2, 8, "causal")
@@ -369,6 +370,14 @@ def test_times_on_a_gpu_are_those_of_the_kernels(cupti):
     time, columns = in_jax._timer(np.negative, (1.0,))
     assert time(3) == 7.0
     assert columns == {"kernel": "attention", "kernels": 2, "timer": "CUPTI"}
+
+
+def test_one_kernel_is_timed_among_others(cupti):
+    cupti.append([[("convert", 1.0), ("attention", ms)] for ms in (9.0, 4.0, 6.0)])
+    ms, kernels = device_time(np.negative, (1.0,), 3, "attention")
+    assert (ms, kernels) == (6.0, [("attention", 9.0)])
+    with pytest.raises(RuntimeError, match="saw no kernel"):
+        device_time(np.negative, (1.0,), 3, "backward")
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ import numpy as np
 from attn_jax.audit.mask_cases import mask_cases
 from attn_jax.kernels import ring_order, tuning
 from attn_jax.kernels.attention import attention
-from attn_jax.kernels.checks import Check, K, N, S, T, compile_for
+from attn_jax.kernels.checks import Check, N, S, T, compile_for
 from attn_jax.kernels.hopper_fused_work import QUERIES
 from attn_jax.kernels.tune.candidates import head_dims
+from attn_jax.kernels.tune.winners import Group
+from attn_jax.kernels.tuning import Backward
 from attn_jax.mask import Mask
 from attn_jax.recipe import Architecture
 from attn_jax.timing import device_time, interleaved, reason
@@ -30,8 +32,8 @@ def all_checks(
 ) -> Iterator[Check]:
     """Every head dim and feature that the kernels have, the common ones first.
 
-    The fused backward kernel where the card has the multiprocessors that it needs
-    (`attention.backward_of`).
+    Both designs of the backward pass by name, the fused one where the card has the
+    multiprocessors that it needs (`attention.backward_of`).
     """
     dims = list(head_dims(architecture))
     for feature in ("full", "causal"):
@@ -51,11 +53,13 @@ def all_checks(
             yield Check(*pair, "window")
     for narrow, wide in ((32, 256), (256, 32)):
         yield Check(narrow, wide, "causal")
+    designs: tuple[Backward, ...] = ("two_kernels", "fused")
     if multiprocessors is not None and multiprocessors < ring_order.MULTIPROCESSORS:
-        return
+        designs = ("two_kernels",)
     for head_dim in QUERIES:
-        yield Check(head_dim, head_dim, "full", backward="fused")
-        yield Check(head_dim, head_dim, "causal", backward="fused", queries=S)
+        for backward in designs:
+            yield Check(head_dim, head_dim, "full", backward=backward)
+            yield Check(head_dim, head_dim, "causal", backward=backward, queries=S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,12 +150,7 @@ def timed(
     return row
 
 
-def heads_per_group() -> str:
-    """For the report: what the checks' problems look like."""
-    return f"{T} queries, {S} keys, {N} heads, {K} key/value heads"
-
-
-def tuned_groups(architecture: Architecture) -> list[tuple]:
+def tuned_groups(architecture: Architecture) -> list[Group]:
     """What a short tune goes through, in this order."""
     return [
         (architecture, kernel, head_dim, head_dim)

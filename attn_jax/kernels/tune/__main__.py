@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="H",
         help="64, or 192x128 for V's own; default: all that have an entry",
     )
-    add("--seconds", type=float, default=0.5, help="of timing a problem (default 0.5)")
+    add("--seconds", type=float, default=1.0, help="of timing a problem (default 1)")
     add("--minutes", type=float, help="begin no candidate after so many")
     add(
         "--architecture",

@@ -261,6 +261,7 @@ _HOPPER_BACKWARD: Grid = {
     "warpgroups": (1, 2, 3),
     "stages": (2, 3, 4),
 }
+_TWO_KERNELS = {"backward": "two_kernels"}
 # A CTA is one warpgroup there.
 _AMPERE: Grid = {"rows": _ROWS, "columns": (16, 32, 64, 96, 128), "warpgroups": (1,)}
 
@@ -281,12 +282,12 @@ KERNELS: dict[Architecture, dict[KernelName, Kernel]] = {
         ),
         "backward_dq": Kernel(
             *("backward_dq", "attention_backward_dq", ("dq",)),
-            *(_HOPPER_BACKWARD, _hopper_dq_need, _hopper_dq_refuses),
+            *(_HOPPER_BACKWARD, _hopper_dq_need, _hopper_dq_refuses, _TWO_KERNELS),
         ),
         "backward_dkv": Kernel(
             *("backward_dkv", "attention_backward_dkv", ("dk", "dv")),
             _HOPPER_BACKWARD | {"split": (1, 2)},
-            *(_hopper_dkv_need, _hopper_dkv_refuses),
+            *(_hopper_dkv_need, _hopper_dkv_refuses, _TWO_KERNELS),
         ),
     },
     "ampere": {
@@ -299,11 +300,13 @@ KERNELS: dict[Architecture, dict[KernelName, Kernel]] = {
             *("backward_dq", "attention_backward_dq", ("dq",)),
             _AMPERE | {"stages": (ampere_backward.STAGES,)},
             _ampere_dq_need,
+            options=_TWO_KERNELS,
         ),
         "backward_dkv": Kernel(
             *("backward_dkv", "attention_backward_dkv", ("dk", "dv")),
             _AMPERE | {"stages": (ampere_backward.STAGES,)},
             _ampere_dkv_need,
+            options=_TWO_KERNELS,
         ),
     },
 }
