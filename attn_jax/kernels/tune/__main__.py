@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
+
 from attn_jax.kernels import card, tuning
 from attn_jax.kernels.tune import trial
 from attn_jax.kernels.tune.candidates import (
@@ -146,7 +148,8 @@ def _tune(options: argparse.Namespace) -> int:
             decisions, complete = session.run(groups)
     table = as_markdown(decisions)
     print(table, file=sys.stderr)
-    files = {"winners.md": f"{found.device}\n\n{table}"}
+    where = f"{found.device}, driver {found.described['driver']}, jax {jax.__version__}"
+    files = {"winners.md": f"{where}\n\n{table}"}
     if found.native:
         files["tilings.json"] = tuning.write(new_table(tuning.ENTRIES, decisions))
     else:

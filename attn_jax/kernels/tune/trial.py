@@ -18,7 +18,12 @@ import numpy as np
 from attn_jax.kernels import checks, tuning
 from attn_jax.kernels.checks import Check
 from attn_jax.kernels.compiler import Kernel as Report
-from attn_jax.kernels.compiler import UnreadableReport, compiled, reported
+from attn_jax.kernels.compiler import (
+    UnreadableReport,
+    compiled,
+    reported,
+    shared_memory,
+)
 from attn_jax.kernels.tune.candidates import GPUS, KERNELS, Kernel, spills_too_much
 from attn_jax.kernels.tuning import KernelName, Tiling
 from attn_jax.mask import Mask
@@ -80,9 +85,16 @@ class Candidate:
         tilings = table._replace(**{self.kernel: self.tiling})
         return {"tilings": tilings, **self.of.options}
 
-    def spills_too_much(self, spilled_bytes: int | None) -> str | None:
+    def too_large(self, taken: dict[str, Any]) -> str | None:
+        """What is against it, going by what it took (`resources`), in one line."""
+        limit = shared_memory(GPUS[self.architecture])
+        if (taken["shared_memory"] or 0) > limit:
+            return (
+                f"takes {taken['shared_memory']} bytes of shared memory, a CTA has "
+                f"{limit}"
+            )
         need = self.of.need(self.tiling, self.head_dim, self.value_dim)
-        return spills_too_much(need, spilled_bytes or 0)
+        return spills_too_much(need, taken["spilled_bytes"] or 0)
 
 
 def attempt(
@@ -112,7 +124,7 @@ def attempt(
             return row
         row |= {"units": found.units} | resources(candidate, reports)
         against = "; ".join(found.failed)
-        against = against or candidate.spills_too_much(row["spilled_bytes"])
+        against = against or candidate.too_large(row)
         if against:
             return row | {"refused": against}
     problems = [p for p in PROBLEMS if p.length_class in classes]
@@ -174,7 +186,7 @@ def compile_only(candidate: Candidate) -> dict[str, Any]:
     except (NotImplementedError, ValueError, TypeError, RuntimeError) as error:
         return {"refused": f"does not compile: {reason(error)}"}
     row = resources(candidate, found.kernels)
-    return row | {"refused": candidate.spills_too_much(row["spilled_bytes"])}
+    return row | {"refused": candidate.too_large(row)}
 
 
 def _timed(candidate: Candidate, problem: Problem, seconds: float) -> dict[str, Any]:

@@ -4,9 +4,12 @@ Noise is the table's own tiling timed against itself, in the same rounds. Candid
 screened; the fastest of a class is a selection from many, so its time is good luck in
 part. It is then timed `CONFIRMATIONS` times more, each in a process of its own (other
 addresses, other clocks), and wins if the least of those ratios is above the largest
-that the table's tiling has against itself in them, in either direction. If it were no
-faster, all 2 n figures would be drawn alike, and the n of the candidate would be the n
-largest with a chance of one in (2 n)! / n!^2: 1.4 % for n = 4.
+that the table's tiling has against itself in them, in either direction.
+
+If it were no faster, the three times t of a process (the table's twice, t1 and t2, and
+the candidate's, t3) would be drawn alike, and t1 / t3 above t1 / t2 and t2 / t1 with a
+chance of one in four: t3 < t2, and, in logarithms, t1 above the mean of t2 and t3. In
+four processes that is one in 256, and the rule asks for more.
 """
 
 import dataclasses
