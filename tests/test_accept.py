@@ -34,8 +34,11 @@ class Card(Worker):
     """A card on which every task takes `seconds`; `wrong` checks fail, `dead` ones take
     the process down."""
 
-    def __init__(self, clock, seconds=1.0, wrong="", dead="", described=A100):
+    def __init__(
+        self, clock, seconds=1.0, wrong="", dead="", untimed=(), described=A100
+    ):
         super().__init__()
+        self._untimed = untimed
         self._clock, self._taken = clock, seconds
         self._wrong, self._dead, self._described = wrong, dead, described
 
@@ -50,8 +53,10 @@ class Card(Worker):
             return {"refused": None, "times": {p.name: times for p in PROBLEMS}}
         if function is parts.timed:
             ms = {"pallas": 1.0, "cudnn": 1.5}
+            ms = {name: x for name, x in ms.items() if name not in self._untimed}
             tflops = {name: 300 / x for name, x in ms.items()}
-            return {"refused": {}, "ms": ms, "tflops": tflops}
+            refused = dict.fromkeys(self._untimed, "no such library")
+            return {"refused": refused, "ms": ms, "tflops": tflops}
         name = arguments[0].name
         if self._dead and self._dead in name:
             raise WorkerFailed("run took its process down, exit code -6\ntrace")
@@ -149,6 +154,22 @@ def test_times_are_no_condition(accept):
     code, data, _ = accept("--minutes", str((checks_alone + 2.5) / 60))
     assert code == 0 and data["accepted"]
     assert _results(data, "speed", "left out") and "left out" in data["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("untimed", "code", "status"),
+    [
+        (("cudnn",), 0, "measured"),
+        (("pallas",), 4, "failed"),
+        # As without CUPTI.
+        (("pallas", "cudnn"), 0, "left out"),
+    ],
+)
+def test_what_a_peer_cannot_is_no_failure_of_ours(accept, untimed, code, status):
+    found, data, text = accept(untimed=untimed)
+    assert found == code
+    assert len(_results(data, "speed", status)) == len(parts.speed_cases())
+    assert f"{status}: {untimed[0]}: no such library" in text
 
 
 def test_the_budget_is_kept(accept):

@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = found.add_argument
-    add("--out", type=Path, default=Path("tuning"), help="folder (default tuning)")
+    add("--out", type=Path, default=Path("runs", "tuning"), help="folder")
     add("--fresh", action="store_true", help="forget what is in the folder")
     add("--kernels", nargs="+", choices=tuning.KERNEL_NAMES, help="default: all")
     add(
