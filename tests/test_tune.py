@@ -23,7 +23,7 @@ from attn_jax.kernels.tune.candidates import (
     present,
     reason_against,
 )
-from attn_jax.kernels.tune.session import Session, cell_of, settings_of
+from attn_jax.kernels.tune.search import Search, cell_of, settings_of
 from attn_jax.kernels.tune.trial import PROBLEMS, Candidate
 from attn_jax.kernels.tune.winners import Measured, new_table
 from attn_jax.kernels.tuning import ForwardTiling, Tiling
@@ -129,14 +129,14 @@ def test_what_takes_too_much_is_refused():
     assert against(None, None) is None  # ptxas said nothing.
 
 
-# ---- the session
+# ---- the search
 
 
-def test_a_session_goes_on_where_it_was_ended(store):
+def test_a_search_goes_on_where_it_was_ended(store):
     clock = map(float, range(10**6))  # A second for every look at it.
     attempt = lambda candidate, *_: measured(1.0)  # noqa: E731
     worker = FakeWorker()
-    first = Session(
+    first = Search(
         *(store, worker), seconds=0.1, deadline=7.0, attempt=attempt,
         clock=lambda: next(clock),
     )  # fmt: skip
@@ -145,7 +145,7 @@ def test_a_session_goes_on_where_it_was_ended(store):
     # What was not finished is named, of the group it was in and of the later ones.
     assert [d.verdict for d in decisions] == ["unfinished"] * 4
     again = FakeWorker()
-    decisions, complete = Session(store, again, seconds=0.1, attempt=attempt).run(
+    decisions, complete = Search(store, again, seconds=0.1, attempt=attempt).run(
         [GROUP]
     )
     assert complete and {d.verdict for d in decisions} == {"keeps"}
@@ -169,8 +169,8 @@ def test_a_candidate_that_fails_loses_only_itself(store):
             raise WorkerFailed("attempt did not end in 300 s\ntraceback")
         return measured(1.0)
 
-    session = Session(store, FakeWorker(), seconds=0.1, attempt=attempt, most=9)
-    decisions, complete = session.run([GROUP])
+    search = Search(store, FakeWorker(), seconds=0.1, attempt=attempt, most=9)
+    decisions, complete = search.run([GROUP])
     assert complete and all(d.verdict == "keeps" for d in decisions)
     kernel = KERNELS["hopper"]["backward_dq"]
     hung = [t for t in candidates("hopper", kernel, 128, 128) if t.columns == 32]
@@ -180,7 +180,7 @@ def test_a_candidate_that_fails_loses_only_itself(store):
 
 def _with_winner(store, attempt):
     worker = FakeWorker()
-    run = Session(store, worker, seconds=0.1, attempt=attempt, most=6)
+    run = Search(store, worker, seconds=0.1, attempt=attempt, most=6)
     decisions, _ = run.run([GROUP])
     return {d.length_class: d for d in decisions}, worker
 
@@ -305,8 +305,8 @@ def test_the_command_writes_the_table(
     architecture, on_a_card, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setattr(
-        command, "Session",
-        lambda *a, **k: Session(*a, **k, attempt=lambda *_: measured(1.0), most=2),
+        command, "Search",
+        lambda *a, **k: Search(*a, **k, attempt=lambda *_: measured(1.0), most=2),
     )  # fmt: skip
     arguments = ["--out", str(tmp_path), "--kernels", "backward_dq"]
     arguments += ["--head-dims", "64"]

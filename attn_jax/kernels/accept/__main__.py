@@ -24,7 +24,7 @@ from attn_jax.kernels.accept import parts
 from attn_jax.kernels.accept.report import Report, Result
 from attn_jax.kernels.card import Card
 from attn_jax.kernels.tune.candidates import KERNELS
-from attn_jax.kernels.tune.session import Session, settings_of
+from attn_jax.kernels.tune.search import Search, settings_of
 from attn_jax.kernels.tune.winners import as_markdown
 from attn_jax.kernels.worker import Worker, WorkerFailed
 from attn_jax.store import Store, StoreError
@@ -139,7 +139,7 @@ def tune(
     settings = settings_of(_SECONDS) | {"most": _CANDIDATES}
     with contextlib.closing(Store(path, settings, fresh=fresh)) as store:
         store.describe(found.described)
-        session = Session(
+        search = Search(
             *(store, worker),
             seconds=_SECONDS,
             clock=budget.clock,
@@ -147,7 +147,7 @@ def tune(
             limit=_SECONDS_FOR_ONE / 2,
             most=_CANDIDATES,
         )
-        decisions, _ = session.run(parts.tuned_groups(found.architecture))
+        decisions, _ = search.run(parts.tuned_groups(found.architecture))
     results = []
     for d in decisions:
         name = f"{d.kernel}, head dim {d.head_dim}, {d.length_class} keys"

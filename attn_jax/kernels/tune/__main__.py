@@ -30,7 +30,7 @@ from attn_jax.kernels.tune.candidates import (
     head_dims,
     reason_against,
 )
-from attn_jax.kernels.tune.session import Session, named, settings_of
+from attn_jax.kernels.tune.search import Search, named, settings_of
 from attn_jax.kernels.tune.trial import Candidate
 from attn_jax.kernels.tune.winners import Group, as_markdown, new_table
 from attn_jax.kernels.worker import Worker, WorkerFailed
@@ -144,8 +144,8 @@ def _tune(options: argparse.Namespace) -> int:
         settings = settings_of(options.seconds)
         with contextlib.closing(Store(path, settings, fresh=options.fresh)) as store:
             store.describe(found.described)
-            session = Session(store, worker, seconds=options.seconds, deadline=deadline)
-            decisions, complete = session.run(groups)
+            search = Search(store, worker, seconds=options.seconds, deadline=deadline)
+            decisions, complete = search.run(groups)
     table = as_markdown(decisions)
     print(table, file=sys.stderr)
     where = f"{found.device}, driver {found.described['driver']}, jax {jax.__version__}"

@@ -39,7 +39,7 @@ class OutOfTime(Exception):
     """The budget is spent; what is finished is kept."""
 
 
-class Session:
+class Search:
     """Measures what a store does not have yet.
 
     Args:
