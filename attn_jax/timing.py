@@ -85,12 +85,16 @@ def card() -> Iterator[Row]:
 
 
 def device_time(
-    program: Any, arguments: tuple, runs: int, only: str = ""
+    program: Any,
+    arguments: tuple,
+    runs: int,
+    only: str = "",
+    without: str | None = None,
 ) -> tuple[float, list[tuple[str, float]]]:
     """Milliseconds on the GPU, the median of `runs` (two or more), and the kernels.
 
     CUPTI's: kernels' own times added up, without the gaps between them; of those whose
-    name has `only` in it.
+    name has `only` in it, and not `without`.
 
     Raises:
       ImportError, RuntimeError: CUPTI cannot be had, saw no such kernel, or not the
@@ -99,7 +103,11 @@ def device_time(
     from jax.experimental.mosaic.gpu import profiler
 
     timed = profiler.measure(program, aggregate=False, iterations=runs)(*arguments)[1]
-    found = [[kernel for kernel in run if only in kernel[0]] for run in timed or [[]]]
+
+    def counts(name: str) -> bool:
+        return only in name and not (without is not None and without in name)
+
+    found = [[kernel for kernel in run if counts(kernel[0])] for run in timed or [[]]]
     if not found[0]:
         raise RuntimeError("it saw no kernel")
     return statistics.median(sum(ms for _, ms in run) for run in found), found[0]

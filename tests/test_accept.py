@@ -13,7 +13,6 @@ from attn_jax.kernels.accept.__main__ import Budget, called, each
 from attn_jax.kernels.accept.report import Report, Result
 from attn_jax.kernels.checks import Check, Outcome
 from attn_jax.kernels.tune import trial
-from attn_jax.kernels.tune.trial import PROBLEMS
 from attn_jax.kernels.worker import Worker, WorkerFailed
 
 A100 = {
@@ -50,7 +49,8 @@ class Card(Worker):
             raise WorkerFailed(f"{function.__name__} did not end in {seconds:.0f} s")
         if function is trial.attempt:
             times = {"ms": 1.0, "present_ms": 1.0, "ratio": 1.0, "again": 1.0}
-            return {"refused": None, "times": {p.name: times for p in PROBLEMS}}
+            problems = trial.problems(arguments[0].group)
+            return {"refused": None, "times": {p.name: times for p in problems}}
         if function is parts.timed:
             ms = {"pallas": 1.0, "cudnn": 1.5}
             ms = {name: x for name, x in ms.items() if name not in self._untimed}
@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_named(accept, capsys):
     speed = [case.name for case in parts.speed_cases()]
     assert _results(data, "speed", "left out") == speed
     assert len(_results(data, "tuning", "left out")) == 2 * len(
-        parts.tuned_groups("ampere")
+        parts.tuned_groups("ampere", 108)
     )
     said = capsys.readouterr().err
     for name in (*left_out, *speed):
@@ -215,6 +215,18 @@ def test_every_head_dim_and_feature_is_checked():
     ampere = list(parts.all_checks("ampere", 108))
     assert {(c.head_dim, c.value_dim) for c in ampere} == {(64, 64), (128, 128)}
     assert {c.feature for c in ampere} == {"full", "causal"}
+
+
+def test_a_short_tune_goes_through_all_kernels_of_the_card(accept):
+    found = parts.tuned_groups("hopper", 132)
+    assert {group.kernel for group in found} == set(tuning.KERNEL_NAMES)
+    fewer = set(parts.tuned_groups("hopper", 114))
+    assert {group.kernel for group in set(found) - fewer} == {"backward_fused"}
+    described = A100 | {"capability": "9.0", "multiprocessors": 132}
+    code, data, _ = accept("--minutes", "60", described=described)
+    names = _results(data, "tuning", "measured")
+    assert code == 0 and len(set(names)) == len(names) == 2 * len(found)
+    assert "backward_fused, head dim 64, causal, many keys" in names
 
 
 def test_what_is_called_the_fused_kernel_is_it():

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,57 +12,29 @@ import pytest
 
 from attn_jax.kernels import card, checks, tuning
 from attn_jax.kernels.checks import Check
+from attn_jax.kernels.hopper_fused_work import Barriers, Memory
 from attn_jax.kernels.internals import interpreted
 from attn_jax.kernels.tune import __main__ as command
 from attn_jax.kernels.tune import trial, winners
 from attn_jax.kernels.tune.candidates import (
     KERNELS,
     candidates,
+    groups,
     head_dims,
     present,
     reason_against,
 )
 from attn_jax.kernels.tune.search import Search, cell_of, settings_of
-from attn_jax.kernels.tune.trial import PROBLEMS, Candidate
+from attn_jax.kernels.tune.trial import Candidate
 from attn_jax.kernels.tune.winners import Measured, new_table
-from attn_jax.kernels.tuning import ForwardTiling, Tiling
+from attn_jax.kernels.tuning import ForwardTiling, Group, Tiling
 from attn_jax.kernels.worker import Worker, WorkerFailed
 from attn_jax.store import Store, StoreError
 from tests.child_process import in_child_process
+from tests.tune_fakes import H200, FakeWorker, measured
 
-GROUP: winners.Group = ("hopper", "backward_dq", 128, 128)
-H200 = {
-    **{"device": "NVIDIA H200", "platform": "gpu", "capability": "9.0"},
-    **{"multiprocessors": 132, "versions": {"jax": "0.11.2"}, "driver": "580"},
-}
-
-
-class FakeWorker(Worker):
-    """Calls in this process. `described` is the card; `calls` are the others."""
-
-    def __init__(self, described=H200):
-        super().__init__()
-        self.described, self.calls, self.ended = described, [], 0
-
-    def end(self):
-        self.ended += 1
-
-    def call(self, function: Callable, *arguments, seconds):
-        if function is card.describe:
-            return self.described
-        self.calls.append((arguments, seconds))
-        return function(*arguments)
-
-
-def measured(ratio: float, again: float = 1.0, problems=PROBLEMS) -> dict:
-    times = {
-        "ms": 1.0,
-        "present_ms": ratio,
-        "ratio": ratio,
-        "again": again,
-        "rounds": 5,
-    }
-    return {"refused": None, "times": {p.name: times for p in problems}}
+GROUP = Group("hopper", "backward_dq", 128, 128)
+FUSED = Group("hopper", "backward_fused", 64, 64, is_causal=True)
 
 
 @pytest.fixture
@@ -78,14 +49,27 @@ def store(tmp_path):
 
 @pytest.mark.parametrize("architecture", KERNELS)
 def test_the_entries_are_among_the_candidates_and_tried_first(architecture):
-    for name, kernel in KERNELS[architecture].items():
-        for dims in head_dims(architecture):
-            found = candidates(architecture, kernel, *dims)
-            entries = present(architecture, name, *dims)
+    for name in KERNELS[architecture]:
+        for group in groups(architecture, name, head_dims(architecture)):
+            found = candidates(group)
+            entries = present(group)
             assert set(found[: len(entries)]) == set(entries)
             assert len(set(found)) == len(found) > len(entries)
             for tiling in entries:
-                assert not reason_against(architecture, kernel, tiling, *dims)
+                assert not reason_against(group, tiling)
+
+
+def test_every_entry_belongs_to_a_group_that_is_tuned():
+    tuned = {
+        group
+        for architecture, kernels in KERNELS.items()
+        for name in kernels
+        for group in groups(architecture, name, head_dims(architecture))
+    }
+    assert {entry.group for entry in tuning.ENTRIES} <= tuned
+    # A card with fewer multiprocessors runs the two kernels under that name.
+    fewer = groups("hopper", "backward_fused", head_dims("hopper"), 114)
+    assert list(fewer) == []
 
 
 @pytest.mark.parametrize(
@@ -99,24 +83,30 @@ def test_the_entries_are_among_the_candidates_and_tried_first(architecture):
     ],
 )
 def test_what_does_not_fit_is_not_even_compiled(kernel, tiling, reason):
-    found = reason_against("hopper", KERNELS["hopper"][kernel], tiling, 128, 128)
+    found = reason_against(Group("hopper", kernel, 128, 128), tiling)
     assert found is not None and re.search(reason, found), found
 
 
-def test_the_estimate_is_what_the_compiler_takes_at_the_least():
+# Six buffers and five barriers; the fused kernel says its own.
+@pytest.mark.parametrize(
+    ("group", "buffers"),
+    [(GROUP, 11), (FUSED, len(Memory._fields + Barriers._fields))],
+    ids=["dq", "fused"],
+)
+def test_the_estimate_is_what_the_compiler_takes_at_the_least(group, buffers):
     pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
-    candidate = Candidate(*GROUP, Tiling(64, 64, 2, 2))
+    candidate = Candidate(group, present(group)[0])
     with Worker(card.WITHOUT_GPU) as worker:
         found = worker.call(trial.compile_only, candidate, seconds=120)
-    need = candidate.of.need(candidate.tiling, 128, 128)
-    assert found["refused"] is None and found["spilled_bytes"] == 0
-    # Six buffers and five barriers besides, each aligned to 1 KiB at the most.
-    assert 0 <= found["shared_memory"] - need.shared_memory <= 11 * 1024
+    need = candidate.of.need(candidate.tiling, group.head_dim, group.value_dim)
+    assert found["refused"] is None and found["spilled_bytes"] < need.logits
+    # Each is aligned to 1 KiB at the most.
+    assert 0 <= found["shared_memory"] - need.shared_memory <= buffers * 1024
     assert need.registers <= need.registers_given <= 255
 
 
 def test_what_takes_too_much_is_refused():
-    candidate = Candidate("ampere", "forward", 64, 64, Tiling(64, 64, 1, 2))
+    candidate = Candidate(Group("ampere", "forward", 64, 64), Tiling(64, 64, 1, 2))
 
     def against(spilled, memory):
         return candidate.too_large({"spilled_bytes": spilled, "shared_memory": memory})
@@ -140,7 +130,7 @@ def test_a_search_goes_on_where_it_was_ended(store):
         *(store, worker), seconds=0.1, deadline=7.0, attempt=attempt,
         clock=lambda: next(clock),
     )  # fmt: skip
-    decisions, complete = first.run([GROUP, ("hopper", "forward", 64, 64)])
+    decisions, complete = first.run([GROUP, Group("hopper", "forward", 64, 64)])
     assert not complete and len(worker.calls) == 7
     # What was not finished is named, of the group it was in and of the later ones.
     assert [d.verdict for d in decisions] == ["unfinished"] * 4
@@ -150,16 +140,11 @@ def test_a_search_goes_on_where_it_was_ended(store):
     )
     assert complete and {d.verdict for d in decisions} == {"keeps"}
     tried = [arguments[0].tiling for arguments, _ in (*worker.calls, *again.calls)]
-    kernel = KERNELS["hopper"]["backward_dq"]
-    allowed = [
-        tiling
-        for tiling in candidates("hopper", kernel, 128, 128)
-        if not reason_against("hopper", kernel, tiling, 128, 128)
-    ]
+    allowed = [t for t in candidates(GROUP) if not reason_against(GROUP, t)]
     assert tried == allowed
     # Every candidate has its line, refused ones their reason.
-    for tiling in set(candidates("hopper", kernel, 128, 128)) - set(allowed):
-        (row,) = store.rows([cell_of(Candidate(*GROUP, tiling))])
+    for tiling in set(candidates(GROUP)) - set(allowed):
+        (row,) = store.rows([cell_of(Candidate(GROUP, tiling))])
         assert len(row["refused"].splitlines()) == 1
 
 
@@ -172,9 +157,8 @@ def test_a_candidate_that_fails_loses_only_itself(store):
     search = Search(store, FakeWorker(), seconds=0.1, attempt=attempt, most=9)
     decisions, complete = search.run([GROUP])
     assert complete and all(d.verdict == "keeps" for d in decisions)
-    kernel = KERNELS["hopper"]["backward_dq"]
-    hung = [t for t in candidates("hopper", kernel, 128, 128) if t.columns == 32]
-    (row,) = store.rows([cell_of(Candidate(*GROUP, hung[0]))])
+    hung = [tiling for tiling in candidates(GROUP) if tiling.columns == 32]
+    (row,) = store.rows([cell_of(Candidate(GROUP, hung[0]))])
     assert row["refused"] == "attempt did not end in 300 s"
 
 
@@ -186,14 +170,13 @@ def _with_winner(store, attempt):
 
 
 def test_a_faster_tiling_is_confirmed_in_processes_of_its_own(store):
-    kernel = KERNELS["hopper"]["backward_dq"]
-    now, fast = candidates("hopper", kernel, 128, 128)[:2]
+    now, fast = candidates(GROUP)[:2]
 
     def attempt(candidate, classes, seconds, check):
         fast_here = candidate.tiling == fast
         row = measured(1.0, 1.01)
-        for problem in PROBLEMS:
-            if fast_here and problem.length_class == "many":
+        for problem in trial.problems(GROUP):
+            if fast_here and problem.length_class(GROUP) == "many":
                 row["times"][problem.name] = measured(1.05, 0.99)["times"][problem.name]
         return row
 
@@ -210,10 +193,10 @@ def test_a_faster_tiling_is_confirmed_in_processes_of_its_own(store):
     # The class that kept its tiling has an entry of its own now.
     table = new_table(tuning.ENTRIES, [*found.values()])
     assert tuning.read(tuning.write(table)) == table
-    new = {e.keys_seen: e.tiling for e in table if e.place[:4] == GROUP}
+    new = {e.keys_seen: e.tiling for e in table if e.group == GROUP}
     assert new == {2048: now, None: fast}
-    others = [e for e in table if e.place[:4] != GROUP]
-    assert others == [e for e in tuning.ENTRIES if e.place[:4] != GROUP]
+    others = [e for e in table if e.group != GROUP]
+    assert others == [e for e in tuning.ENTRIES if e.group != GROUP]
 
 
 def test_luck_in_screening_is_no_win(store):
@@ -276,6 +259,12 @@ def on_a_card(monkeypatch):
         ({"capability": "8.0"}, ["--architecture", "hopper"], "need a Hopper GPU"),
         ({}, ["--head-dims", "80"], "no head dim 80; they have 32, 64"),
         ({"capability": "8.0"}, ["--head-dims", "64x128"], "no head dim 64x128"),
+        ({}, ["--kernels", "backward_fused", "--head-dims", "96"], "head dims 64, 128"),
+        (
+            {"multiprocessors": 114},
+            ["--kernels", "backward_fused"],
+            "with 132 multiprocessors",
+        ),
         ({}, ["--seconds", "0"], "--seconds"),
         ({}, ["--minutes", "-1"], "--minutes"),
     ],

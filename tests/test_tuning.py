@@ -7,9 +7,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from attn_jax.kernels import tuning
+from attn_jax.kernels import hopper_backward_fused, tuning
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
+from attn_jax.kernels.hopper_fused_work import QUERIES
+from attn_jax.kernels.tuning import Plan
 from attn_jax.mask import Mask
 
 TABLE = Path(tuning.__file__).with_name("tilings.json").read_text()
@@ -34,6 +36,12 @@ def _changed(change) -> str:
         (lambda lines: lines[0]["tiling"].update(columns=0), "entry 1 .*columns"),
         (lambda lines: lines[1].pop("keys_seen"), "entry 2 .*keys_seen"),
         (lambda lines: lines.append(lines[1] | {"head_dim": 72}), "no such kernel"),
+        (lambda lines: lines.append(lines[1] | {"is_causal": True}), "no such kernel"),
+        (lambda lines: lines[-1].update(value_dim=64), "no entry .*fused', 128.* True"),
+        (lambda lines: lines.append(lines[-1] | {"value_dim": 64}), "no such kernel"),
+        (lambda lines: lines[-1].pop("is_causal"), "no entry .*'backward_fused', 128"),
+        (lambda lines: lines[-1]["tiling"].update(rings=2), "number of rings"),
+        (lambda lines: lines[-1]["tiling"].update(passes=0), "passes of a plan"),
     ],
 )
 def test_a_damaged_table_is_refused_in_one_line(change, complaint):
@@ -45,6 +53,79 @@ def test_a_damaged_table_is_refused_in_one_line(change, complaint):
 def test_what_is_no_json_is_refused():
     with pytest.raises(ValueError):
         tuning.read("{")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "keys", "is_causal", "plan"),
+    [
+        (64, 64, False, Plan(storing_warps=2, apart=False, passes=2)),
+        (64, 2048, False, Plan(storing_warps=2, apart=False, passes=2)),
+        (64, 16384, False, Plan(storing_warps=2, apart=False, passes=2)),
+        (64, 1, True, Plan(storing_warps=0, apart=False, passes=1)),
+        (64, 2047, True, Plan(storing_warps=0, apart=False, passes=1)),
+        (64, 2048, True, Plan(storing_warps=0, apart=True, passes=1)),
+        (64, 16384, True, Plan(storing_warps=0, apart=True, passes=1)),
+        (128, 2047, False, Plan(storing_warps=2, apart=False, passes=1)),
+        (128, 2048, False, Plan(storing_warps=2, apart=False, passes=1)),
+        (128, 1, True, Plan(storing_warps=2, apart=False, passes=1)),
+        (128, 2046, True, Plan(storing_warps=2, apart=False, passes=1)),
+        (128, 2047, True, Plan(storing_warps=2, apart=False, passes=1)),
+        (128, 2048, True, Plan(storing_warps=2, apart=True, passes=1)),
+        (128, 2049, True, Plan(storing_warps=2, apart=True, passes=1)),
+    ],
+)
+def test_plans_are_those_that_were_measured(head_dim, keys, is_causal, plan):
+    assert tuning.BACKWARD["hopper"] == "fused"
+    assert tuning.fused(head_dim, keys, is_causal=is_causal) == plan
+    dims = head_dim, head_dim
+    table = tuning.configuration(
+        *("hopper", *dims, keys), is_causal=is_causal, listed=False
+    )
+    assert table.backward_fused == plan and plan.rings is None
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "keys", "is_causal", "listed", "tilings"),
+    [
+        ((64, 64), 2048, False, False, ("64 x 64", 4, "64 x 128", "64 x 64")),
+        ((64, 64), 2049, False, False, ("64 x 128", 3, "64 x 128", "64 x 64")),
+        ((64, 64), 2048, False, True, ("64 x 128", 3, "64 x 128", "64 x 64")),
+        ((64, 64), 4097, True, False, ("64 x 64", 4, "64 x 128", "64 x 64")),
+        ((64, 64), 4098, True, False, ("64 x 128", 3, "64 x 128", "64 x 64")),
+        ((128, 128), 1024, True, False, ("64 x 128", 2, "64 x 64", "64 x 64")),
+        ((192, 128), 4096, True, False, ("64 x 128", 2, "64 x 64", "64 x 32")),
+        ((32, 256), 4096, False, False, ("64 x 64", 2, "64 x 32", "64 x 64")),
+    ],
+)
+def test_tilings_are_those_that_were_measured(
+    head_dims, keys, is_causal, listed, tilings
+):
+    """Rows and columns, of the forward kernel its warpgroups."""
+    table = tuning.configuration(
+        *("hopper", *head_dims, keys), is_causal=is_causal, listed=listed
+    )
+    sizes = [f"{x.rows} x {x.columns}" for x in table[:3]]
+    assert (sizes[0], table.forward.warpgroups, *sizes[1:]) == tilings
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head_dims", "listed"),
+    [
+        ("ampere", (64, 64), False),
+        ("hopper", (96, 96), False),
+        ("hopper", (64, 128), False),
+        ("hopper", (64, 64), True),
+    ],
+)
+def test_there_is_no_plan_without_a_fused_kernel(architecture, head_dims, listed):
+    table = tuning.configuration(
+        *(architecture, *head_dims, 4096), is_causal=True, listed=listed
+    )
+    assert table.backward_fused is None
+
+
+def test_the_table_has_the_fused_kernels_head_dims():
+    assert set(tuning.FUSED_HEAD_DIMS) == set(QUERIES)
 
 
 def _traced(length: int, is_causal: bool, **options) -> None:
@@ -72,6 +153,7 @@ def test_the_tilings_of_a_call_are_logged_once_for_a_shape(caplog):
     assert f"dq {tuning.BACKWARD_DQ['hopper'][64]}; " in many
     short = tuning.SHORT_FORWARD["hopper"][64, 64][1]
     assert "causal" in few and f"forward {short}; backward in one pass" in few
+    assert few.endswith(str(Plan(storing_warps=0, apart=True)))
 
 
 def test_given_tilings_are_those_of_the_call(caplog):
@@ -81,3 +163,28 @@ def test_given_tilings_are_those_of_the_call(caplog):
         _traced(4104, True, tilings=given, backward="two_kernels")
     (record,) = caplog.records
     assert "dq 64 x 32, warpgroups 1, stages 3" in record.getMessage()
+
+
+@pytest.mark.parametrize("plan", [None, Plan(storing_warps=0, apart=True)])
+def test_the_fused_kernel_runs_with_the_plan_of_the_call(plan, monkeypatch):
+    taken: list = []
+
+    def fake(query, key, value, *_, plan, **options):
+        taken.append(plan)
+        lengths = options["query_count"], options["key_count"], options["key_count"]
+        return [x[:, :n] for x, n in zip((query, key, value), lengths)]
+
+    monkeypatch.setattr(hopper_backward_fused, "backward_fused", fake)
+    table = tuning.configuration("hopper", 64, 64, 1000, is_causal=True, listed=False)
+    given = None if plan is None else table._replace(backward_fused=plan)
+
+    def gradients(x):
+        def attend(x):
+            mask = Mask(is_causal=True)
+            return attention(x, x, x, scale=0.25, mask=mask, tilings=given)[0]
+
+        return jax.vjp(attend, x)[1](x)
+
+    with made_for("hopper"):
+        jax.eval_shape(gradients, jax.ShapeDtypeStruct((1, 1000, 2, 64), "bfloat16"))
+    assert taken == [plan or Plan(storing_warps=0)]

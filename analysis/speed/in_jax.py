@@ -230,8 +230,7 @@ def _config(name: str, case: Case, of: Pass) -> str:
             (case.B, case.S, case.K, case.H),
         )
         if backward_of(query, value, target, case.rules) == "fused":
-            plan = tuning.fused(case.H, case.S, is_causal=case.is_causal)
-            said.append(f"backward in one pass, {plan}")
+            said.append(f"backward in one pass, {tilings.backward_fused}")
         else:
             said.append(f"dq {tilings.backward_dq}")
             said.append(f"dkv {tilings.backward_dkv}")

@@ -92,8 +92,9 @@ def attention(
       out_dtype: the inputs' dtype (default) or float32, the accumulator unrounded.
       backward: "two_kernels", or "fused", one kernel where it takes the problem
         (`backward_of`); None: `tuning.BACKWARD`.
-      tilings: block sizes; None: `tuning.configuration`. What it is goes to the logger
-        `attn_jax.kernels` at level INFO, once for a shape.
+      tilings: block sizes and the fused kernel's plan; None: `tuning.configuration`.
+        What it is goes to the logger `attn_jax.kernels` at level INFO, once for a
+        shape.
 
     Raises:
       NotImplementedError: `unsupported` names a reason.
@@ -256,7 +257,7 @@ def declared_recipe(
     inputs = _INPUTS[jnp.dtype(dtype)]
     target = architecture.chosen() if target is None else target
     dims = head_dim, head_dim if value_dim is None else value_dim
-    forward, dq_tiling, _ = tuning.configuration(
+    forward, dq_tiling, *_ = tuning.configuration(
         target,
         *dims,
         key_length,
@@ -432,7 +433,9 @@ def _local_backward(
     options = {"scale": static.scale, "is_causal": is_causal} | lengths
     if static.backward == "fused":
         gradients = hopper_backward_fused.backward_fused(
-            *operands, row_sum, centre, **options
+            *(*operands, row_sum, centre),
+            plan=static.tilings.backward_fused,
+            **options,
         )
         return *gradients, dsinks
     if rules is not None:

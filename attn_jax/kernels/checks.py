@@ -59,6 +59,7 @@ class Check:
       out_dtype: "float32", or None for that of the inputs.
       backward: as of `attention`.
       queries, keys: lengths.
+      batch: for "full" and "causal".
     """
 
     head_dim: int
@@ -69,6 +70,7 @@ class Check:
     backward: str | None = None
     queries: int = T
     keys: int = S
+    batch: int = 1
 
     @property
     def name(self) -> str:
@@ -84,7 +86,8 @@ class Check:
     def case(self) -> Case:
         masks = {"full": Mask(), "causal": Mask(is_causal=True)}
         if self.feature in masks:
-            return Case(masks[self.feature], self.head_dim, self.dtype)
+            mask = masks[self.feature]
+            return Case(mask, self.head_dim, self.dtype, batch=self.batch)
         return mask_cases(self.queries, self.keys, N)[self.feature]
 
 

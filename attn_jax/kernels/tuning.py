@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -100,7 +100,7 @@ class Plan:
         added at the end (`ring_order.Ring.apart`).
       passes: the fewest tiles of a pair that a CTA is to have, without a mask, where
         that costs nothing.
-      rings: how many rings; None: as many as run at the same time.
+      rings: how many rings; None: as many as run at the same time. Not in the table.
     """
 
     storing_warps: int = 2
@@ -111,6 +111,8 @@ class Plan:
     def __post_init__(self):
         if self.storing_warps not in (0, 2):
             raise ValueError(f"{self.storing_warps} storing warps, not 0 or 2")
+        if type(self.passes) is not int or self.passes < 1:
+            raise ValueError(f"passes of a plan is {self.passes!r}, no number above 0")
 
     @property
     def storers(self) -> int:
@@ -128,18 +130,27 @@ HEAD_DIMS: dict[Architecture, tuple[int, ...]] = {
 # loop over blocks. At the others they make both anew in each block.
 PLENTY_OF_REGISTERS = ((64, 64), (128, 128))
 
-KernelName = Literal["forward", "backward_dq", "backward_dkv"]
+# At which Hopper has the fused backward kernel: the same for Q, K and V.
+FUSED_HEAD_DIMS = (64, 128)
+
+KernelName = Literal["forward", "backward_dq", "backward_dkv", "backward_fused"]
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
-# Kernels with more to choose than `Tiling` says.
-_CLASSES: dict[tuple[Architecture, KernelName], type[Tiling]] = {
-    ("hopper", "forward"): ForwardTiling
+
+# What the table has for a kernel.
+type Choice = Tiling | Plan
+# Kernels that choose something else, or more, than `Tiling` says.
+_CLASSES: dict[tuple[Architecture, KernelName], type[Choice]] = {
+    ("hopper", "forward"): ForwardTiling,
+    ("hopper", "backward_fused"): Plan,
 }
 
+# A kernel, and the mask by which its entries differ.
+type Table = tuple[KernelName, bool | None]
 # By head dim, or by those of Q and K and of V where it is worth an entry.
-type Tilings = dict[Architecture, dict[int | tuple[int, int], Tiling]]
+type Tilings[T] = dict[Architecture, dict[int | tuple[int, int], T]]
 # Where a query sees few keys, by head dims: how many at the most, in the mean, and the
 # tiling. Starting and ending a tile weighs more there.
-type ShortTilings = dict[Architecture, dict[tuple[int, int], tuple[int, Tiling]]]
+type ShortTilings[T] = dict[Architecture, dict[tuple[int, int], tuple[int, T]]]
 
 # How gradients of Q, K and V are made: dQ by a kernel of its own, which computes the
 # logits once more, or all three in one pass, where that kernel takes the problem.
@@ -149,21 +160,36 @@ BACKWARD: dict[Architecture, Backward] = {
     "hopper": "fused",
 }
 
-# The fused kernel's plan, by head dim, without a mask and with a causal one.
-FUSED: dict[int, tuple[Plan, Plan]] = {
-    64: (Plan(passes=2), Plan(storing_warps=0)),
-    128: (Plan(), Plan()),
-}
-# From so many keys on causal sums are kept apart: below, making and adding the second
-# array costs more than the waits it saves.
-FUSED_APART_FROM = 2048
 
-
-class Entry(NamedTuple):
-    """One line of the table.
+class Group(NamedTuple):
+    """Whose entries differ in the number of keys alone.
 
     Attributes:
       head_dim, value_dim: of Q and K, and of V.
+      is_causal: with a causal mask, or without a mask; None: with any (`masks`).
+    """
+
+    architecture: Architecture
+    kernel: KernelName
+    head_dim: int
+    value_dim: int
+    is_causal: bool | None = None
+
+    @property
+    def mask(self) -> str:
+        return {None: "", False: "full", True: "causal"}[self.is_causal]
+
+    @property
+    def of(self) -> str:
+        """Head dims and mask."""
+        dims = f"{self.head_dim}, {self.value_dim}"
+        return f"{dims}, {self.mask}" if self.mask else dims
+
+
+class Entry(NamedTuple):
+    """One line of the table: the fields of a `Group`, and
+
+    Attributes:
       keys_seen: for queries that see so many keys at the most, in the mean; None: any.
     """
 
@@ -171,18 +197,40 @@ class Entry(NamedTuple):
     kernel: KernelName
     head_dim: int
     value_dim: int
+    is_causal: bool | None
     keys_seen: int | None
-    tiling: Tiling
+    tiling: Choice
 
     @property
     def place(self) -> tuple:
         return self[:-1]
 
+    @property
+    def group(self) -> Group:
+        return Group(*self[:5])
+
+
+def masks(kernel: KernelName) -> tuple[bool | None, ...]:
+    """What `Group.is_causal` can be. The fused kernel's order of additions, and so what
+    is best for it, depends on the mask."""
+    return (False, True) if kernel == "backward_fused" else (None,)
+
+
+def takes(
+    architecture: Architecture, kernel: KernelName, head_dim: int, value_dim: int
+) -> bool:
+    """Whether there is such a kernel for these head dims of Q and K, and of V."""
+    known, mixed = HEAD_DIMS.get(architecture, ()), architecture == "hopper"
+    if kernel == "backward_fused":
+        known, mixed = FUSED_HEAD_DIMS if mixed else (), False
+    fits = mixed or head_dim == value_dim
+    return kernel in KERNEL_NAMES and fits and {head_dim, value_dim} <= set(known)
+
 
 def tiling_of(
     architecture: Architecture, kernel: KernelName, fields: Mapping[str, Any]
-) -> Tiling:
-    """The tiling of a kernel from its fields by name.
+) -> Choice:
+    """What the table has for a kernel, from its fields by name.
 
     Raises TypeError or ValueError if they do not fit.
     """
@@ -200,7 +248,9 @@ def read(text: str) -> list[Entry]:
     try:
         for line in json.loads(text):
             tiling = tiling_of(line["architecture"], line["kernel"], line["tiling"])
-            entries.append(Entry(**{**line, "tiling": tiling}))
+            if isinstance(tiling, Plan) and tiling.rings is not None:
+                raise ValueError("the number of rings is not the table's")
+            entries.append(Entry(**{"is_causal": None, **line, "tiling": tiling}))
     except json.JSONDecodeError as error:
         raise ValueError(f"the table of tilings is no JSON: {error}") from None
     except (TypeError, KeyError, ValueError) as error:
@@ -211,26 +261,31 @@ def read(text: str) -> list[Entry]:
     if len(places) < len(entries):
         raise ValueError("the table of tilings has two entries for the same place")
     needed = {
-        (architecture, kernel, head_dim, head_dim, None)
+        Group(architecture, kernel, head_dim, head_dim, is_causal)
         for architecture, head_dims in HEAD_DIMS.items()
         for kernel in KERNEL_NAMES
         for head_dim in head_dims
+        if takes(architecture, kernel, head_dim, head_dim)
+        for is_causal in masks(kernel)
     }
-    for place in sorted(needed - places, key=str):
-        raise ValueError(f"the table of tilings has no entry for {place}")
-    known = {(place[:2], dim) for place in needed for dim in place[2:4]}
+    for group in sorted(needed, key=str):
+        if (*group, None) not in places:
+            raise ValueError(f"the table of tilings has no entry for {tuple(group)}")
     for entry in entries:
-        if not {(entry.place[:2], dim) for dim in entry.place[2:4]} <= known:
+        known = takes(*entry[:4]) and entry.is_causal in masks(entry.kernel)
+        if not known:
             raise ValueError(f"the table of tilings has {entry.place}, no such kernel")
     return entries
 
 
 def write(entries: list[Entry]) -> str:
     """A table as text, an entry a line; `read` gives it back."""
-    lines = (
-        json.dumps(entry._asdict() | {"tiling": set_fields(entry.tiling)})
-        for entry in entries
-    )
+    lines = []
+    for entry in entries:
+        fields = entry._asdict() | {"tiling": set_fields(entry.tiling)}
+        if entry.is_causal is None:
+            del fields["is_causal"]
+        lines.append(json.dumps(fields))
     return "[\n  " + ",\n  ".join(lines) + "\n]\n"
 
 
@@ -240,56 +295,74 @@ def write(entries: list[Entry]) -> str:
 # and shared memory (227 KB) allow; in the forward kernel a multiple of `rows`, so that
 # a causal mask cuts a warpgroup's last block alone; at few keys four warpgroups, which
 # hide the start and end of a tile better. The dK, dV kernel splits where 64 rows of
-# both accumulators are more than registers hold.
+# both accumulators are more than registers hold. The fused kernel keeps causal sums
+# apart from 2048 keys on, where a query sees 1024: below, making and adding the second
+# array costs more than the waits it saves.
 ENTRIES = read(Path(__file__).with_name("tilings.json").read_text())
 
 
-def _long(kernel: KernelName) -> Tilings:
+def _long(table: Table) -> Tilings:
     found: Tilings = {architecture: {} for architecture in HEAD_DIMS}
     for entry in ENTRIES:
-        if entry.kernel == kernel and entry.keys_seen is None:
+        if (entry.kernel, entry.is_causal) == table and entry.keys_seen is None:
             dims = entry.head_dim, entry.value_dim
             key = dims if dims[0] != dims[1] else dims[0]
             found[entry.architecture][key] = entry.tiling
     return found
 
 
-def _short(kernel: KernelName) -> ShortTilings:
+def _short(table: Table) -> ShortTilings:
     found: ShortTilings = {architecture: {} for architecture in HEAD_DIMS}
     for entry in ENTRIES:
-        if entry.kernel == kernel and entry.keys_seen is not None:
+        if (entry.kernel, entry.is_causal) == table and entry.keys_seen is not None:
             dims = entry.head_dim, entry.value_dim
             found[entry.architecture][dims] = entry.keys_seen, entry.tiling
     return found
 
 
-LONG = {name: _long(name) for name in KERNEL_NAMES}
-SHORT = {name: _short(name) for name in KERNEL_NAMES}
-FORWARD, BACKWARD_DQ, BACKWARD_DKV = (LONG[name] for name in KERNEL_NAMES)
-SHORT_FORWARD = SHORT["forward"]
+_TABLES: list[Table] = [
+    (name, is_causal) for name in KERNEL_NAMES for is_causal in masks(name)
+]
+LONG = {table: _long(table) for table in _TABLES}
+SHORT = {table: _short(table) for table in _TABLES}
+FORWARD, BACKWARD_DQ, BACKWARD_DKV = (LONG[name, None] for name in KERNEL_NAMES[:3])
+SHORT_FORWARD = SHORT["forward", None]
 
 
 class Configuration(NamedTuple):
-    """The tilings of one call, by `KernelName` and in their order."""
+    """What the kernels of one call are given, by `KernelName` and in their order.
+
+    `backward_fused` is None where there is no such kernel.
+    """
 
     forward: Tiling
     backward_dq: Tiling
     backward_dkv: Tiling
+    backward_fused: Plan | None
 
 
-def tiling(
-    tilings: Tilings, architecture: Architecture, head_dim: int, value_dim: int
-) -> Tiling:
+def tiling[T](
+    tilings: Tilings[T], architecture: Architecture, head_dim: int, value_dim: int
+) -> T:
     """The entry for a head dim of Q and K and one of V: theirs, or the larger one's."""
     of_architecture = tilings[architecture]
     larger = max(head_dim, value_dim)
     return of_architecture.get((head_dim, value_dim), of_architecture[larger])
 
 
+def few_and_many(group: Group) -> tuple[int, Any, Any]:
+    """(how many keys are few, what the table has for those, and for more)."""
+    _, kernel, *dims, is_causal = group
+    many = tiling(LONG[kernel, is_causal], group.architecture, *dims)
+    short = SHORT[kernel, is_causal][group.architecture]
+    return *short.get((group.head_dim, group.value_dim), (0, many)), many
+
+
 def fused(head_dim: int, key_count: int, *, is_causal: bool) -> Plan:
     """The fused backward kernel's plan."""
-    plan = FUSED[head_dim][is_causal]
-    return replace(plan, apart=is_causal and key_count >= FUSED_APART_FROM)
+    group = Group("hopper", "backward_fused", head_dim, head_dim, is_causal)
+    most, few, many = few_and_many(group)
+    return few if keys_seen(key_count, is_causal=is_causal) <= most else many
 
 
 def keys_seen(key_count: int, *, is_causal: bool) -> int:
@@ -306,17 +379,18 @@ def configuration(
     is_causal: bool,
     listed: bool,
 ) -> Configuration:
-    """The table's tilings for a problem. Blocks that come in lists (`listed`) have
-    those for many keys: lists take registers that four warpgroups do not have."""
+    """What the table has for a problem. Blocks that come in lists (`listed`) have the
+    tilings for many keys: lists take registers that four warpgroups do not have."""
+    seen = keys_seen(key_count, is_causal=is_causal)
 
     def chosen(name: KernelName) -> Tiling:
-        most, few = SHORT[name][target].get((head_dim, value_dim), (0, None))
-        seen = keys_seen(key_count, is_causal=is_causal)
-        if few is not None and seen <= most and not listed:
-            return few
-        return tiling(LONG[name], target, head_dim, value_dim)
+        most, few, many = few_and_many(Group(target, name, head_dim, value_dim))
+        return few if seen <= most and not listed else many
 
-    return Configuration(*map(chosen, KERNEL_NAMES))
+    plan = None
+    if takes(target, "backward_fused", head_dim, value_dim) and not listed:
+        plan = fused(head_dim, key_count, is_causal=is_causal)
+    return Configuration(*map(chosen, KERNEL_NAMES[:3]), backward_fused=plan)
 
 
 def log(
@@ -337,5 +411,5 @@ def _log(target, shapes, mask, tilings, backward) -> None:
     sizes = ", ".join(f"{name} {list(shape)}" for name, shape in names)
     said = f"dq {tilings.backward_dq}; dkv {tilings.backward_dkv}"
     if backward == "fused":
-        said = "backward in one pass"
+        said = f"backward in one pass, {tilings.backward_fused}"
     _LOG.info("%s, %s, %s: forward %s; %s", target, sizes, mask, tilings.forward, said)

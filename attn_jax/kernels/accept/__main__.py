@@ -147,10 +147,14 @@ def tune(
             limit=_SECONDS_FOR_ONE / 2,
             most=_CANDIDATES,
         )
-        decisions, _ = search.run(parts.tuned_groups(found.architecture))
+        wanted = parts.tuned_groups(
+            found.architecture, found.described["multiprocessors"]
+        )
+        decisions, _ = search.run(wanted)
     results = []
     for d in decisions:
-        name = f"{d.kernel}, head dim {d.head_dim}, {d.length_class} keys"
+        words = [d.group.kernel, f"head dim {d.group.head_dim}", d.group.mask]
+        name = ", ".join(filter(None, [*words, f"{d.length_class} keys"]))
         status = "left out" if d.verdict == "unfinished" else "measured"
         detail = "out of time" if status == "left out" else d.verdict
         data = {

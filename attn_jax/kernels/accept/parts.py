@@ -13,9 +13,8 @@ from attn_jax.kernels import ring_order, tuning
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.checks import Check, N, S, T, compile_for
 from attn_jax.kernels.hopper_fused_work import QUERIES
-from attn_jax.kernels.tune.candidates import head_dims
-from attn_jax.kernels.tune.winners import Group
-from attn_jax.kernels.tuning import Backward
+from attn_jax.kernels.tune.candidates import groups, head_dims
+from attn_jax.kernels.tuning import Backward, Group
 from attn_jax.mask import Mask
 from attn_jax.recipe import Architecture
 from attn_jax.timing import device_time, interleaved, reason
@@ -150,10 +149,15 @@ def timed(
     return row
 
 
-def tuned_groups(architecture: Architecture) -> list[Group]:
+def tuned_groups(
+    architecture: Architecture, multiprocessors: int | None
+) -> list[Group]:
     """What a short tune goes through, in this order."""
     return [
-        (architecture, kernel, head_dim, head_dim)
+        group
         for head_dim in (128, 64)
         for kernel in tuning.KERNEL_NAMES
+        for group in groups(
+            architecture, kernel, [(head_dim, head_dim)], multiprocessors
+        )
     ]

@@ -1,9 +1,10 @@
 """Measures tilings of the kernels on the GPU at hand and writes the table of them.
 
-Every tiling that registers and shared memory allow is compiled, checked against FP64
-(errors in units, the same bits twice, with and without a mask, lengths that no block
-divides), and then timed in turn with the table's own. What does not compile, spills,
-is wrong or hangs is kept with its reason. The same command goes on where it was ended.
+Every tiling that registers and shared memory allow, and every plan of the fused kernel,
+is compiled, checked against FP64 (errors in units, the same bits in all runs, with and
+without a mask, lengths that no block divides), and then timed in turn with the table's
+own. What does not compile, spills, is wrong or hangs is kept with its reason. The same
+command goes on where it was ended.
 
 OUT/trials.jsonl has a line for every finished candidate, OUT/winners.md the fastest
 beside the present entries, OUT/tilings.json the whole table with the winners in it, in
@@ -17,22 +18,24 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
-from attn_jax.kernels import card, tuning
+from attn_jax.kernels import card, ring_order, tuning
 from attn_jax.kernels.tune import trial
 from attn_jax.kernels.tune.candidates import (
     KERNELS,
     candidates,
+    groups,
     head_dims,
     reason_against,
 )
 from attn_jax.kernels.tune.search import Search, named, settings_of
 from attn_jax.kernels.tune.trial import Candidate
-from attn_jax.kernels.tune.winners import Group, as_markdown, new_table
+from attn_jax.kernels.tune.winners import as_markdown, new_table
+from attn_jax.kernels.tuning import Group
 from attn_jax.kernels.worker import Worker, WorkerFailed
 from attn_jax.recipe import Architecture
 from attn_jax.store import Store, StoreError
@@ -112,7 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _groups(options: argparse.Namespace, architecture: Architecture) -> Iterator[Group]:
+def _groups(
+    options: argparse.Namespace,
+    architecture: Architecture,
+    multiprocessors: int | None = None,
+) -> list[Group]:
     """Raises _Unusable for a head dim that these kernels do not have."""
     known = list(head_dims(architecture))
     one_by_one = tuning.HEAD_DIMS[architecture]
@@ -124,9 +131,20 @@ def _groups(options: argparse.Namespace, architecture: Architecture) -> Iterator
                 f"{'x'.join(map(str, dict.fromkeys(dims)))}; they have "
                 f"{', '.join(map(str, one_by_one))}"
             )
-    for kernel in options.kernels or tuning.KERNEL_NAMES:
-        for head_dim, value_dim in options.head_dims or known:
-            yield architecture, kernel, head_dim, value_dim
+    names = options.kernels or tuning.KERNEL_NAMES
+    wanted = options.head_dims or known
+    found = [
+        group
+        for name in names
+        for group in groups(architecture, name, wanted, multiprocessors)
+    ]
+    if not found:
+        raise _Unusable(
+            f"{', '.join(names)} is for Hopper, a card with "
+            f"{ring_order.MULTIPROCESSORS} multiprocessors and head dims "
+            f"{', '.join(map(str, tuning.FUSED_HEAD_DIMS))}"
+        )
+    return found
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -139,13 +157,14 @@ def _tune(options: argparse.Namespace) -> int:
         deadline = time.monotonic() + 60 * options.minutes
     with Worker(card.ON_GPU) as worker:
         found = card.find(worker, options.architecture)
-        groups = list(_groups(options, found.architecture))
+        multiprocessors = found.described["multiprocessors"]
+        wanted = _groups(options, found.architecture, multiprocessors)
         path = options.out / "trials.jsonl"
         settings = settings_of(options.seconds)
         with contextlib.closing(Store(path, settings, fresh=options.fresh)) as store:
             store.describe(found.described)
             search = Search(store, worker, seconds=options.seconds, deadline=deadline)
-            decisions, complete = search.run(groups)
+            decisions, complete = search.run(wanted)
     table = as_markdown(decisions)
     print(table, file=sys.stderr)
     where = f"{found.device}, driver {found.described['driver']}, jax {jax.__version__}"
@@ -172,15 +191,14 @@ def _tune(options: argparse.Namespace) -> int:
 def _dry_run(options: argparse.Namespace) -> int:
     architecture = options.architecture or "hopper"
     with Worker(card.WITHOUT_GPU) as worker:
-        groups = list(_groups(options, architecture))
+        wanted = _groups(options, architecture)
         compiler = importlib.util.find_spec("jax_cuda13_plugin") is not None
         if not compiler:
             print("listed, not compiled: install the extra `compile`", file=sys.stderr)
-        for group in groups:
-            kernel = KERNELS[architecture][group[1]]
-            for tiling in candidates(architecture, kernel, *group[2:]):
-                candidate = Candidate(*group, tiling)
-                against = reason_against(architecture, kernel, tiling, *group[2:])
+        for group in wanted:
+            for tiling in candidates(group):
+                candidate = Candidate(group, tiling)
+                against = reason_against(group, tiling)
                 if against is None and compiler:
                     said = _compiled(worker, candidate)
                 else:

@@ -7,7 +7,7 @@ for the compiler to say, and what it is worth for the clock.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from attn_jax.kernels import (
@@ -15,10 +15,20 @@ from attn_jax.kernels import (
     compiler,
     hopper_backward_dkv,
     hopper_backward_dq,
+    hopper_backward_fused,
     hopper_forward,
+    hopper_fused_work,
+    ring_order,
     tuning,
 )
-from attn_jax.kernels.tuning import ForwardTiling, KernelName, Tiling
+from attn_jax.kernels.tuning import (
+    Choice,
+    ForwardTiling,
+    Group,
+    KernelName,
+    Plan,
+    Tiling,
+)
 from attn_jax.recipe import Architecture
 
 # Threads of a warpgroup, which share an accumulator's rows.
@@ -53,29 +63,36 @@ class Kernel:
       need: (tiling, head dim, value dim) -> what it takes.
       refuses: (tiling, head dim, value dim) -> why it cannot be at all, or None.
       options: what else `attention` is given so that it uses the kernel.
+      causal_grid: the grid of groups under a causal mask, where it is another one.
+      whole: its time is that of the backward pass. What it leaves to others, as to add
+        sums that were kept apart, is part of the choice.
     """
 
     name: KernelName
     function: str
     results: tuple[str, ...]
     grid: Grid
-    need: Callable[[Tiling, int, int], Need]
-    refuses: Callable[[Tiling, int, int], str | None] = lambda *_: None
+    need: Callable[[Any, int, int], Need]
+    refuses: Callable[[Any, int, int], str | None] = lambda *_: None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    causal_grid: Grid | None = None
+    whole: bool = False
+
+    def fields(self, is_causal: bool | None) -> Grid:
+        """The grid of a group."""
+        return self.causal_grid if is_causal and self.causal_grid else self.grid
 
 
-def candidates(
-    architecture: Architecture, kernel: Kernel, head_dim: int, value_dim: int
-) -> list[Tiling]:
-    """All tilings of the grid, those that differ least from the table's first."""
-    fields = kernel.grid
+def candidates(group: Group) -> list[Choice]:
+    """All of the grid, those that differ least from the table's first."""
+    fields = kernel_of(group).fields(group.is_causal)
     found = (
-        tuning.tiling_of(architecture, kernel.name, dict(zip(fields, values)))
+        tuning.tiling_of(group.architecture, group.kernel, dict(zip(fields, values)))
         for values in itertools.product(*fields.values())
     )
-    now = present(architecture, kernel.name, head_dim, value_dim)
+    now = present(group)
 
-    def distance(tiling: Tiling) -> int:
+    def distance(tiling: Choice) -> int:
         return min(
             sum(getattr(tiling, name) != getattr(entry, name) for name in fields)
             for entry in now
@@ -84,33 +101,25 @@ def candidates(
     return sorted(dict.fromkeys(found), key=distance)
 
 
-def present(
-    architecture: Architecture, name: KernelName, head_dim: int, value_dim: int
-) -> list[Tiling]:
-    """The table's tilings for these head dims, each once."""
-    many = tuning.tiling(tuning.LONG[name], architecture, head_dim, value_dim)
-    few = tuning.SHORT[name][architecture].get((head_dim, value_dim), (0, many))[1]
+def present(group: Group) -> list[Choice]:
+    """What the table has, each once."""
+    _, few, many = tuning.few_and_many(group)
     return list(dict.fromkeys((many, few)))
 
 
-def reason_against(
-    architecture: Architecture,
-    kernel: Kernel,
-    tiling: Tiling,
-    head_dim: int,
-    value_dim: int,
-) -> str | None:
+def reason_against(group: Group, tiling: Choice) -> str | None:
     """Why a candidate need not be compiled, in one line; None if it is to be tried."""
-    reason = kernel.refuses(tiling, head_dim, value_dim)
+    kernel, dims = kernel_of(group), (group.head_dim, group.value_dim)
+    reason = kernel.refuses(tiling, *dims)
     if reason is not None:
         return reason
-    need = kernel.need(tiling, head_dim, value_dim)
+    need = kernel.need(tiling, *dims)
     if need.registers > need.registers_given:
         return (
             f"needs {need.registers} registers a thread at the least, "
             f"has {need.registers_given}"
         )
-    limit = compiler.shared_memory(GPUS[architecture])
+    limit = compiler.shared_memory(GPUS[group.architecture])
     if need.shared_memory > limit:
         return (
             f"needs {need.shared_memory} bytes of shared memory at the least, a CTA "
@@ -220,6 +229,24 @@ def _hopper_dkv_refuses(tiling: Tiling, head_dim: int, value_dim: int) -> str | 
     )
 
 
+def _hopper_fused_need(plan: Plan, head_dim: int, value_dim: int) -> Need:
+    del plan  # Its barriers are no more than a few bytes.
+    sizes = hopper_fused_work
+    keys, groups, queries = sizes.KEYS, sizes.WARPGROUPS, sizes.QUERIES[head_dim]
+    block = (keys, queries, 4)
+    both = head_dim + value_dim
+    return Need(
+        # dK, dV and dQ, and a block of logits.
+        _registers((keys, both, 4), (64, 64, 4), block),
+        hopper_backward_fused.CONSUMER_REGISTERS,
+        2 * groups * keys * (both + head_dim)
+        + sizes.STAGES * queries * (2 * both + 8)
+        + 2 * sizes.DS_BUFFERS * groups * queries * keys
+        + 4 * groups * 64 * 64,
+        4 * keys * queries // _THREADS,
+    )
+
+
 def _ampere_forward_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
     rows, columns = tiling.rows, tiling.columns
     return Need(
@@ -289,6 +316,14 @@ KERNELS: dict[Architecture, dict[KernelName, Kernel]] = {
             _HOPPER_BACKWARD | {"split": (1, 2)},
             *(_hopper_dkv_need, _hopper_dkv_refuses, _TWO_KERNELS),
         ),
+        "backward_fused": Kernel(
+            *("backward_fused", "attention_backward_fused", ("dq", "dk", "dv")),
+            {"storing_warps": (0, 2), "passes": (1, 2, 4)},
+            _hopper_fused_need,
+            options={"backward": "fused"},
+            causal_grid={"storing_warps": (0, 2), "apart": (False, True)},
+            whole=True,
+        ),
     },
     "ampere": {
         "forward": Kernel(
@@ -312,6 +347,10 @@ KERNELS: dict[Architecture, dict[KernelName, Kernel]] = {
 }
 
 
+def kernel_of(group: Group) -> Kernel:
+    return KERNELS[group.architecture][group.kernel]
+
+
 def head_dims(architecture: Architecture) -> Iterator[tuple[int, int]]:
     """Those of Q and K and of V that the table has entries of their own for."""
     for head_dim in tuning.HEAD_DIMS[architecture]:
@@ -322,3 +361,21 @@ def head_dims(architecture: Architecture) -> Iterator[tuple[int, int]]:
         if e.architecture == architecture and e.head_dim != e.value_dim
     }
     yield from sorted(pairs)
+
+
+def groups(
+    architecture: Architecture,
+    kernel: KernelName,
+    dims: Iterable[tuple[int, int]],
+    multiprocessors: int | None = None,
+) -> Iterator[Group]:
+    """What there is to tune of a kernel at these head dims, on a card with so many
+    multiprocessors: one with fewer than the fused kernel needs runs another one
+    (`attention.backward_of`). None: a card with enough."""
+    enough = multiprocessors is None or multiprocessors >= ring_order.MULTIPROCESSORS
+    if kernel == "backward_fused" and not enough:
+        return
+    for pair in dims:
+        if tuning.takes(architecture, kernel, *pair):
+            for is_causal in tuning.masks(kernel):
+                yield Group(architecture, kernel, *pair, is_causal)

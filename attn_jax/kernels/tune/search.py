@@ -8,7 +8,7 @@ from typing import Any
 
 from attn_jax.kernels import checks, tuning
 from attn_jax.kernels.tune import trial
-from attn_jax.kernels.tune.candidates import KERNELS, candidates, reason_against
+from attn_jax.kernels.tune.candidates import candidates, reason_against
 from attn_jax.kernels.tune.trial import (
     CLASSES,
     PROBLEMS,
@@ -19,13 +19,12 @@ from attn_jax.kernels.tune.trial import (
 from attn_jax.kernels.tune.winners import (
     CONFIRMATIONS,
     Decision,
-    Group,
     Measured,
     confirmed,
     noise,
     promising,
 )
-from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.tuning import Choice, Group
 from attn_jax.kernels.worker import Worker, WorkerFailed
 from attn_jax.store import Store
 from attn_jax.timing import RUNS
@@ -86,7 +85,7 @@ class Search:
     def _screen(self, group: Group) -> None:
         found = self._candidates(group)
         for number, (tiling, against) in enumerate(found, 1):
-            candidate = Candidate(*group, tiling)
+            candidate = Candidate(group, tiling)
             cell = cell_of(candidate)
             if cell in self._store:
                 continue
@@ -96,12 +95,11 @@ class Search:
                 _say(f"{number}/{len(found)} {named(candidate)}: {outcome(row)}")
             self._store.add(cell, [row])
 
-    def _candidates(self, group: Group) -> list[tuple[Tiling, str | None]]:
+    def _candidates(self, group: Group) -> list[tuple[Choice, str | None]]:
         """Tilings, and why one need not be tried, if there is a reason."""
-        kernel = KERNELS[group[0]][group[1]]
         found, tried = [], 0
-        for tiling in candidates(group[0], kernel, *group[2:]):
-            against = reason_against(group[0], kernel, tiling, *group[2:])
+        for tiling in candidates(group):
+            against = reason_against(group, tiling)
             tried += against is None
             if self._most is not None and tried > self._most:
                 break
@@ -131,15 +129,15 @@ class Search:
         )
         if best is None:
             return Decision(
-                *(*group, length_class, present),
+                *(group, length_class, present),
                 None if fastest is None else fastest.tiling,
                 None if fastest is None else fastest.ratio,
                 noise(screened) if screened else None,
                 "keeps",
             )
-        again = self._confirm(Candidate(*group, best.tiling), length_class)
+        again = self._confirm(Candidate(group, best.tiling), length_class)
         return Decision(
-            *(*group, length_class, present, best.tiling),
+            *(group, length_class, present, best.tiling),
             min(m.ratio for m in again) if again else None,
             noise(again) if again else None,
             "wins" if confirmed(again) else "keeps",
@@ -147,10 +145,9 @@ class Search:
 
     def _measured(self, group: Group, length_class: LengthClass) -> Iterator[Measured]:
         for tiling, _ in self._candidates(group):
-            (row,) = self._store.rows([cell_of(Candidate(*group, tiling))])
+            (row,) = self._store.rows([cell_of(Candidate(group, tiling))])
             if row["refused"] is None:
-                ratios = (class_ratio(row, n, length_class) for n in ("ratio", "again"))
-                yield Measured(tiling, *ratios)
+                yield _measured(group, tiling, row, length_class)
 
     def _confirm(
         self, candidate: Candidate, length_class: LengthClass
@@ -166,9 +163,18 @@ class Search:
                 self._store.add(cell, [row])
             (row,) = self._store.rows([cell])
             if row["refused"] is None:
-                ratios = (class_ratio(row, n, length_class) for n in ("ratio", "again"))
-                found.append(Measured(candidate.tiling, *ratios))
+                of = candidate.group, candidate.tiling
+                found.append(_measured(*of, row, length_class))
         return found
+
+
+def _measured(
+    group: Group, tiling: Choice, row: dict[str, Any], length_class: LengthClass
+) -> Measured:
+    ratio, again = (
+        class_ratio(group, row, name, length_class) for name in ("ratio", "again")
+    )
+    return Measured(tiling, ratio, again)
 
 
 def settings_of(seconds: float) -> dict[str, Any]:
@@ -176,33 +182,27 @@ def settings_of(seconds: float) -> dict[str, Any]:
     present = hashlib.sha256(tuning.write(tuning.ENTRIES).encode()).hexdigest()
     return {
         **{"seconds": seconds, "runs": RUNS, "confirmations": CONFIRMATIONS},
-        **{"problems": [p.name for p in PROBLEMS], "units": checks.UNITS},
+        "problems": sorted({p.name for of in PROBLEMS.values() for p in of}),
+        "units": checks.UNITS,
         "table": present[:12],
     }
 
 
 def cell_of(candidate: Candidate) -> dict[str, Any]:
     """What tells a candidate from others in a store."""
-    return {
-        **{"architecture": candidate.architecture, "kernel": candidate.kernel},
-        **{"head_dim": candidate.head_dim, "value_dim": candidate.value_dim},
-        "tiling": tuning.set_fields(candidate.tiling),
-    }
+    tiling = tuning.set_fields(candidate.tiling)
+    return candidate.group._asdict() | {"tiling": tiling}
 
 
-def present_of(group: Group, length_class: LengthClass) -> Tiling:
+def present_of(group: Group, length_class: LengthClass) -> Choice:
     """The table's tiling in a class."""
-    architecture, kernel, *dims = group
-    many = tuning.tiling(tuning.LONG[kernel], architecture, *dims)
-    if length_class == "many":
-        return many
-    _, few = tuning.SHORT[kernel][architecture].get((dims[0], dims[1]), (0, many))
-    return few
+    _, few, many = tuning.few_and_many(group)
+    return few if length_class == "few" else many
 
 
 def named(candidate: Candidate) -> str:
-    dims = f"{candidate.head_dim}, {candidate.value_dim}"
-    return f"{candidate.kernel} at head dims {dims}: {candidate.tiling}"
+    group = candidate.group
+    return f"{group.kernel} at head dims {group.of}: {candidate.tiling}"
 
 
 def outcome(row: dict[str, Any]) -> str:
@@ -219,7 +219,7 @@ def outcome(row: dict[str, Any]) -> str:
 
 def _unfinished(group: Group, length_class: LengthClass) -> Decision:
     present = present_of(group, length_class)
-    return Decision(*group, length_class, present, None, None, None, "unfinished")
+    return Decision(group, length_class, present, None, None, None, "unfinished")
 
 
 def _say(line: str) -> None:

@@ -1,7 +1,8 @@
 """One candidate on a GPU: whether it is right, then how fast. Runs in a worker.
 
 Inputs of the timed problems stay where they are between runs, as those of `python -m
-analysis speed`; time is that of the one kernel, by CUPTI.
+analysis speed`; time is that of the one kernel, by CUPTI, or of the backward pass
+(`Kernel.whole`).
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_jax.kernels import checks, tuning
+from attn_jax.kernels import checks, tuning, visibility
 from attn_jax.kernels.checks import Check
 from attn_jax.kernels.compiler import Kernel as Report
 from attn_jax.kernels.compiler import (
@@ -24,13 +25,18 @@ from attn_jax.kernels.compiler import (
     reported,
     shared_memory,
 )
-from attn_jax.kernels.tune.candidates import GPUS, KERNELS, Kernel, spills_too_much
-from attn_jax.kernels.tuning import KernelName, Tiling
-from attn_jax.mask import Mask
-from attn_jax.recipe import Architecture
+from attn_jax.kernels.tune.candidates import (
+    GPUS,
+    KERNELS,
+    Kernel,
+    kernel_of,
+    spills_too_much,
+)
+from attn_jax.kernels.tuning import Choice, Group
 from attn_jax.timing import device_time, interleaved, reason
 
-# Queries that see so many keys at the most, in the mean, are in the class "few".
+# Queries that see so many keys at the most, in the mean, are in the class "few" where
+# the table has no entry for few keys.
 FEW_KEYS = 2048
 LengthClass = Literal["few", "many"]
 CLASSES: tuple[LengthClass, ...] = ("few", "many")
@@ -49,51 +55,65 @@ class Problem:
     def name(self) -> str:
         return f"{self.length} {'causal' if self.is_causal else 'full'}"
 
-    @property
-    def length_class(self) -> LengthClass:
+    def length_class(self, group: Group) -> LengthClass:
         seen = tuning.keys_seen(self.length, is_causal=self.is_causal)
-        return "few" if seen <= FEW_KEYS else "many"
+        return "few" if seen <= few_keys(group) else "many"
 
 
-PROBLEMS = (
-    *(Problem(1024, False), Problem(2048, True)),
-    *(Problem(4096, False), Problem(16384, True)),
-)
+# By `Group.is_causal`. With a causal mask on both sides of where the table's entries
+# meet.
+PROBLEMS: dict[bool | None, tuple[Problem, ...]] = {
+    None: (
+        *(Problem(1024, False), Problem(2048, True)),
+        *(Problem(4096, False), Problem(16384, True)),
+    ),
+    False: (Problem(1024, False), Problem(4096, False)),
+    True: (Problem(1024, True), Problem(2048, True), Problem(16384, True)),
+}
+
+
+def few_keys(group: Group) -> int:
+    """How many keys the class "few" sees in the mean at the most."""
+    return tuning.few_and_many(group)[0] or FEW_KEYS
+
+
+def problems(group: Group, classes: Sequence[LengthClass] = CLASSES) -> list[Problem]:
+    """What a group's candidates are timed on."""
+    found = PROBLEMS[group.is_causal]
+    return [problem for problem in found if problem.length_class(group) in classes]
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A tiling for one kernel at some head dims."""
+    """A tiling, or a plan, that may be what the table has for a group."""
 
-    architecture: Architecture
-    kernel: KernelName
-    head_dim: int
-    value_dim: int
-    tiling: Tiling
+    group: Group
+    tiling: Choice
 
     @property
     def of(self) -> Kernel:
-        return KERNELS[self.architecture][self.kernel]
+        return kernel_of(self.group)
 
-    def options(self, key_count: int, mask: Mask, listed: bool) -> dict[str, Any]:
+    def options(self, check: Check) -> dict[str, Any]:
         """What `attention` is given so that it uses this tiling."""
+        mask = check.case.mask
         table = tuning.configuration(
-            *(self.architecture, self.head_dim, self.value_dim, key_count),
+            *(self.group.architecture, check.head_dim, check.value_dim, check.keys),
             is_causal=mask.is_causal,
-            listed=listed,
+            listed=not visibility.is_static(mask),
         )
-        tilings = table._replace(**{self.kernel: self.tiling})
+        tilings = table._replace(**{self.group.kernel: self.tiling})
         return {"tilings": tilings, **self.of.options}
 
     def too_large(self, taken: dict[str, Any]) -> str | None:
         """What is against it, going by what it took (`resources`), in one line."""
-        limit = shared_memory(GPUS[self.architecture])
+        limit = shared_memory(GPUS[self.group.architecture])
         if (taken["shared_memory"] or 0) > limit:
             return (
                 f"takes {taken['shared_memory']} bytes of shared memory, a CTA has "
                 f"{limit}"
             )
-        need = self.of.need(self.tiling, self.head_dim, self.value_dim)
+        need = self.of.need(self.tiling, self.group.head_dim, self.group.value_dim)
         return spills_too_much(need, taken["spilled_bytes"] or 0)
 
 
@@ -127,8 +147,11 @@ def attempt(
         against = against or candidate.too_large(row)
         if against:
             return row | {"refused": against}
-    problems = [p for p in PROBLEMS if p.length_class in classes]
-    return row | {"times": {p.name: _timed(candidate, p, seconds) for p in problems}}
+    times = {
+        problem.name: _timed(candidate, problem, seconds)
+        for problem in problems(candidate.group, classes)
+    }
+    return row | {"times": times}
 
 
 def resources(candidate: Candidate, reports: Sequence[Report]) -> dict[str, Any]:
@@ -142,45 +165,55 @@ def resources(candidate: Candidate, reports: Sequence[Report]) -> dict[str, Any]
     }
 
 
-def features(architecture: Architecture) -> tuple[str, ...]:
-    """What a candidate is tried on: Hopper's also with blocks that come in lists."""
-    return ("full", "causal", "window")[: 3 if architecture == "hopper" else 2]
+def checks_of(group: Group) -> list[Check]:
+    """What a candidate is tried on: Hopper's also with blocks that come in lists.
+
+    The fused kernel on what it takes. Without a mask also on so many pairs of batch and
+    key head, and tiles of keys, that rings of a half and of a quarter cost nothing:
+    `Plan.passes` changes nothing else.
+    """
+    dims = group.head_dim, group.value_dim
+    if group.kernel != "backward_fused":
+        features = ("full", "causal", "window")
+        count = 3 if group.architecture == "hopper" else 2
+        return [Check(*dims, feature) for feature in features[:count]]
+    if group.is_causal:
+        return [Check(*dims, "causal", queries=checks.S)]
+    return [Check(*dims), Check(*dims, queries=200, keys=1500, batch=22)]
 
 
 def _checked(candidate: Candidate) -> checks.Outcome:
     """All checks of a candidate, the largest error of each result."""
     units: dict[str, float] = {}
     failed: list[str] = []
-    for feature in features(candidate.architecture):
-        check = Check(candidate.head_dim, candidate.value_dim, feature)
-        mask = check.case.mask
+    group = candidate.group
+    for check in checks_of(group):
         outcome = checks.run(
-            *(check, candidate.architecture, candidate.of.results),
+            *(check, group.architecture, candidate.of.results),
             # The forward kernel stores one result more in training.
-            training=candidate.kernel != "forward" or feature != "full",
-            **candidate.options(check.keys, mask, listed=feature == "window"),
+            training=group.kernel != "forward" or check.feature != "full",
+            **candidate.options(check),
         )
         for name, size in outcome.units.items():
             units[name] = max(size, units.get(name, 0.0))
-        failed += [f"{feature}: {line}" for line in outcome.failed]
+        failed += [f"{check.feature}: {line}" for line in outcome.failed]
     return checks.Outcome(units, not failed, tuple(failed))
 
 
 def compile_only(candidate: Candidate) -> dict[str, Any]:
     """What ptxas says of a candidate, compiled for its architecture without a GPU."""
-    check = Check(candidate.head_dim, candidate.value_dim, "causal")
+    # The last one without blocks in lists: with a causal mask, where there is one.
+    check = [c for c in checks_of(candidate.group) if c.feature != "window"][-1]
     mask = check.case.mask
     function = checks.program(
-        *(check, candidate.of.results),
-        training=True,
-        **candidate.options(check.keys, mask, listed=False),
+        *(check, candidate.of.results), training=True, **candidate.options(check)
     )
     shapes = checks.shapes(check)
     try:
         found = compiled(
             lambda *arrays: function(*arrays, mask, None),
             *shapes,
-            gpu=GPUS[candidate.architecture],
+            gpu=GPUS[candidate.group.architecture],
             machine_code=False,
         )
     except (NotImplementedError, ValueError, TypeError, RuntimeError) as error:
@@ -190,10 +223,9 @@ def compile_only(candidate: Candidate) -> dict[str, Any]:
 
 
 def _timed(candidate: Candidate, problem: Problem, seconds: float) -> dict[str, Any]:
-    place = candidate.architecture, candidate.kernel, candidate.head_dim
     times = {
-        "present": _present(*place, candidate.value_dim, problem, 0),
-        "again": _present(*place, candidate.value_dim, problem, 1),
+        "present": _present(candidate.group, problem, 0),
+        "again": _present(candidate.group, problem, 1),
         "candidate": _arm(candidate, problem),
     }
     found = interleaved(times, seconds)
@@ -212,49 +244,48 @@ def _timed(candidate: Candidate, problem: Problem, seconds: float) -> dict[str, 
 
 # Compiled once for all candidates of a kernel; `copy` tells two with buffers of their
 # own apart.
-@functools.lru_cache(maxsize=2 * len(PROBLEMS))
-def _present(
-    architecture: Architecture,
-    kernel: KernelName,
-    head_dim: int,
-    value_dim: int,
-    problem: Problem,
-    copy: int,
-) -> Callable[[int], float]:
+@functools.lru_cache(maxsize=2 * max(map(len, PROBLEMS.values())))
+def _present(group: Group, problem: Problem, copy: int) -> Callable[[int], float]:
     del copy
-    table = tuning.configuration(
-        *(architecture, head_dim, value_dim, problem.length),
-        is_causal=problem.is_causal,
-        listed=False,
-    )
-    tiling = getattr(table, kernel)
-    return _arm(Candidate(architecture, kernel, head_dim, value_dim, tiling), problem)
+    _, few, many = tuning.few_and_many(group)
+    tiling = few if problem.length_class(group) == "few" else many
+    return _arm(Candidate(group, tiling), problem)
 
 
 def _arm(candidate: Candidate, problem: Problem) -> Callable[[int], float]:
     """Runs a kernel so many times: milliseconds of one run."""
+    group, kernel = candidate.group, candidate.of
     check = Check(
-        *(candidate.head_dim, candidate.value_dim),
+        *(group.head_dim, group.value_dim),
         "causal" if problem.is_causal else "full",
         queries=problem.length,
         keys=problem.length,
     )
     function = checks.program(
-        *(check, candidate.of.results),
-        training=candidate.kernel != "forward",
-        **candidate.options(problem.length, check.case.mask, listed=False),
+        *(check, kernel.results),
+        training=group.kernel != "forward",
+        **candidate.options(check),
     )
-    heads = max(1, _WIDTH // max(candidate.head_dim, candidate.value_dim))
+    heads = max(1, _WIDTH // max(group.head_dim, group.value_dim))
     batch = _TOKENS // problem.length
-    inputs = (*_drawn(candidate, problem, batch, heads), check.case.mask, None)
-    program = checks.compile_for(candidate.architecture, function, inputs)
-    only = candidate.of.function
-    return lambda runs: device_time(program, inputs, runs, only)[0]
+    inputs = (*_drawn(group, problem, batch, heads), check.case.mask, None)
+    program = checks.compile_for(group.architecture, function, inputs)
+    if not kernel.whole:
+        return lambda runs: device_time(program, inputs, runs, kernel.function)[0]
+    forward = KERNELS[group.architecture]["forward"].function
+
+    def backward_time(runs: int) -> float:
+        ms, kernels = device_time(program, inputs, runs, without=forward)
+        if not any(kernel.function in name for name, _ in kernels):
+            raise RuntimeError(f"{kernel.function} is not among the kernels")
+        return ms
+
+    return backward_time
 
 
-def _drawn(candidate: Candidate, problem: Problem, batch: int, heads: int) -> tuple:
+def _drawn(group: Group, problem: Problem, batch: int, heads: int) -> tuple:
     """query, key, value, dout, dlse on the GPU."""
-    dims = candidate.head_dim, candidate.head_dim, *(candidate.value_dim,) * 2
+    dims = group.head_dim, group.head_dim, *(group.value_dim,) * 2
     arrays = (
         jax.random.normal(key, (batch, problem.length, heads, dim), jnp.bfloat16)
         for key, dim in zip(jax.random.split(jax.random.key(0), 4), dims)
@@ -262,11 +293,12 @@ def _drawn(candidate: Candidate, problem: Problem, batch: int, heads: int) -> tu
     return *arrays, jnp.zeros((batch, heads, problem.length), jnp.float32)
 
 
-def class_ratio(row: dict[str, Any], name: str, length_class: LengthClass) -> float:
+def class_ratio(
+    group: Group, row: dict[str, Any], name: str, length_class: LengthClass
+) -> float:
     """The geometric mean of a ratio over the problems of a class."""
     logs = [
         math.log(row["times"][problem.name][name])
-        for problem in PROBLEMS
-        if problem.length_class == length_class
+        for problem in problems(group, [length_class])
     ]
     return math.exp(sum(logs) / len(logs))

@@ -16,21 +16,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from attn_jax.kernels.tune.trial import CLASSES, FEW_KEYS, LengthClass
-from attn_jax.kernels.tuning import Entry, KernelName, Tiling
-from attn_jax.recipe import Architecture
+from attn_jax.kernels.tune.trial import CLASSES, LengthClass, few_keys
+from attn_jax.kernels.tuning import Choice, Entry, Group
 
 CONFIRMATIONS = 4
-
-
-# (architecture, kernel, head dim, value dim)
-type Group = tuple[Architecture, KernelName, int, int]
 
 
 class Measured(NamedTuple):
     """A tiling in a class: the present one's time over its own, and over itself."""
 
-    tiling: Tiling
+    tiling: Choice
     ratio: float
     again: float
 
@@ -48,23 +43,16 @@ class Decision:
       verdict: wins, keeps (the present entry), or unfinished.
     """
 
-    architecture: Architecture
-    kernel: KernelName
-    head_dim: int
-    value_dim: int
+    group: Group
     length_class: LengthClass
-    present: Tiling
-    fastest: Tiling | None
+    present: Choice
+    fastest: Choice | None
     ratio: float | None
     noise: float | None
     verdict: Literal["wins", "keeps", "unfinished"]
 
     @property
-    def group(self) -> Group:
-        return self.architecture, self.kernel, self.head_dim, self.value_dim
-
-    @property
-    def tiling(self) -> Tiling:
+    def tiling(self) -> Choice:
         """What the table is to have."""
         if self.verdict == "wins" and self.fastest is not None:
             return self.fastest
@@ -76,7 +64,7 @@ def noise(measured: Sequence[Measured]) -> float:
     return max(max(m.again, 1 / m.again) for m in measured)
 
 
-def promising(measured: Sequence[Measured], present: Tiling) -> Measured | None:
+def promising(measured: Sequence[Measured], present: Choice) -> Measured | None:
     """The fastest of the screened candidates, if it is worth confirming."""
     others = [m for m in measured if m.tiling != present]
     best = max(others, key=lambda m: m.ratio, default=None)
@@ -99,18 +87,16 @@ def new_table(entries: Sequence[Entry], decisions: Sequence[Decision]) -> list[E
     for d in decisions:
         groups.setdefault(d.group, {})[d.length_class] = d
     table = list(entries)
-    for place, of_class in groups.items():
+    for group, of_class in groups.items():
         if all(d.verdict != "wins" for d in of_class.values()):
             continue
-        there = {e.keys_seen: e for e in table if e.place[:4] == place}
-        few_keys = next((keys for keys in there if keys is not None), FEW_KEYS)
         few, many = (of_class[c].tiling for c in CLASSES)
-        new = [Entry(*place, None, many)]
+        new = [Entry(*group, None, many)]
         if few != many:
-            new.insert(0, Entry(*place, few_keys, few))
-        where = [i for i, e in enumerate(table) if e.place[:4] == place]
+            new.insert(0, Entry(*group, few_keys(group), few))
+        where = [i for i, e in enumerate(table) if e.group == group]
         at = where[0] if where else len(table)
-        table = [e for e in table if e.place[:4] != place]
+        table = [e for e in table if e.group != group]
         table[at:at] = new
     return table
 
@@ -122,15 +108,12 @@ def as_markdown(decisions: Sequence[Decision]) -> str:
         "| noise | |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    keys: Mapping[LengthClass, str] = {
-        "few": f"to {FEW_KEYS}",
-        "many": f"above {FEW_KEYS}",
-    }
+    words: Mapping[LengthClass, str] = {"few": "to", "many": "above"}
     for d in decisions:
-        dims = f"{d.head_dim}, {d.value_dim}"
+        keys = f"{words[d.length_class]} {few_keys(d.group)}"
         figures = ("" if x is None else f"{x:.3f}" for x in (d.ratio, d.noise))
         cells = (
-            *(d.architecture, d.kernel, dims, keys[d.length_class], d.present),
+            *(d.group.architecture, d.group.kernel, d.group.of, keys, d.present),
             *(d.fastest or "", *figures, d.verdict),
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
