@@ -76,7 +76,9 @@ def dot_product_attention(
       deterministic: True raises unless two runs give the same bits; all but `cudnn` do.
       out_dtype: of the output; the query's if None. `pallas` and `emulated` give the
         unrounded accumulator as float32.
-      recipe: which roundings `emulated` follows; those of `pallas` if None.
+      recipe: which roundings `emulated` follows; None: `recipe.ATTN_JAX`, those of
+        `pallas` with its backward pass in two kernels (what a call of `pallas` runs is
+        `kernels.attention.declared_recipe`).
       rounding_key: a key of `jax.random` for a recipe that rounds stochastically, and
         only then.
 

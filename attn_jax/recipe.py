@@ -181,7 +181,7 @@ JAX_NN = Recipe(
 ATTN_JAX = dataclasses.replace(
     FLASH2,
     name="attn_jax",
-    source="the Pallas kernels of this package",
+    source="the Pallas kernels of this package, backward pass in two kernels",
     block_q=64,
     backward_block_kv=64,
     delta_source="o_hi_lo",

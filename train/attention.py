@@ -75,7 +75,7 @@ def resolve_attention(config: Config, device: Any) -> ResolvedAttention:
         if not has_kernels(device):
             note = (
                 f"--attn=pallas: no A100 or Hopper GPU here ({device.device_kind}), "
-                "the kernels' recipe runs in the emulator"
+                "the kernels' algorithm runs in the emulator"
             )
             return ResolvedAttention(name, "emulated", _KERNEL_RECIPE, note)
     if name == "emulated":

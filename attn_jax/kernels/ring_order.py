@@ -32,6 +32,10 @@ multiprocessors: what runs beside the first ring that is not over belongs to lat
 rings, whose CTAs were launched after all of its own. So it does end, and then the next
 one.
 
+All this is of one kernel that has the card to itself. Two of them side by side, each
+with half of the multiprocessors, could wait for each other: as two processes under MPS,
+or on streams of their own. XLA runs kernels one after the other.
+
 Several threads of a CTA may store by turns. Then (a) is that the step before it has
 begun to be added, which is less.
 """

@@ -90,7 +90,7 @@ class ForwardTiling(Tiling):
 @dataclass(frozen=True)
 class Plan:
     """How Hopper's fused backward kernel deals its work and adds to dQ. All but
-    `storing_warps` change the order of additions.
+    `storing_warps` and `rings` change the order of additions.
 
     Attributes:
       storing_warps: threads that add dQ, each a warp, taking turns at the steps, so
