@@ -35,8 +35,8 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
     with FP32 accumulation (in BLAS order); it does not model asynchronous wgmma, the
     warps of a warpgroup, nor the hardware's approximate exp2. What cp.async copies is
     NaN until it is waited for. Slow: some 20 ms for a block of 64 x 128 logits. A
-    missing arrival hangs, so give a run a time limit. One device, and one multiprocessor:
-    a causal mask over more than 256 keys has a backward pass in two kernels here.
+    missing arrival hangs, so give a run a time limit. One device, one multiprocessor:
+    over more than 256 keys a causal mask has a backward pass in two kernels here.
 
     Raises:
       RuntimeError: with `detect_races`, when accesses to a buffer are not ordered.
