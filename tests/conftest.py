@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import jaxtyping
@@ -82,6 +83,13 @@ def pytest_collection_modifyitems(
         if needed not in (None, found):
             reason = f"needs compute capability {needed}, this GPU has {found}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """A command run in a test sets variables that processes of later tests inherit."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

@@ -60,11 +60,6 @@ BEYOND_RANGE = {
         (_ONE, _TWO_KEYS), (_VALUES * 500 + 500, _ONE), Mask(), "output",
         ("out", "dquery", "dkey"),
     ),
-    "K - c that overflows": (
-        dataclasses.replace(FLASH2.with_inputs(FP16), dq_centre="keys"),
-        (row(1, 1, 1, 0), keys(*[[0, 0, 0, 6e4]] * 3, [0, 0, 0, -6e4])),
-        (keys(*[[1, 1, 1, 1]] * 3, [0] * 4), _ONE), Mask(), "inputs", ("dquery",),
-    ),
     # P = 0 times an infinite dP.
     "dP of a hidden key overflows": (
         EAGER_BF16.with_inputs(FP16),
@@ -72,6 +67,16 @@ BEYOND_RANGE = {
         "dprobability", ("dquery", "dkey"),
     ),
 }  # fmt: skip
+
+
+def test_keys_too_large_for_a_centre_are_bounded_without_one():
+    """K - c would overflow, so there is no c."""
+    recipe = dataclasses.replace(FLASH2.with_inputs(FP16), dq_centre="keys")
+    operands = row(1, 1, 1, 0), keys(*[[0, 0, 0, 6e4]] * 3, [0, 0, 0, -6e4])
+    others = keys(*[[1, 1, 1, 1]] * 3, [0] * 4), _ONE
+    limits = bound(recipe, *operands, *others)
+    assert limits.overflows == ()
+    assert np.isfinite(limits.dquery).all()
 
 
 @pytest.mark.parametrize("name", BEYOND_RANGE)
