@@ -4,11 +4,11 @@ import contextlib
 import csv
 import datetime
 import json
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from attn_jax import machine
 from train.config import UsageError
 from train.record import environment as general_environment
 
@@ -19,18 +19,9 @@ def environment(command: str) -> dict[str, Any]:
     """Command, date, versions, device and git commit."""
     described = general_environment()
     if described["platform"] == "gpu":
-        described["driver"] = _driver()
+        described["driver"] = machine.driver()
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"command": command, "date": now, **described}
-
-
-def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.stdout.splitlines()[0].strip()
 
 
 def write(rows: Sequence[Row], described: dict[str, Any], stem: Path) -> list[Path]:

@@ -237,8 +237,8 @@ def _pallas_refusal(
     if architecture.of_device(device) is None:
         return (
             "'pallas' needs an A100 or a Hopper GPU (compute capability 8.0 or 9.0), "
-            f"and this is {device.device_kind}; use implementation='emulated' for the "
-            "same roundings, or 'xla'"
+            f"and this is {device.device_kind}; use implementation='emulated' for its "
+            "algorithm, or 'xla'"
         )
     if bias is not None:
         return "'pallas' has no bias yet; use 'emulated', 'reference', 'xla' or 'cudnn'"

@@ -9,7 +9,7 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.agreement import same_bits
-from analysis.experiments import EXPERIMENTS, emulator_speed, memory
+from analysis.experiments import EXPERIMENTS, accuracy, emulator_speed, memory
 from analysis.experiments.accuracy import PRESETS, Problem, measure
 from train import record
 
@@ -277,3 +277,17 @@ def test_full_preset_covers_what_the_kernels_take():
     assert any(p.T % 64 and p.S % 64 and p.T != p.S for p in full)
     assert {p.N // p.K for p in full} == {1, 4, 16}
     assert all(problem.N >= 16 for problem in full)
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "cudnn"])
+def test_accuracy_takes_no_bug_of_ours_for_a_refusal(monkeypatch, implementation):
+    def broken(*_, **__):
+        raise ValueError("broken")
+
+    monkeypatch.setattr(accuracy, "dot_product_attention", broken)
+    arguments = PRESETS["toy"][0], 1, implementation, implementation
+    if implementation == "cudnn":
+        assert accuracy._compile(*arguments) == "broken"
+    else:
+        with pytest.raises(ValueError, match="broken"):
+            accuracy._compile(*arguments)

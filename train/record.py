@@ -15,7 +15,6 @@
 Only process 0 writes and speaks; all of it goes to stderr but the final line of JSON.
 """
 
-import importlib.metadata
 import json
 import math
 import os
@@ -26,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from attn_jax import machine
 from train.config import Config, UsageError, difference, load, run_dir, to_json
 
 _VERSIONS_OF = (
@@ -225,18 +225,12 @@ def environment() -> dict[str, Any]:
     import jax
 
     device = jax.devices()[0]
-    versions = {}
-    for package in _VERSIONS_OF:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "git_commit": _git("rev-parse", "HEAD"),
         # What a program wrote there before says nothing of the program.
         "git_dirty": bool(_git(*_STATUS, "--", ".", ":(exclude)results")),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": machine.versions(_VERSIONS_OF),
         "platform": device.platform,
         "platform_version": device.client.platform_version,
         "device": device.device_kind,

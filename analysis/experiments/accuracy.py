@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.errors import JaxRuntimeError
 from jaxtyping import Array
 
 from analysis import ExperimentError
@@ -249,9 +250,14 @@ def _compile(
     query, key = (
         jax.ShapeDtypeStruct(axes, problem.dtype) for axes in (shape.query, shape.key)
     )
+    # Libraries of others raise anything where they do not run; ours say so, or the
+    # device's memory ends. Another error of ours is a bug and ends the command.
+    refusals: tuple[type[Exception], ...] = NotImplementedError, JaxRuntimeError
+    if implementation in ("xla", "cudnn"):
+        refusals += ImportError, ValueError, RuntimeError
     try:
         return jax.jit(results).lower(query, key, key, query).compile()
-    except (ImportError, NotImplementedError, RuntimeError, ValueError) as reason:
+    except refusals as reason:
         return str(reason).strip().splitlines()[0][:200]
 
 

@@ -1,13 +1,12 @@
 """Which GPU there is, asked in the worker that is to use it, and what it depends on."""
 
 import dataclasses
-import importlib.metadata
 import platform
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
+from attn_jax import machine
 from attn_jax.kernels import architecture
 from attn_jax.kernels.worker import Worker, WorkerFailed
 from attn_jax.recipe import Architecture
@@ -76,7 +75,7 @@ def find(worker: Worker, wanted: Architecture | None = None) -> Card:
     if own is None:
         raise NoCard(
             f"{needs}, and this is {described['device']} (compute capability "
-            f"{capability}); there implementation='emulated' has the same roundings"
+            f"{capability}); there implementation='emulated' has the kernels' algorithm"
         )
     if wanted == "hopper" and own != "hopper":
         raise NoCard(f"Hopper's kernels need a Hopper GPU, this is an {own} one")
@@ -86,29 +85,14 @@ def find(worker: Worker, wanted: Architecture | None = None) -> Card:
 def describe() -> dict[str, Any]:
     """Device, driver and versions, as JAX in this process has them."""
     device = architecture.default_device()
-    versions = {}
-    for package in _VERSIONS_OF:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "device": device.device_kind,
         "platform": device.platform,
         "capability": getattr(device, "compute_capability", None),
         "multiprocessors": getattr(device, "core_count", None),
         "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
-        "driver": _driver(),
+        "driver": machine.driver(),
         "platform_version": device.client.platform_version,
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": machine.versions(_VERSIONS_OF),
     }
-
-
-def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return next(iter(found.stdout.splitlines()), "").strip() or None

@@ -23,6 +23,7 @@ from attn_jax.kernels import card, checks
 from attn_jax.kernels.accept import parts
 from attn_jax.kernels.accept.report import Report, Result
 from attn_jax.kernels.card import Card
+from attn_jax.kernels.command import Parser
 from attn_jax.kernels.tune.candidates import KERNELS
 from attn_jax.kernels.tune.search import Search, settings_of
 from attn_jax.kernels.tune.winners import as_markdown
@@ -166,16 +167,9 @@ def tune(
     return results, as_markdown(decided) if decided else ""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Complains in one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    found = _Parser(
+    found = Parser(
         prog="python -m attn_jax.kernels.accept",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -24,6 +24,7 @@ from pathlib import Path
 import jax
 
 from attn_jax.kernels import card, ring_order, tuning
+from attn_jax.kernels.command import Parser
 from attn_jax.kernels.tune import trial
 from attn_jax.kernels.tune.candidates import (
     KERNELS,
@@ -48,13 +49,6 @@ class _Unusable(Exception):
     """A command that cannot run, in one line that says what would work."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Complains in one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
 def _dims(text: str) -> tuple[int, int]:
     """64, or 192x128: of Q and K, and of V."""
     head_dim, _, value_dim = text.partition("x")
@@ -68,7 +62,7 @@ def _dims(text: str) -> tuple[int, int]:
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    found = _Parser(
+    found = Parser(
         prog="python -m attn_jax.kernels.tune",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
