@@ -76,9 +76,10 @@ def dot_product_attention(
       deterministic: True raises unless two runs give the same bits; all but `cudnn` do.
       out_dtype: of the output; the query's if None. `pallas` and `emulated` give the
         unrounded accumulator as float32.
-      recipe: which roundings `emulated` follows; None: `recipe.ATTN_JAX`, those of
-        `pallas` with its backward pass in two kernels (what a call of `pallas` runs is
-        `kernels.attention.declared_recipe`).
+      recipe: which roundings `emulated` follows; None: those of `pallas` for the same
+        arguments, on the GPU at hand or else on Hopper
+        (`kernels.attention.declared_recipe`), and `recipe.ATTN_JAX` where `pallas` has
+        no kernels for them.
       rounding_key: a key of `jax.random` for a recipe that rounds stochastically, and
         only then.
 
@@ -188,8 +189,7 @@ def dot_product_attention(
             run = reference.attention
         else:
             if recipe is None:
-                half = query.dtype == jnp.float16
-                recipe = ATTN_JAX.with_inputs(FP16) if half else ATTN_JAX
+                recipe = _kernels_recipe(query, key, value, bias, rules, soft_cap)
             run = functools.partial(
                 emulator.attention, recipe=recipe, rounding_key=rounding_key
             )
@@ -224,6 +224,25 @@ def _window(size) -> tuple[int | None, int | None] | None:
     if isinstance(size, numbers.Integral):
         return int(size), int(size)
     return tuple(size) if isinstance(size, list) else size
+
+
+def _kernels_recipe(query, key, value, bias, mask: Mask, soft_cap) -> Recipe:
+    """That of `pallas`, as far as it has kernels for the arguments."""
+    try:  # Imported on use, as in `_pallas_refusal`.
+        from attn_jax.kernels import attention as kernels
+    except ImportError:
+        reason = "kernels do not know this JAX"
+    else:
+        reason = kernels.unsupported(query, key, value, mask=mask, soft_cap=soft_cap)
+    if reason is not None or bias is not None:
+        half = query.dtype == jnp.float16
+        return ATTN_JAX.with_inputs(FP16) if half else ATTN_JAX
+    return kernels.declared_recipe(
+        *(query.dtype, query.shape[-1], key.shape[1], mask),
+        value_dim=value.shape[-1],
+        query_length=query.shape[1],
+        soft_cap=soft_cap,
+    )
 
 
 def _pallas_refusal(

@@ -3,6 +3,7 @@
 import functools
 import inspect
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +14,9 @@ import attn_jax
 from attn_jax import reference
 from attn_jax.audit.error import unit_error
 from attn_jax.formats import BF16
+from attn_jax.kernels.attention import declared_recipe
 from attn_jax.mask import Mask
-from attn_jax.recipe import FLASH2
+from attn_jax.recipe import ATTN_JAX, FLASH2
 
 CPU_IMPLEMENTATIONS = ("emulated", "reference", "xla")
 
@@ -268,6 +270,45 @@ def test_emulated_follows_the_recipe_it_is_given():
         return unit_error(gradients[0], golden.dquery, BF16)
 
     assert error(None) <= 1.7 < 10 < error(FLASH2)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "expected"),
+    [
+        (64, {}, declared_recipe(jnp.bfloat16, 64, 256, target="hopper")),
+        (
+            64,
+            dict(is_causal=True),
+            declared_recipe(jnp.bfloat16, 64, 256, Mask(is_causal=True), "hopper"),
+        ),
+        (96, {}, declared_recipe(jnp.bfloat16, 96, 256, target="hopper")),
+        (48, {}, ATTN_JAX),
+        (64, dict(bias=jnp.ones((1, 2, 256, 256))), ATTN_JAX),
+    ],
+)
+def test_emulated_follows_the_kernels_if_not_told_otherwise(
+    head_dim, options, expected
+):
+    """Found: it had the centre of a backward pass that the kernels no longer ran."""
+    shape = (1, 256, 2, head_dim)
+    arrays = [draw(shape, seed) + 1 for seed in range(4)]
+
+    def gradients(recipe):
+        def attend(*args):
+            return attn_jax.dot_product_attention(
+                *args, implementation="emulated", recipe=recipe, **options
+            )
+
+        return with_gradients(attend, *arrays)
+
+    chex.assert_trees_all_equal(gradients(None), gradients(expected), strict=True)
+
+
+def test_recipes_of_both_backward_passes_differ():
+    """Else the test above could not fail."""
+    full = declared_recipe(jnp.bfloat16, 64, 256, target="hopper")
+    causal = declared_recipe(jnp.bfloat16, 64, 256, Mask(is_causal=True), "hopper")
+    assert (full.dq_centre, causal.dq_centre) == ("keys", "mean")
 
 
 def test_float32_output_is_not_rounded():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,8 +173,7 @@ def test_without_roundings_it_is_the_reference(setting, mask, further):
     # FP32 both: at most B T N terms of size about one to ten are summed, each off by a
     # few 2^-24 (the exponentials, the two products before them).
     bound = 4 * B * T * N * 2.0**-24
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=bound, atol=bound)
+    chex.assert_trees_all_close(got, want, rtol=bound, atol=bound)
 
 
 def test_fp64_carrier(x64):
@@ -411,9 +411,7 @@ def test_x64_mode_changes_no_bit(recipe):
     want = run(*args[:3], dout, args[4], {}, recipe=recipe)
     with jax.enable_x64(True):
         got = run(*args[:3], dout, args[4], {}, recipe=recipe)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(got, want, strict=True)
 
 
 def all_sizes(jaxpr):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,8 +89,7 @@ def test_without_roundings_a_ring_is_the_reference(merge, mask, further, changes
     # As without a ring: at most B T N terms of size one to ten, each off by a few
     # 2^-24; W - 1 merges add as many roundings of 2^-24 to numbers of that size.
     bound = 4 * (B * T * N + W) * 2.0**-24
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=bound, atol=bound)
+    chex.assert_trees_all_close(got, want, rtol=bound, atol=bound)
 
 
 def test_a_ring_of_one_uses_no_field_of_the_ring():
@@ -104,8 +104,7 @@ def test_a_ring_of_one_uses_no_field_of_the_ring():
     )
     plain = run(*given, {}, Mask(), recipe=FLASH2)
     alone = run(*given, {}, Mask(), recipe=dataclasses.replace(FLASH2, **coarse))
-    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(alone), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(plain, alone)
 
 
 def test_a_carried_ring_is_one_device_on_keys_in_the_order_of_the_visits():

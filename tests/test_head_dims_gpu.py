@@ -1,5 +1,6 @@
 """Head dims of every size, V's own too, in the kernels on a Hopper GPU."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +51,7 @@ def test_as_good_as_correctly_rounded_and_always_the_same(head_dim, value_dim, n
     first = jax.device_get(results(*arguments))
     for _ in range(5):
         again = jax.device_get(results(*arguments))
-        jax.tree.map(np.testing.assert_array_equal, first, again)
+        chex.assert_trees_all_equal(first, again)
     golden = reference.golden(query, key, value, dout, mask=mask)
     exact = golden.out, golden.dquery, golden.dkey, golden.dvalue
     for field, got, want in zip(("out", "dq", "dk", "dv"), first, exact):

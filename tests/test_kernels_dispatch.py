@@ -124,6 +124,14 @@ def test_one_pass_backward_needs_the_whole_card(monkeypatch, multiprocessors, de
     assert backward_of(SQUARE, SQUARE, "hopper", wanted="fused") == design
 
 
+def test_causal_masks_have_two_kernels_unless_told_otherwise():
+    """One centre for all rows is wrong for most of them where the keys' mean drifts,
+    and many lengths leave multiprocessors idle."""
+    chosen = functools.partial(backward_of, SQUARE, SQUARE, "hopper")
+    assert chosen(Mask()) == chosen(Mask(is_causal=True), wanted="fused") == "fused"
+    assert chosen(Mask(is_causal=True)) == "two_kernels"
+
+
 def test_backward_is_the_one_asked_for(gpu):
     gpu("9.0")
 

@@ -2,6 +2,7 @@
 
 from typing import get_args
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,8 +148,7 @@ def test_runs_give_the_same_bits(shape, is_causal, backward):
     first, _ = program(*arrays)
     for _ in range(20):
         again, _ = program(*arrays)
-        for x, y in zip(first, again):
-            np.testing.assert_array_equal(x, y)
+        chex.assert_trees_all_equal(first, again)
 
 
 @both_designs

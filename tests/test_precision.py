@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,8 +109,7 @@ def test_overflow_leaves_weights_moments_average_and_count_alone():
     assert not bool(metrics["applied"]) and bool(metrics["ok"])
     kept = (state.params, state.average, state.optimizer)
     got = (after.params, after.average, after.optimizer)
-    for old, new in zip(*map(jax.tree.leaves, (kept, got)), strict=True):
-        np.testing.assert_array_equal(old, new)
+    chex.assert_trees_all_equal(kept, got)
     assert float(after.loss_scale.scale) < 2.0**120
     assert int(after.step) == int(state.step) + 1
     later, metrics = step(
@@ -142,5 +142,4 @@ def test_a_power_of_two_scale_changes_no_bit_in_fp32():
         for _ in range(3):
             state, metrics = step(state, batch())
         results.append((state.params, metrics["loss"], metrics["grad_norm"]))
-    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(*results)

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +44,7 @@ def test_a_case_is_a_function_of_seed_and_number():
     assert case == cases.case(7, number, program) != cases.case(8, number, program)
     first = [cases.case(7, number - 2 + i, program) for i in range(cases.BATCH)]
     once, again = (cases.batch(7, program, first) for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, once, again)
+    chex.assert_trees_all_equal(once, again)
     # An entry's arrays do not depend on its neighbours.
     alone = cases.batch(7, program, [case])
     np.testing.assert_array_equal(alone.inputs.key[0], once.inputs.key[2])

@@ -364,7 +364,7 @@ def test_pallas_without_its_gpu_is_emulated_and_says_so(finished, tmp_path, capf
     resolved = environment["attention"]
     assert resolved["requested"] == "pallas"
     assert resolved["implementation"] == "emulated"
-    assert resolved["recipe"] == "attn_jax"
+    assert resolved["recipe"] == "kernels"
     # At step 0 the gates are closed: attention cannot change the first loss yet.
     assert figures(tmp_path)[0] == figures(finished)[0]
 

@@ -75,7 +75,6 @@ def test_what_is_no_json_is_refused():
     ],
 )
 def test_plans_are_those_that_were_measured(head_dim, keys, is_causal, plan):
-    assert tuning.BACKWARD["hopper"] == "fused"
     assert tuning.fused(head_dim, keys, is_causal=is_causal) == plan
     dims = head_dim, head_dim
     table = tuning.configuration(
@@ -145,7 +144,7 @@ def test_the_tilings_of_a_call_are_logged_once_for_a_shape(caplog):
     with caplog.at_level(logging.INFO, "attn_jax.kernels"):
         _traced(4104, False, backward="two_kernels")
         _traced(4104, False, backward="two_kernels")
-        _traced(2056, True)
+        _traced(2056, True, backward="fused")
     many, few = (record.getMessage() for record in caplog.records)
     table = tuning.FORWARD["hopper"][64]
     assert "[1, 4104, 2, 64]" in many and "full" in many and "hopper" in many
@@ -181,7 +180,8 @@ def test_the_fused_kernel_runs_with_the_plan_of_the_call(plan, monkeypatch):
     def gradients(x):
         def attend(x):
             mask = Mask(is_causal=True)
-            return attention(x, x, x, scale=0.25, mask=mask, tilings=given)[0]
+            options = {"mask": mask, "tilings": given, "backward": "fused"}
+            return attention(x, x, x, scale=0.25, **options)[0]
 
         return jax.vjp(attend, x)[1](x)
 

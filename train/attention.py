@@ -22,7 +22,9 @@ from train.config import Attention, Config, UsageError, head_dim, image_tokens
 from train.model import AttentionFn
 from train.precision import Policy
 
-_KERNEL_RECIPE = "attn_jax"
+# Stands for no name of `RECIPES`, but for the recipe that the kernels declare for the
+# run's shapes.
+KERNELS_RECIPE = "kernels"
 # Parts of custom-call names by which the compiled program shows its attention.
 _MARKS = {"pallas": "mosaic_gpu", "cudnn": "fmha"}
 
@@ -34,7 +36,7 @@ class ResolvedAttention:
     Attributes:
       requested: the value of `--attn`.
       implementation: name given to `attn_jax.dot_product_attention`.
-      recipe: name of the emulated recipe, if emulated.
+      recipe: name of the emulated recipe, or `KERNELS_RECIPE`, if emulated.
       note: the line to say where this is not what was requested, else None.
     """
 
@@ -77,13 +79,13 @@ def resolve_attention(config: Config, device: Any) -> ResolvedAttention:
                 f"--attn=pallas: no A100 or Hopper GPU here ({device.device_kind}), "
                 "the kernels' algorithm runs in the emulator"
             )
-            return ResolvedAttention(name, "emulated", _KERNEL_RECIPE, note)
+            return ResolvedAttention(name, "emulated", KERNELS_RECIPE, note)
     if name == "emulated":
-        recipe = config.recipe or _KERNEL_RECIPE
-        if recipe not in RECIPES:
+        recipe = config.recipe or KERNELS_RECIPE
+        known = KERNELS_RECIPE, *sorted(RECIPES)
+        if recipe not in known:
             raise UsageError(
-                f"--recipe {recipe} does not exist; choose from "
-                f"{', '.join(sorted(RECIPES))}"
+                f"--recipe {recipe} does not exist; choose from {', '.join(known)}"
             )
         return ResolvedAttention(name, "emulated", recipe, None)
     implementation = "xla" if name == "baseline" else name
@@ -113,7 +115,7 @@ def make_attention(resolved: ResolvedAttention, policy: Policy) -> AttentionFn:
     Rounds the three to the policy's attention format; the output has that format.
     """
     recipe = None
-    if resolved.recipe is not None:
+    if resolved.recipe in RECIPES:
         recipe = RECIPES[resolved.recipe]
         if policy.attention == jnp.float16:
             recipe = recipe.with_inputs(FP16)
@@ -208,5 +210,8 @@ def check_lowered(resolved: ResolvedAttention, calls: dict[str, int]) -> str:
             f"{call} ({calls[call]} calls)" for call in lowered
         )
     if resolved.recipe:
-        return f"attention lowered to XLA operations, recipe {resolved.recipe} emulated"
+        whose = f"recipe {resolved.recipe}"
+        if resolved.recipe == KERNELS_RECIPE:
+            whose = "the kernels' recipe"
+        return f"attention lowered to XLA operations, {whose} emulated"
     return f"attention lowered to XLA operations ({resolved.implementation})"

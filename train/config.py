@@ -159,7 +159,7 @@ class Config:
     preset: PresetName = "tiny"
     """Starting values of all other options; tiny trains on a CPU in minutes."""
     recipe: str | None = None
-    """Name of the emulated algorithm, with --attn=emulated."""
+    """Name of the emulated algorithm, with --attn=emulated; kernels if not given."""
     precision: Precision = "fp32"
     """Of everything but attention; 16-bit policies but bf16_pure keep fp32 weights."""
     attention_inputs: AttentionInputs = "compute"

@@ -1,5 +1,6 @@
 """The implementations that run in JAX, as arms to be timed."""
 
+import dataclasses
 import functools
 import importlib
 import time
@@ -24,12 +25,20 @@ from attn_jax.timing import device_time
 # Row name -> whether it promises the same bits on every run; None if nothing is said.
 IMPLEMENTATIONS: dict[str, bool | None] = {
     "pallas": True,
+    "pallas-fused": True,
+    "pallas-two-kernels": True,
     "cudnn": False,
     "cudnn-deterministic": True,
     "xla": True,
     "tokamax": None,
     "emulated": True,
     "reference": True,
+}
+# Ours, with the design of the backward pass named; "pallas" chooses.
+DESIGNS = {
+    "pallas": None,
+    "pallas-fused": "fused",
+    "pallas-two-kernels": "two_kernels",
 }
 # Libraries of others: what they cannot do is theirs.
 PEERS = ("cudnn", "cudnn-deterministic", "xla", "tokamax")
@@ -59,6 +68,8 @@ def _on_device(case: Case, family: str) -> tuple[Array, ...]:
 
 def attention(name: str, case: Case) -> Attention:
     """The function that is timed under a name, under the case's mask."""
+    if DESIGNS.get(name):
+        return _design(name, case)
     library = name.removesuffix("-deterministic")
     if library in ("xla", "cudnn"):
         return _peer(jax.nn.dot_product_attention, library, case)
@@ -81,6 +92,35 @@ def attention(name: str, case: Case) -> Attention:
         return cast(Array, out)
 
     return attend
+
+
+def _design(name: str, case: Case) -> Attention:
+    """Our kernels with one design of the backward pass, or NotImplementedError."""
+    # Imported on use: the kernels refuse a JAX that they do not know.
+    from attn_jax.kernels import attention as kernels
+
+    if _backward_of(name, case) != DESIGNS[name]:
+        raise NotImplementedError("the one-pass kernel does not take this problem")
+
+    def attend(query, key, value, *documents):
+        ids = documents[0] if documents else None
+        rules = dataclasses.replace(
+            case.rules, query_segment_ids=ids, key_value_segment_ids=ids
+        )
+        options = {"mask": rules, "backward": DESIGNS[name]}
+        return kernels.attention(query, key, value, scale=case.H**-0.5, **options)[0]
+
+    return attend
+
+
+def _backward_of(name: str, case: Case) -> str:
+    """The design that our kernels take under a name."""
+    from attn_jax.kernels import architecture
+    from attn_jax.kernels.attention import backward_of
+
+    query, value = (case.B, case.T, case.N, case.H), (case.B, case.S, case.K, case.H)
+    target = architecture.chosen()
+    return backward_of(query, value, target, case.rules, wanted=DESIGNS[name])
 
 
 def _peer(function: Callable[..., Any], implementation: str, case: Case) -> Attention:
@@ -210,10 +250,9 @@ def _config(name: str, case: Case, of: Pass) -> str:
     }.get(name, [])
     if case.mask == "packed" and name in PEERS:
         said.append("documents as an array of T x S")
-    if name != "pallas":
+    if name not in DESIGNS:
         return "; ".join(said)
     from attn_jax.kernels import architecture, tuning
-    from attn_jax.kernels.attention import backward_of
 
     target = architecture.chosen()
     dims = case.H, case.H
@@ -225,11 +264,7 @@ def _config(name: str, case: Case, of: Pass) -> str:
     if of != "backward":
         said.append(f"forward {tilings.forward}")
     if of != "forward":
-        query, value = (
-            (case.B, case.T, case.N, case.H),
-            (case.B, case.S, case.K, case.H),
-        )
-        if backward_of(query, value, target, case.rules) == "fused":
+        if _backward_of(name, case) == "fused":
             said.append(f"backward in one pass, {tilings.backward_fused}")
         else:
             said.append(f"dq {tilings.backward_dq}")

@@ -219,7 +219,7 @@ def backward_of(
     with as many multiprocessors as its rings are made for. On a smaller one (the PCIe
     H100) a ring's CTAs would wait for some that cannot start.
     """
-    wanted = tuning.BACKWARD[target] if wanted is None else wanted
+    wanted = wanted or tuning.BACKWARD[target, mask.is_causal]
     if wanted == "two_kernels" or target != "hopper":
         return "two_kernels"
     there = architecture.multiprocessors()
@@ -286,6 +286,7 @@ def declared_recipe(
         return recipe
     return dataclasses.replace(
         recipe,
+        source="the Pallas kernels of this package, backward pass in one kernel",
         backward_block_q=hopper_backward_fused.QUERIES[head_dim],
         backward_block_kv=hopper_backward_fused.KEY_TILE,
         dq_centre="keys",
