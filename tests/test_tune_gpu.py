@@ -42,8 +42,8 @@ def test_an_entry_is_right_and_timed(gpu, kernel, is_causal):
         assert times["ms"] > 0 and times["rounds"] >= 5
     # ptxas is there wherever JAX compiles kernels.
     assert row["registers"] > 0
-    # The fused kernel's loop spills a few integers.
-    assert row["spilled_bytes"] == 0 or kernel == "backward_fused"
+    # A few integers may spill. Rows of an accumulator, 256 bytes and more, must not.
+    assert row["spilled_bytes"] < 256
 
 
 def test_a_wrong_tiling_is_found_before_it_is_timed(gpu):
