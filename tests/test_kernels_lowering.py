@@ -85,9 +85,10 @@ def test_lowers(dtype, head_dim, is_causal, x64, backward):
 )
 def test_lowers_any_length(sizes):
     query, key, value = _arrays(**sizes, H=64, dtype=jnp.bfloat16)
-    for is_causal in (False, True):
-        lowered = _lowered(query, key, value, mask=Mask(is_causal=is_causal))
-        fused = not is_causal or sizes["T"] == sizes["S"]
+    for is_causal, backward in ((False, None), (True, None), (True, "fused")):
+        options = {"mask": Mask(is_causal=is_causal), "backward": backward}
+        lowered = _lowered(query, key, value, **options)
+        fused = not is_causal or (backward and sizes["T"] == sizes["S"])
         _check(lowered, query, key, query.dtype, kernels=2 if fused else 3)
 
 
