@@ -26,6 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu", action="store_true", help="run the tests marked gpu, and only those"
     )
+    parser.addoption(
+        "--thorough", action="store_true", help="run the cases marked thorough, too"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,6 +68,10 @@ def _gpu_capability() -> str | None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
+    if not config.getoption("--thorough"):
+        for item in items:
+            if item.get_closest_marker("thorough"):
+                item.add_marker(pytest.mark.skip(reason="runs under --thorough"))
     if not config.getoption("--gpu"):
         for item in items:
             if item.get_closest_marker("gpu"):

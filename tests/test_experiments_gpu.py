@@ -80,7 +80,13 @@ def test_unrounded_p_is_told_apart_on_tensor_cores_at_large_lse(monkeypatch):
     assert out["P unrounded"] < 1.5 * kernels.TOLD_APART * out[kernels.OWN]
 
 
-@pytest.mark.parametrize("recipe", ["P unrounded", "delta from O and no centre"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param("P unrounded", marks=pytest.mark.thorough),
+        "delta from O and no centre",
+    ],
+)
 def test_kernels_of_another_recipe_fail(recipe, tmp_path, monkeypatch, capsys):
     kernel = played_by_the_emulator(recipe)
     monkeypatch.setattr(kernels, "_lower_kernels", kernel)

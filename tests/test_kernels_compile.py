@@ -77,11 +77,17 @@ def _check(
         assert re.search("M1e+0", kernel.order), kernel
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
-    ("head_dim", "key_length"),
+    ("head_dim", "key_length", "is_causal"),
     # Few and many keys have tilings of their own.
-    [(64, 1100), (64, 4200), (128, 1100)],
+    [
+        (64, 1100, True),
+        (64, 4200, False),
+        (128, 1100, False),
+        (128, 1100, True),
+        pytest.param(64, 1100, False, marks=pytest.mark.thorough),
+        pytest.param(64, 4200, True, marks=pytest.mark.thorough),
+    ],
 )
 def test_compiles_without_spills_and_overlaps(head_dim, key_length, is_causal):
     arguments = (head_dim, "bfloat16", is_causal, "h200", key_length)
@@ -115,9 +121,9 @@ def test_float16_compiles_alike():
     ("head_dim", "value_dim", "dtype", "is_causal", "allowed_spills"),
     [
         (32, 32, "float16", True, {}),
-        (96, 96, "float16", False, {}),
+        pytest.param(96, 96, "float16", False, {}, marks=pytest.mark.thorough),
         (192, 128, "bfloat16", True, {}),
-        (192, 192, "bfloat16", False, {}),
+        pytest.param(192, 192, "bfloat16", False, {}, marks=pytest.mark.thorough),
         # Once a tile, outside the loop over the keys.
         (256, 256, "bfloat16", False, {"attention_forward": 40}),
     ],
@@ -164,8 +170,15 @@ def _check_ampere(program: Program, kernel_count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "is_causal"),
+    [
+        (64, True),
+        (128, False),
+        pytest.param(64, False, marks=pytest.mark.thorough),
+        pytest.param(128, True, marks=pytest.mark.thorough),
+    ],
+)
 def test_ampere_compiles_without_spills(head_dim, is_causal):
     arguments = ("a100", head_dim, "bfloat16", is_causal)
     _check_ampere(_compiled_for_a100(_ampere, *arguments), kernel_count=3)

@@ -52,7 +52,10 @@ def step_and_state(policy_of=lambda policy: policy, **changes):
 @pytest.mark.parametrize(
     ("precision", "params", "compute", "attention", "matmul"),
     [
-        ("fp32", "float32", "float32", "float32", "highest"),
+        pytest.param(
+            *("fp32", "float32", "float32", "float32", "highest"),
+            marks=pytest.mark.thorough,
+        ),
         ("tf32", "float32", "float32", "float32", "tensorfloat32"),
         ("bf16", "float32", "bfloat16", "bfloat16", "highest"),
         ("fp16", "float32", "float16", "float16", "highest"),

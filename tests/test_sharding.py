@@ -33,7 +33,11 @@ CONFIG = dataclasses.replace(
     model=dataclasses.replace(TINY.model, width=64, heads=2, depth=1),
     optimizer=dataclasses.replace(TINY.optimizer, warmup=0),
 )
-MESHES = [(8, 1, 1), (1, 4, 2), (2, 2, 2)]
+MESHES = [
+    (8, 1, 1),
+    (2, 2, 2),
+    pytest.param((1, 4, 2), marks=pytest.mark.thorough),
+]
 
 
 def batches_of(count: int):
