@@ -11,9 +11,12 @@ Here the forward pass takes exp2(S - M) with M the maximum rounded to an integer
 that every rescaling is a power of two and no block changes how P rounds, and divides
 by the sum of the *rounded* P. The backward pass rounds exp2(S - n), n any integer, the
 same way and divides by the same sum. Then O = P V holds for its P, and delta is that of
-its dS. FP64 but for the roundings named; dS in FP16 is scaled by one power of two for
-the head. dK is made of dS in BF16, of the P that is named. Units: RMS error over that
-of the exact result rounded once to BF16; what is rounded at last has at least 1.
+its dS. Beside it two cheaper cures of O alone: division by the sum of rounded P, and P
+of the forward product in FP16.
+
+FP64 but for the roundings named; dS in FP16 is scaled by one power of two for the head.
+dK is made of dS in BF16, of the P that is named. Units: RMS error over that of the exact
+result rounded once to BF16; what is rounded at last has at least 1.
 """
 
 import sys
@@ -68,12 +71,21 @@ def errors(arrays: Arrays, *, is_causal: bool) -> dict[str, float]:
     mean = seen @ key / seen.sum(axis=1, keepdims=True)
 
     now = two_bf16(bf16(weights) @ value / total)
+    by_sum = two_bf16(bf16(weights) @ value / bf16(weights).sum(axis=1, keepdims=True))
+    fine = weights.astype(np.float16).astype(np.float64)
+    fine = two_bf16(fine @ value / total)
     rounded = bf16(np.exp2(logits - np.ceil(highest)))
     sums = rounded.sum(axis=1, keepdims=True)
     same, then = rounded / sums, two_bf16(rounded @ value / sums)
 
-    found = {"out, now": units(now, out), "out, same P": units(then, out)}
-    for name, weight, result in (("now", probability, now), ("same P", same, then)):
+    outs = {"now": now, "sum of rounded P": by_sum, "FP16 P": fine, "same P": then}
+    found = {f"out, {name}": units(result, out) for name, result in outs.items()}
+    for name, weight, result in (
+        ("now", probability, now),
+        ("sum of rounded P", probability, by_sum),
+        ("FP16 P", probability, fine),
+        ("same P", same, then),
+    ):
         ds = weight * (dprobability - (dout * result).sum(axis=1, keepdims=True))
         for format_name, to in (("BF16", bf16), ("FP16", fp16)):
             left = to(ds).sum(axis=1, keepdims=True)
@@ -117,7 +129,7 @@ def show(title: str, all_errors: list[dict[str, float]]) -> None:
     for name in all_errors[0]:
         x = [found[name] for found in all_errors]
         print(
-            f"  {name:28} {np.median(x):7.2f} {np.quantile(x, 0.9):7.2f} {max(x):7.2f}"
+            f"  {name:38} {np.median(x):7.2f} {np.quantile(x, 0.9):7.2f} {max(x):7.2f}"
         )
 
 
