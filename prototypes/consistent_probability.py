@@ -15,8 +15,8 @@ its dS. Beside it two cheaper cures of O alone: division by the sum of rounded P
 of the forward product in FP16.
 
 FP64 but for the roundings named; dS in FP16 is scaled by one power of two for the head.
-dK is made of dS in BF16, of the P that is named. Units: RMS error over that of the exact
-result rounded once to BF16; what is rounded at last has at least 1.
+dK is made of dS in BF16, of the P that is named. Units: RMS error over that of the
+exact result rounded once to BF16; what is rounded at last has at least 1.
 """
 
 import sys
