@@ -72,20 +72,19 @@ def errors(arrays: Arrays, *, is_causal: bool) -> dict[str, float]:
 
     now = two_bf16(bf16(weights) @ value / total)
     by_sum = two_bf16(bf16(weights) @ value / bf16(weights).sum(axis=1, keepdims=True))
-    fine = weights.astype(np.float16).astype(np.float64)
-    fine = two_bf16(fine @ value / total)
+    fine = two_bf16(weights.astype(np.float16).astype(np.float64) @ value / total)
     rounded = bf16(np.exp2(logits - np.ceil(highest)))
     sums = rounded.sum(axis=1, keepdims=True)
     same, then = rounded / sums, two_bf16(rounded @ value / sums)
 
-    outs = {"now": now, "sum of rounded P": by_sum, "FP16 P": fine, "same P": then}
-    found = {f"out, {name}": units(result, out) for name, result in outs.items()}
-    for name, weight, result in (
-        ("now", probability, now),
-        ("sum of rounded P", probability, by_sum),
-        ("FP16 P", probability, fine),
-        ("same P", same, then),
-    ):
+    passes = {
+        "now": (probability, now),
+        "sum of rounded P": (probability, by_sum),
+        "FP16 P": (probability, fine),
+        "same P": (same, then),
+    }
+    found = {f"out, {name}": units(result, out) for name, (_, result) in passes.items()}
+    for name, (weight, result) in passes.items():
         ds = weight * (dprobability - (dout * result).sum(axis=1, keepdims=True))
         for format_name, to in (("BF16", bf16), ("FP16", fp16)):
             left = to(ds).sum(axis=1, keepdims=True)

@@ -69,6 +69,7 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     if not config.getoption("--thorough"):
+        # For the suite's time: what each of them shows another case shows, too.
         for item in items:
             if item.get_closest_marker("thorough"):
                 item.add_marker(pytest.mark.skip(reason="runs under --thorough"))

@@ -113,6 +113,7 @@ def _check(case: Case, results: Results) -> None:
 
 # What these have is in others, too.
 FURTHER = "unsorted", "soft-cap-window", "window-far", "window-after-offset"
+assert set(FURTHER) <= set(CASES)
 
 
 @pytest.mark.parametrize(
