@@ -21,11 +21,25 @@ def centre_of(
     column with a key beyond a quarter of the format's range: K - c stays in it.
     """
     wide = key.astype(jnp.float32)
-    mean, square = wide.mean(axis=1), jnp.square(wide).mean(axis=1)
+    return centre_from(
+        wide.mean(axis=1),
+        jnp.square(wide).mean(axis=1),
+        jnp.abs(wide).max(axis=1),
+        inputs,
+    )
+
+
+def centre_from(
+    mean: Float32[Array, "B K H"],
+    square: Float32[Array, "B K H"],
+    largest: Float32[Array, "B K H"],
+    inputs: NumberFormat,
+) -> Float32[Array, "B K H"]:
+    """c from the keys' mean, mean square and largest absolute value, by columns."""
     last = jnp.frexp(jnp.sqrt(square))[1] + 2 - (inputs.mantissa_bits + 1)
     place = jnp.ldexp(jnp.float32(1), jnp.clip(last, -100, 100))
     # mean^2 > variance / 16
     stands_out = 17 * mean * mean > square
     if inputs.max_finite**2 < FP32.max_finite:  # Else squares overflow before K - c.
-        stands_out &= 4 * jnp.abs(wide).max(axis=1) <= inputs.max_finite
+        stands_out &= 4 * largest <= inputs.max_finite
     return jnp.where(stands_out, jnp.rint(mean / place) * place, 0.0)

@@ -32,8 +32,8 @@ class Step:
 _BF16 = Step(BF16)
 _FP32 = Step(FP32)
 _FP64 = Step(FP64)
-# Of r: beyond it r and the numbers that it scales would leave an FP32 carrier.
-MOST_ROW_EXPONENT = 100
+# Of r and w: beyond it they and what they scale would leave an FP32 carrier.
+MOST_HEAD_EXPONENT = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Recipe:
     largest of exponent(t) and of exponent(a) + exponent(b) over the run's products a b;
     zeros are left out. exponent(y) is floor(log2|y|), but at least that of the least
     normal number of y's format: for t dot_accumulator's, for a and b that of the step
-    or of `inputs` that rounded them.
+    or of `inputs` that rounded them (of F over w for the K' that has a w, below).
 
     INPUTS. Q, K, V and dO are rounded to `inputs`, to nearest; wider arrays may come.
 
@@ -147,17 +147,26 @@ class Recipe:
     dS' = dq_dlogits(D f r) stands in for dS in dQ and in the sum of dS over the row,
     both of which are divided by r in the end (of each hop); dK has dS. r = 1 if the
     format of dq_dlogits has FP32's exponents, 8 bits or more. Else r is a power of two
-    for each row that brings a bound of the row into its range, since
-    |D| <= |dP| + |delta| + |dLSE|: with Euclidean norms over H
-        b = |f| (2 |dO| max |V| + |dLSE|), the maximum over all keys of the head, be
-            they hidden or on another device
+    for each key head of a batch entry that brings a bound of all its dS into range,
+    since |D| <= |dP| + |delta| + |dLSE|: with Euclidean norms over H
+        b = max of |f| (2 |dO| v + |dLSE|) over all queries of the query heads that
+            share the key head, be they on another device; dLSE = 0 for LSE = -inf
+        v = the norm of (max_j |V_j1|, ..., max_j |V_jH|), maxima of the columns over
+            all keys of the head, be they hidden or on another device, so that one
+            reading of V finds it
         r = 2^(e - x) for b = y 2^x, 1/2 <= y < 1, and 2^e <= the largest number of the
             format < 2^(e+1); from 2^-100 to 2^100, and 1 for b = 0
     So |D f r| <= 2^e but for roundings, half of what overflows, and for FP16 (e = 15)
-    what is below 2^-29 b is subnormal and loses bits. Kernels fold r into the exponent,
-    E(x - (LSE u - log2 r)), and have K as FP16 numbers scaled by one power of two for a
-    head: exact down to 2^-31 of its largest. Here K is what it is for other products,
-    and K' is rounded to `inputs` all the same.
+    what is below 2^-29 b is subnormal and loses bits: rows of dS whose dO is far below
+    the head's largest lose them first. Kernels fold r into the exponent,
+    E(x - (LSE u - log2 r)), of the P that dV and dK have, too, which is why a head has
+    one r; and they have K as FP16 numbers scaled by one power of two for a head: exact
+    down to 2^-31 of its largest. Here K is what it is for other products.
+    Where dS is scaled, K' is in the format F of dq_dlogits, too, rounded to nearest:
+        K' = F((K - c) w) / w
+        w = 2^(e - x) for 2 max |K| = y 2^x, 1/2 <= y < 1, the maximum over all keys and
+            columns of the key head; from 2^-100 to 2^100, and 1 for K = 0
+    From BF16 keys to FP16, three bits more, it is exact almost always.
     The gradient of a sink is -sum of E(sink u - LSE u) (delta - dLSE), unrounded.
 
     A RING of `ring_size` W > 1 devices: T and S are cut into W equal shares in order;
@@ -306,8 +315,8 @@ class Recipe:
             )
 
     @property
-    def scales_rows(self) -> bool:
-        """Whether rows of dS are brought into the range of `dq_dlogits`: r above."""
+    def scales_heads(self) -> bool:
+        """Whether r above brings dS into the range of `dq_dlogits`, head by head."""
         step = self.dq_dlogits
         return step is not None and step.format.exponent_bits < FP32.exponent_bits
 

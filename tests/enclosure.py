@@ -231,12 +231,12 @@ class Arithmetic:
         step: Step,
         chunk: int | None,
         bits: int | None = None,
-        formats: tuple[NumberFormat, ...] = (),
+        least: tuple[int, ...] = (),
     ) -> Interval:
         """x @ y with the running sum rounded to `step` after every `chunk` terms.
 
         With `bits`, the sum and a run's terms are cut off that far below the largest
-        exponent; `formats`, of x, y and the sum, say which exponents there are.
+        exponent; `least` are the least exponents of x, y and the sum.
         """
         n = x.lo.shape[-1]
         if step.format == self.carrier and bits is None:
@@ -249,13 +249,13 @@ class Arithmetic:
                 term = self._sum_in_any_order(a, b)
                 total = self.add(total, term) if start else term
             else:
-                total = self._add_aligned(total, a, b, bits, formats)
+                total = self._add_aligned(total, a, b, bits, least)
             total = self.round(total, step)
         return total
 
-    def _add_aligned(self, total, x: Interval, y: Interval, bits, formats) -> Interval:
+    def _add_aligned(self, total, x: Interval, y: Interval, bits, least) -> Interval:
         a, b = x.at(slice(None), slice(None), None), y.at(None)
-        exponents = (_exponents(z, fmt) for z, fmt in zip((a, b, total), formats))
+        exponents = (_exponents(z, e) for z, e in zip((a, b, total), least))
         unit = Interval(
             *(np.maximum((p + q).max(1), t) - bits for p, q, t in zip(*exponents))
         )
@@ -304,14 +304,14 @@ class Arithmetic:
         return (rows[:, None] & columns[None] & (size * self.unit <= q)) | (size == 0)
 
 
-def _exponents(x: Interval, fmt: NumberFormat) -> Interval:
-    """Those of |x|, from the least normal one of `fmt` on; for zero far below all."""
+def _exponents(x: Interval, least: int) -> Interval:
+    """Those of |x|, from `least` on; for zero far below all."""
     ends = np.abs(x.lo), np.abs(x.hi)
-    least = np.where((x.lo <= 0) & (x.hi >= 0), 0, np.minimum(*ends))
+    smallest = np.where((x.lo <= 0) & (x.hi >= 0), 0, np.minimum(*ends))
     return Interval(
         *(
-            np.where(y == 0, -4000, np.maximum(np.frexp(y)[1] - 1, fmt.min_exponent))
-            for y in (least, np.maximum(*ends))
+            np.where(y == 0, -4000, np.maximum(np.frexp(y)[1] - 1, least))
+            for y in (smallest, np.maximum(*ends))
         )
     )
 

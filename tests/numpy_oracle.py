@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attn_jax.formats import FP32
+from attn_jax.formats import FP32, NumberFormat
 from attn_jax.mask import Mask
 from attn_jax.recipe import Recipe, Step
 from tests.enclosure import Arithmetic, Interval, where
@@ -69,6 +69,16 @@ def attention(
     return Result(out, lse, dq, dk, dv)
 
 
+class _DqKeys(NamedTuple):
+    """K' [S, H] and the least exponent of its format."""
+
+    numbers: Interval
+    least: int
+
+    def at(self, keys: slice) -> "_DqKeys":
+        return self._replace(numbers=self.numbers.at(keys))
+
+
 class _Oracle(ForwardOracle):
     """The backward pass of one key/value head with its group of query heads."""
 
@@ -120,12 +130,12 @@ class _Oracle(ForwardOracle):
         factor = self.scale if r.gradient_scale_at == "logits" else 1.0
         g = (1.0 if r.gradient_scale_at == "logits" else self.scale) / r.dlogits_scale
         lse = [row.lse for row in rows]
-        scales = [self.row_scale(do, v, d) for do, d in zip(dout, dlse)]
+        r_head = self.head_scale(dout, v, dlse)
         # Off all keys, or off dQ in the end.
         common = self.common_centre(k) if r.dq_centre == "keys" else a.point(0)
-        moved = a.round(a.sub(k, common), Step(r.inputs))
+        moved = self.dq_keys(k, common)
         operands = queries, k, moved, v, dout
-        sums = self.ring_sums(*operands, offset, visible, lse, scales, g)
+        sums = self.ring_sums(*operands, offset, visible, lse, r_head, g)
         dq = []
         for n in group:
             total = sums.query[n]
@@ -141,24 +151,39 @@ class _Oracle(ForwardOracle):
         out = [self.stored(row.output, r.output) for row in rows]
         return out, lse, dq, [dk], [dv]
 
-    def row_scale(self, dout: Interval, v: Interval, dlse: Interval) -> np.ndarray:
-        """The power of two [T, 1] by which dS is scaled as operand of dQ.
+    def head_scale(
+        self, dout: list[Interval], v: Interval, dlse: list[Interval]
+    ) -> np.ndarray:
+        """The power of two by which dS of all query heads is scaled as dQ's operand.
 
         From float64: other roundings of the norms give the same but by rare chance.
         """
-        fmt = self.r.dq_dlogits and self.r.dq_dlogits.format
-        if fmt is None or fmt.exponent_bits >= 8:
-            return np.ones(dlse.lo.shape)
-        norms = [
-            np.sqrt((x.lo.astype(np.float64) ** 2).sum(1, keepdims=True))
-            for x in (dout, v)
-        ]
-        b = 2 * norms[0] * norms[1].max() + np.abs(dlse.lo)
+        fmt = self.scaled_format
+        if fmt is None:
+            return np.ones(())
+        norm_of_v = np.linalg.norm(np.abs(v.lo).max(0).astype(np.float64))
+        b = 0.0
+        for do, d in zip(dout, dlse):
+            for row, of_lse in zip(do.lo.astype(np.float64), d.lo[:, 0]):
+                b = max(b, 2 * np.linalg.norm(row) * norm_of_v + abs(of_lse))
         factor = self.scale if self.r.gradient_scale_at == "logits" else 1.0
-        b = b * abs(factor) * self.r.dlogits_scale
-        e = np.frexp(fmt.max_finite)[1] - 1
-        r = np.ldexp(1.0, np.clip(e - np.frexp(b)[1], -100, 100))
-        return np.where(b == 0, 1.0, r)
+        return _into_range(b * abs(factor) * self.r.dlogits_scale, fmt)
+
+    @property
+    def scaled_format(self) -> NumberFormat | None:
+        """The format of dq_dlogits where dS is scaled for it."""
+        fmt = self.r.dq_dlogits and self.r.dq_dlogits.format
+        return None if fmt is None or fmt.exponent_bits >= 8 else fmt
+
+    def dq_keys(self, k: Interval, common: Interval) -> _DqKeys:
+        """K' for K [S, H]; K itself without a centre."""
+        a, fmt = self.a, self.scaled_format
+        if fmt is None or self.r.dq_centre != "keys":
+            moved = a.round(a.sub(k, common), Step(self.r.inputs))
+            return _DqKeys(moved, self.r.inputs.min_exponent)
+        w = _into_range(2 * np.abs(k.lo).max(), fmt)
+        moved = a.round(_scaled(a.sub(k, common), w), Step(fmt))
+        return _DqKeys(_scaled(moved, 1 / w), fmt.min_exponent + 1 - np.frexp(w)[1])
 
     def common_centre(self, k: Interval) -> Interval:
         """c [1, H] of dq_centre 'keys', or all that it may be."""
@@ -187,7 +212,7 @@ class _Oracle(ForwardOracle):
         return Interval(*(self.a.wide(1) * np.where(possible, end, 0) for end in ends))
 
     def ring_sums(
-        self, queries, k, moved, v, dout, offset, visible, lse, scales, g
+        self, queries, k, moved, v, dout, offset, visible, lse, r_head, g
     ) -> _Gradients:
         """Sums over all hops, dQ and dK times g; `excess` is not. `moved` is dQ's K."""
         a, r = self.a, self.r
@@ -205,20 +230,20 @@ class _Oracle(ForwardOracle):
                 j = keys[self.hops(device)[hop]]
                 at_rows = ([x.at(i) for x in xs] for xs in (queries, dout, offset, lse))
                 q, do, off, row_lse = at_rows
-                see, by = [x[i, j] for x in visible], [x[i] for x in scales]
+                see = [x[i, j] for x in visible]
                 at_keys = (x.at(j) for x in (k, moved, v))
-                part = self.tiles(q, *at_keys, do, off, see, row_lse, by)
+                part = self.tiles(q, *at_keys, do, off, see, row_lse, r_head)
                 for n in range(len(queries)):
-                    term = self.times(_scaled(part.query[n], 1 / by[n]), g)
+                    term = self.times(_scaled(part.query[n], 1 / r_head), g)
                     dq[n] = self.put(dq[n], i, a.round(term, partial), step)
-                    term = _scaled(part.excess[n], 1 / by[n])
+                    term = _scaled(part.excess[n], 1 / r_head)
                     excess[n] = self.put(excess[n], i, term, carrier)
                 dk = self.put(dk, j, a.round(self.times(part.key, g), partial), step)
                 dv = self.put(dv, j, a.round(part.value, partial), step)
         return _Gradients(dq, excess, dk, dv)
 
     def tiles(
-        self, queries, k, moved, v, dout, offset, visible, lse, scales
+        self, queries, k, moved, v, dout, offset, visible, lse, r_head
     ) -> _Gradients:
         """The sums over all tiles of these queries and keys; dQ's are scaled."""
         a, r = self.a, self.r
@@ -229,7 +254,7 @@ class _Oracle(ForwardOracle):
         excess = [a.point(np.zeros((T, 1))) for _ in group]
         dk, dv = (a.point(np.zeros((S, H))) for _ in range(2))
         for jb in blocks(r.backward_block_kv, S):
-            kb, vb = k.at(jb), v.at(jb)
+            kb, kb_moved, vb = k.at(jb), moved.at(jb), v.at(jb)
             for ib in blocks(r.backward_block_q, T):
                 ds, p = [], []
                 for n in group:
@@ -241,8 +266,8 @@ class _Oracle(ForwardOracle):
                     dq_ds, made = ds[n], r.dlogits
                     if r.dq_dlogits is not None:
                         made = r.dq_dlogits
-                        dq_ds = a.round(_scaled(wide, scales[n][ib]), made)
-                    product = self.dot(dq_ds, moved.at(jb), made)
+                        dq_ds = a.round(_scaled(wide, r_head), made)
+                    product = self.dot(dq_ds, kb_moved.numbers, made, kb_moved.least)
                     dq[n] = self.put(dq[n], ib, product, r.dq_accumulator)
                     row_sum = a.sum(dq_ds, Step(a.carrier), None)
                     excess[n] = self.put(excess[n], ib, row_sum, Step(a.carrier))
@@ -279,6 +304,13 @@ class _Oracle(ForwardOracle):
         total = a.dot(a.point(seen), k, Step(a.carrier), None)
         count = np.maximum(seen.sum(1, keepdims=True), 1)
         return a.div(total, a.point(count))
+
+
+def _into_range(b, fmt: NumberFormat):
+    """The power of two that brings b below the format's largest one, 1 for b = 0."""
+    e = np.frexp(fmt.max_finite)[1] - 1
+    power = np.ldexp(1.0, np.clip(e - np.frexp(b)[1], -100, 100))
+    return np.where(b == 0, 1.0, power)
 
 
 def _scaled(x: Interval, powers_of_two: np.ndarray) -> Interval:

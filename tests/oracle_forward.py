@@ -46,11 +46,19 @@ class ForwardOracle:
         wide = self.a.point(np.asarray(x).astype(np.float64))
         return self.a.round(wide, Step(self.r.inputs))
 
-    def dot(self, x: Interval, y: Interval, made: Step | None = None) -> Interval:
-        """x @ y; `made` rounded x unless it is an input, as y always is."""
+    def dot(
+        self,
+        x: Interval,
+        y: Interval,
+        made: Step | None = None,
+        least: int | None = None,
+    ) -> Interval:
+        """x @ y; `made` rounded x unless it is an input, as y is without a `least`."""
         r, step = self.r, self.r.dot_accumulator
-        formats = made.format if made else r.inputs, r.inputs, step.format
-        return self.a.dot(x, y, step, r.dot_chunk, r.dot_alignment, formats)
+        fmt = made.format if made else r.inputs
+        of_y = r.inputs.min_exponent if least is None else least
+        exponents = fmt.min_exponent, of_y, step.format.min_exponent
+        return self.a.dot(x, y, step, r.dot_chunk, r.dot_alignment, exponents)
 
     def row_sums(self, x: Interval) -> Interval:
         return self.a.sum(x, self.r.rowsum_accumulator, self.r.dot_chunk)

@@ -11,7 +11,7 @@ import pytest
 from attn_jax import emulator, reference
 from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.bounds import bound
-from attn_jax.formats import BF16
+from attn_jax.formats import BF16, FP16
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, EAGER_BF16, FLASH2_OP_BY_OP, TE_RING
 from attn_jax.recipe_schema import Recipe, Step
@@ -55,7 +55,10 @@ def shares(recipe: Recipe, judged: Recipe, family: str, soft_cap, sinks, **optio
 
 
 KEYS = dataclasses.replace(ATTN_JAX, name="attn_jax, keys centred", dq_centre="keys")
-RECIPES = {r.name: r for r in (ATTN_JAX, KEYS, FLASH2_OP_BY_OP, EAGER_BF16)}
+FP16_DS = dataclasses.replace(
+    KEYS, name="attn_jax, dS of dQ in FP16", dq_dlogits=Step(FP16)
+)
+RECIPES = {r.name: r for r in (ATTN_JAX, KEYS, FP16_DS, FLASH2_OP_BY_OP, EAGER_BF16)}
 
 
 @pytest.mark.parametrize("kind", ["deterministic", "probabilistic"])
@@ -68,7 +71,7 @@ def test_no_result_exceeds_its_bound(name, soft_cap, sinks, family, kind):
     worst = shares(recipe, recipe, family, soft_cap, sinks, **options)
     assert max(worst.values()) <= 1, worst
     # Narrow logits of 150 leave nothing to be said.
-    if family != "lse+150" or recipe in (ATTN_JAX, KEYS):
+    if family != "lse+150" or recipe in (ATTN_JAX, KEYS, FP16_DS):
         assert worst["out"] > 0.05 and worst["dvalue"] > 0.05, worst
 
 

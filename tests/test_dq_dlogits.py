@@ -12,10 +12,14 @@ from attn_jax import emulator, reference
 from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import FAMILIES, Inputs, Shape, make_inputs
 from attn_jax.bounds import bound
-from attn_jax.formats import BF16, E4M3FN, FP16, TF32, Rounding
+from attn_jax.formats import BF16, E4M3FN, FP16, TF32, Rounding, number_format
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, EXACT_FP32, Recipe, Step
 from tests.bounds_outcome import RESULTS, computed, errors, excess
+from tests.oracle_inputs import SHAPE
+from tests.oracle_outcome import Outcome
+from tests.test_oracle import SMALL as SMALL_BLOCKS
+from tests.test_oracle import random_dlse
 
 SMALL = Shape(1, 24, 36, 4, 2, 16)
 
@@ -60,7 +64,7 @@ def test_nothing_but_dq_is_changed_and_not_by_the_same_format():
     }
     assert unequal(found["bf16"], before) == set()
     assert unequal(found["fp16"], before) == {"dquery"}
-    # No dS is 2^-28 of its row's bound or less: rows in FP16 lose nothing.
+    # No dS is 2^-28 of its head's bound or less: in FP16 it loses nothing.
     assert unequal(found["fp16"], found["tf32"]) == set()
 
 
@@ -113,8 +117,85 @@ def test_units_of_every_family():
         assert (units["mean"] <= 1.2) == (family != "repeated_max"), (family, units)
 
 
+def test_heads_are_scaled_by_the_norm_of_the_columns_maxima():
+    """Each value has one entry of 8: its norm is half that of the columns' maxima."""
+    inputs = make_inputs("normal", 0, SHAPE)
+    turns = np.arange(SHAPE.key_length)[:, None] % SHAPE.head_dim
+    value = 8.0 * (turns == np.arange(SHAPE.head_dim))
+    inputs = inputs._replace(value=value[None, :, None])
+    # So few exponents that what is below 1/8 of the bound loses bits.
+    recipe = in_format(SMALL_BLOCKS, Step(number_format(3, 2)), gradient=Step(BF16))
+    outcome = Outcome(recipe, inputs, jit=False)
+    outcome.check(("dquery",))
+    assert outcome.pinned("dquery") > 0.5
+
+
+# Two batch entries of two key heads of two query heads each.
+BATCH = Shape(2, 24, 36, 4, 2, 16)
+
+
+def with_a_large_row(exponent: int) -> Inputs:
+    """The last query of the second head is alone in having a dO that is not small."""
+    inputs = make_inputs("normal", 0, BATCH)
+    small = np.full(inputs.dout.shape[:3], 2.0**-exponent, np.float32)
+    small[0, -1, 1] = 1
+    dout = inputs.dout.astype(np.float32) * small[..., None]
+    return inputs._replace(dout=dout.astype(inputs.dout.dtype))
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def _with_dlse(dlse, mask, inputs: Inputs, recipe: Recipe):
+    def attend(*inputs):
+        return emulator.attention(*inputs, recipe=recipe, mask=mask)
+
+    return jax.vjp(attend, *inputs[:3])[1]((inputs.dout, dlse))[0]
+
+
+def dquery_with(dlse, mask: Mask, inputs: Inputs, recipe: Recipe) -> np.ndarray:
+    return np.asarray(_with_dlse(dlse, mask, inputs, recipe), np.float64)
+
+
+@pytest.mark.parametrize("ring_size", [1, 4])
+def test_the_largest_row_counts_for_all_rows_of_its_key_head(ring_size):
+    """What is 2^-50 of b is nothing in FP16, on this device or another; heads that do
+    not share the key head, or are of another example, have a b of their own."""
+    recipe = in_format(ATTN_JAX, Step(FP16), dq_centre="none", ring_size=ring_size)
+    nonzero = np.asarray(dquery(with_a_large_row(50), recipe)).any(-1)
+    want = np.ones(nonzero.shape, bool)
+    want[0, :, :2] = False
+    want[0, -1, 1] = True
+    np.testing.assert_array_equal(nonzero, want)
+
+
+def test_a_large_cotangent_of_lse_counts_where_a_query_sees_a_key():
+    inputs = make_inputs("normal", 0, SMALL)
+    mask = Mask(query_lengths=np.array([SMALL.query_length - 1], np.int32))
+    recipe = in_format(ATTN_JAX, Step(FP16), dq_centre="none")
+    for query, survives in ((-1, True), (-2, False)):
+        dlse = np.zeros((1, SMALL.heads, SMALL.query_length), np.float32)
+        dlse[0, 1, query] = 2.0**50
+        got = dquery_with(dlse, mask, inputs, recipe)[0, :-2]
+        assert got[:, 2:].any(-1).all()
+        np.testing.assert_array_equal(got[:, :2].any(-1), survives)
+
+
+@pytest.mark.parametrize("apart", [dict(), dict(ring_size=4, dq_centre="mean")])
+def test_rows_and_heads_of_any_size_are_as_the_oracle_has_them(apart):
+    """A format of few exponents; rows and devices differ by up to 2^6, heads by 8."""
+    inputs = make_inputs("normal", 0, SHAPE)
+    T, N = SHAPE.query_length, SHAPE.heads
+    sizes = 2.0 ** -(np.arange(T * N) % 7).reshape(1, T, N, 1)
+    sizes[:, :, 0] /= 8
+    inputs = inputs._replace(dout=inputs.dout.astype(np.float32) * sizes)
+    step = Step(number_format(3, 2))
+    recipe = in_format(SMALL_BLOCKS, step, gradient=Step(BF16), **apart)
+    outcome = Outcome(recipe, inputs, random_dlse(SHAPE), jit=False)
+    outcome.check(("dquery",))
+    assert outcome.pinned("dquery") > 0.5
+
+
 def with_a_large_hidden_value(exponent: int) -> tuple[Inputs, Mask]:
-    """Nobody sees the last key, and its value sets the bound of all rows."""
+    """Nobody sees the last key, and its value sets the bound of its key head."""
     inputs = make_inputs("normal", 0, SMALL)
     value = inputs.value.copy()
     value[:, -1] *= 2.0**exponent
@@ -122,7 +203,7 @@ def with_a_large_hidden_value(exponent: int) -> tuple[Inputs, Mask]:
     return inputs._replace(value=value), Mask(dense=seen[None, None, None])
 
 
-def test_far_below_a_row_s_bound_bits_are_lost_and_bounded():
+def test_far_below_a_head_s_bound_bits_are_lost_and_bounded():
     """dS near 2^-34 of its bound lies far in FP16's subnormal range."""
     inputs, mask = with_a_large_hidden_value(24)
     base = dataclasses.replace(EXACT_FP32, block_q=None, backward_block_kv=None)
@@ -161,6 +242,29 @@ def test_no_dq_exceeds_its_bound(step, changes):
         for kind in ("deterministic", "probabilistic"):
             limits = bound(recipe, *inputs, mask=mask, kind=kind, confidence=0.9999)
             assert max(excess(found, limits).values()) <= 1, kind
+
+
+@pytest.mark.parametrize("ring_size", [1, 4])
+@pytest.mark.parametrize("exponent", [0, 16, 24])
+def test_rows_far_below_the_largest_are_bounded(exponent, ring_size):
+    """Of dO, and of dLSE. Row by row, or golden's own error of the largest would hide
+    the others'."""
+    base = dataclasses.replace(EXACT_FP32, block_q=None, backward_block_kv=None)
+    recipe = in_format(base, Step(FP16), dq_centre="keys", ring_size=ring_size)
+    inputs = with_a_large_row(exponent)
+    # What is wide is returned wide.
+    inputs = Inputs(*(x.astype(np.float32) for x in inputs))
+    nothing = np.zeros((BATCH.batch, BATCH.heads, BATCH.query_length), np.float32)
+    dlse = nothing.copy()
+    dlse[1, 3, 0] = 2.0 ** (26 - exponent)
+    for given in (nothing, dlse):
+        limit = bound(recipe, *inputs, given).dquery
+        exact = reference.golden(*inputs, given).dquery
+        error = np.abs(dquery_with(given, Mask(), inputs, recipe) - exact)
+        error = error - 2.0**-40 * np.abs(exact).max(-1, keepdims=True)
+        shares = error / limit
+        assert shares.max() <= 1
+        assert min(shares[0, :-1, :2].max(), shares[1, 1:, 2:].max()) > 0.2
 
 
 @pytest.mark.parametrize("exponent", [-40, -66, 70])

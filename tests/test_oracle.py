@@ -76,6 +76,9 @@ EXACT_KNOBS = {
     "centre row": dict(dq_centre="row", dlogits=Step(_COARSE), gradient=_BF16),
     # Whole numbers up to 8 are in it, and c = -8 off all columns but one.
     "centre keys": dict(dq_centre="keys", inputs=_COARSE, gradient=_BF16),
+    "centre keys, scaled": dict(
+        dq_centre="keys", dq_dlogits=Step(number_format(4, 1)), gradient=_BF16
+    ),
     "dlogits_scale": dict(dlogits=Step(E4M3FN), dlogits_scale=2.0**6),
     "dq_dlogits": dict(dq_dlogits=Step(number_format(4, 2)), dlogits=Step(_COARSE)),
     "dq_dlogits, subnormal": dict(
@@ -341,8 +344,15 @@ _ON_CORES = dict.fromkeys(BLOCKS, 8) | dict(
             dlogits=_BF16,
             dq_dlogits=Step(number_format(3, 8)),  # mostly subnormal, too
         ),
+        # Most K' are subnormal in their format.
+        dict(
+            probability=_BF16,
+            dlogits=_BF16,
+            dq_dlogits=Step(number_format(2, 8)),
+            dq_centre="keys",
+        ),
     ],
-    ids=["subnormal", "unrounded sums"],
+    ids=["subnormal", "unrounded sums", "scaled keys"],
 )
 def test_tensor_cores(changes, x64):
     """Sums of cut addends leave no freedom: all results are one number."""

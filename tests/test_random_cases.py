@@ -15,8 +15,7 @@ from analysis import case_check, cases
 from analysis.__main__ import main
 from analysis.experiments import random_cases
 from attn_jax import dot_product_attention
-from attn_jax.kernels import attention as kernels
-from attn_jax.kernels import tuning, visibility
+from attn_jax.kernels import local, tuning, visibility
 from attn_jax.mask import Mask
 
 # Cases of the emulator that once failed, by what was wrong: (seed, number, longest).
@@ -117,7 +116,7 @@ def test_the_centre_is_the_one_that_the_kernels_subtract():
         key, mask = jnp.asarray(batch.inputs.key), batch.mask
         tiling = tuning.tiling(tuning.BACKWARD_DQ, "hopper", program.H, program.H)
         if visibility.is_static(mask):
-            found = kernels._mean_key(key, mask.is_causal, tiling, program.T)
+            found = local.mean_key(key, mask.is_causal, tiling, program.T)
         else:
             arrays = visibility.rules(mask, cases.BATCH, program.T, program.S)
             band = visibility.Band(*mask.band)

@@ -91,7 +91,7 @@ def test_a_format_for_dq_alone_follows_where_it_is_named():
         ATTN_JAX, dq_dlogits=Step(FP32)
     )
     assert ATTN_JAX.replace_format(BF16, FP32).dq_dlogits is None
-    assert wide.scales_rows and not narrow.scales_rows and not ATTN_JAX.scales_rows
+    assert wide.scales_heads and not narrow.scales_heads and not ATTN_JAX.scales_heads
 
 
 def test_the_kernels_differ_from_flash2_where_it_is_inaccurate():

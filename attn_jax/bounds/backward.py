@@ -30,12 +30,13 @@ from attn_jax.bounds.arithmetic import (
     plus,
     scaled,
 )
-from attn_jax.bounds.centre import centred_keys
+from attn_jax.bounds.centre import DqKeys, centred_keys, keys_as_given
 from attn_jax.bounds.forward import (
     Forward,
     Head,
     blocks,
 )
+from attn_jax.bounds.head_scale import head_scale
 from attn_jax.bounds.ring import joined, shares
 from attn_jax.bounds.rows import Rows, rows_of, with_shared
 from attn_jax.recipe_schema import Recipe
@@ -64,7 +65,9 @@ def backward(
 ) -> Gradients:
     """Bounds of all gradients; `centres` holds C and the error of computing it."""
     recipe = arithmetic.recipe
-    rows = [rows_of(arithmetic, *args) for args in zip(heads, forwards, douts, dlses)]
+    of_heads = heads, forwards, douts, dlses
+    unit = head_scale(arithmetic, *of_heads)
+    rows = [rows_of(arithmetic, *args, unit) for args in zip(*of_heads)]
     kept = recipe.dk_accumulator, recipe.dv_accumulator, recipe.dot_accumulator
     narrow = {step.format for step in kept} != {recipe.carrier}
     narrow = narrow or recipe.dot_alignment is not None
@@ -152,8 +155,9 @@ def _dquery(
     rows: Rows,
     centre: tuple[np.ndarray, np.ndarray],
 ) -> Ball:
-    if arithmetic.recipe.dq_centre != "keys":
-        return _dquery_from(arithmetic, head, rows, exact(head.key), centre)
+    if arithmetic.recipe.dq_centre != "keys" or head.soft_cap is not None:
+        keys = keys_as_given(arithmetic.recipe, head.key)
+        return _dquery_from(arithmetic, head, rows, keys, centre)
     # All parts of the bound are convex in c: largest at an end of where it may be.
     c, width = centre
     ends = (c - width, c + width) if width.any() else (c,)
@@ -171,10 +175,9 @@ def _dquery_from(
     arithmetic: Arithmetic,
     head: Head,
     rows: Rows,
-    keys: Ball,
+    keys: DqKeys,
     centre: tuple[np.ndarray, np.ndarray],
 ) -> Ball:
-    """`keys` [S, H] are the operand of dQ, K or K'."""
     recipe, key = arithmetic.recipe, head.key
     ds = rows.dq_dlogits
     at_end = _scale_at_end(recipe, head.scale)
@@ -185,8 +188,9 @@ def _dquery_from(
     for rank, queries in enumerate(shares(len(head.query), W)):
         order = [devices[(rank - hop) % W] for hop in range(W)]
         terms = everything[queries]
-        unit = Unit(*(np.asarray(end)[queries] for end in rows.dq_unit))
-        sums.append(_sum_over_keys(arithmetic, terms, unit, keys, order, at_end))
+        sums.append(
+            _sum_over_keys(arithmetic, terms, rows.dq_unit, keys, order, at_end)
+        )
     c, c_error = centre
     capped = head.soft_cap is not None
     # What the centre takes from errors that a row shares.
@@ -199,7 +203,7 @@ def _dquery_from(
     )
     errors = plus(_against(ds, key, c, capped), shared, shared=True)
     if recipe.dq_centre == "keys":
-        errors = plus(errors, _by_keys(everything, keys))
+        errors = plus(errors, _by_keys(everything, keys.numbers))
     dquery = plus(joined(sums), scaled(errors, at_end), shared=True)
     row_sum = rows.row_sum
     if recipe.dq_centre == "keys" and row_sum.size.any():
@@ -222,7 +226,7 @@ def _sum_over_keys(
     arithmetic: Arithmetic,
     terms: Ball,
     unit: Unit,
-    key: Ball,
+    keys: DqKeys,
     devices: list[slice],
     at_end: float,
 ) -> Ball:
@@ -230,7 +234,8 @@ def _sum_over_keys(
 
     Those count for what the running sums may have grown to, and are added elsewhere.
     """
-    size = key.size
+    key, size = keys.numbers, keys.numbers.size
+    large_enough = np.maximum(size, keys.least)
     shape = len(terms.value), size.shape[-1]
     total = exact(np.zeros(shape))
     before = before_spread = np.zeros(shape)
@@ -253,7 +258,7 @@ def _sum_over_keys(
                 "dq_accumulator",
                 unit,
                 arithmetic.aligned(
-                    terms.size[:, block], size[block], "dq_accumulator", unit
+                    terms.size[:, block], large_enough[block], "dq_accumulator", unit
                 ),
                 extra=(own, np.sqrt(own_variance)),
             )

@@ -22,11 +22,11 @@ positive number, and hats on what is computed:
     dQ              sum_j e_ij |K_j - C| + e_LSE |dQ| + e_delta |sum_j P_ij (K_j - C)|
 
 C is the centre (0 without one) and e_ij what is not common to a row; in dQ it is that
-of `dq_dlogits`, whose eta is divided by the power of two that scales the row. Keys that
-are centred before they are rounded (dq_centre 'keys') add sum_j |dS_ij| u |K_j - C|
-over those K_j - C that the format does not hold; where roundings decide on C, whatever
-it may be counts. T tiles bring T roundings of every running sum, and of its factor
-exp(m - m') where m may have moved.
+of `dq_dlogits`, whose eta is divided by the power of two that scales the head, whatever
+that may be where roundings decide on it. Keys that are centred before they are rounded
+(dq_centre 'keys') add sum_j |dS_ij| u |K_j - C| over those K_j - C that the format does
+not hold; where roundings decide on C, whatever it may be counts. T tiles bring T
+roundings of every running sum, and of its factor exp(m - m') where m may have moved.
 
 "probabilistic" takes roundings as independent and of mean zero [3], which stochastic
 rounding makes true: terms of first order d_k a_k, |d_k| <= u_k, then stay below

@@ -1,14 +1,23 @@
 """What dQ is centred at, and how far from it the computed centre may be."""
 
+import dataclasses
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from attn_jax.audit.error import correctly_rounded
-from attn_jax.bounds.arithmetic import SUM_ROUNDOFFS, Arithmetic, Ball, exact, where
+from attn_jax.bounds.arithmetic import (
+    SUM_ROUNDOFFS,
+    Arithmetic,
+    Ball,
+    Unit,
+    exact,
+    where,
+)
 from attn_jax.bounds.forward import Forward, Head, blocks
-from attn_jax.formats import FP32
-from attn_jax.recipe_schema import Recipe
+from attn_jax.formats import FP32, NumberFormat
+from attn_jax.recipe_schema import MOST_HEAD_EXPONENT, Recipe
 
 
 def centre_of(
@@ -75,18 +84,45 @@ def _of_all_keys(recipe: Recipe, key: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return (low_end + high_end) / 2, (high_end - low_end) / 2
 
 
+class DqKeys(NamedTuple):
+    """What dS is multiplied by in dQ [S, H], and its format's least normal number."""
+
+    numbers: Ball
+    least: float
+
+
+def keys_as_given(recipe: Recipe, key: np.ndarray) -> DqKeys:
+    return DqKeys(exact(key), recipe.inputs.min_normal)
+
+
 def centred_keys(
     arithmetic: Arithmetic, key: np.ndarray, centre: np.ndarray, sure: np.ndarray
-) -> Ball:
+) -> DqKeys:
     """K' of dq_centre 'keys' [S, H]: K - c with the error of rounding it.
 
-    That is none where the inputs' format holds K - c, in columns where c is `sure`.
+    That is none where the format of K' holds K - c, in columns where c is `sure`.
     """
+    fmt, power = _format_and_scale(arithmetic.recipe, key)
     difference = key - centre
-    result = arithmetic.step("inputs", arithmetic.carried(exact(difference)))
+    as_inputs = dataclasses.replace(arithmetic.recipe, inputs=fmt)
+    result = dataclasses.replace(arithmetic, recipe=as_inputs).step(
+        "inputs", arithmetic.carried(exact(difference), 2), Unit(1 / power, 1 / power)
+    )
     if arithmetic.kind == "order":
         # One difference of two numbers has no order.
         result = result._replace(spread=np.zeros(key.shape))
-    held = correctly_rounded(difference, arithmetic.recipe.inputs) == difference
+    held = correctly_rounded(difference * power, fmt) == difference * power
     held &= difference + centre == key  # FP64 rounded nothing away
-    return where(held & sure, exact(difference), result)
+    numbers = where(held & sure, exact(difference), result)
+    return DqKeys(numbers, fmt.min_normal / power)
+
+
+def _format_and_scale(recipe: Recipe, key: np.ndarray) -> tuple[NumberFormat, float]:
+    """The format of K' and the power of two w that K' is scaled by in it."""
+    step = recipe.dq_dlogits
+    if step is None or not recipe.scales_heads:
+        return recipe.inputs, 1.0
+    largest = np.abs(key).max()
+    exponent = step.format.max_exponent - (np.frexp(largest)[1] + 1)
+    exponent = np.clip(exponent, -MOST_HEAD_EXPONENT, MOST_HEAD_EXPONENT)
+    return step.format, float(np.ldexp(1.0, exponent)) if largest > 0 else 1.0

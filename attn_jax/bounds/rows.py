@@ -1,6 +1,5 @@
 """Bounds of P, dS and delta as the backward pass makes them, for one query head."""
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +26,8 @@ from attn_jax.bounds.forward import (
     softmax_block,
     start,
 )
+from attn_jax.bounds.head_scale import on_dlogits
 from attn_jax.bounds.ring import shares
-from attn_jax.recipe_schema import MOST_ROW_EXPONENT
 
 
 class Shared(NamedTuple):
@@ -50,7 +49,7 @@ class Rows(NamedTuple):
     probability: Ball  # as operand of P^T dO
     dlogits: Ball  # dS as operand of dK, scaled by the recipe's factor
     dq_dlogits: Ball  # dS as operand of dQ
-    dq_unit: Unit  # what one computed unit of that is worth, [T, 1]
+    dq_unit: Unit  # what one computed unit of that is worth
     raw: Ball  # dS before all that
     relative: Shared
     delta: Shared
@@ -72,9 +71,13 @@ def rows_of(
     head: Head,
     fwd: Forward,
     dout: np.ndarray,
-    dlse: np.ndarray | None = None,
+    dlse: np.ndarray | None,
+    dq_unit: Unit,
 ) -> Rows:
-    """`dlse` [T, 1] is the cotangent of LSE: dS = P (dP - delta + dLSE)."""
+    """`dlse` [T, 1] is the cotangent of LSE: dS = P (dP - delta + dLSE).
+
+    `dq_unit` holds the interval of 1 / r, by which the recipe scales the key head.
+    """
     recipe = arithmetic.recipe
     p, slope, relative = _probability(arithmetic, head, fwd)
     shared = relative.worst * p.value
@@ -122,23 +125,20 @@ def rows_of(
         raw = raw._replace(worst=raw.worst + more, fixed=raw.fixed + more)
         delta_weight, common = p.value * slope.value, common * slope.value
         raw = arithmetic.carried(raw, 1, extra=common)
-    factor = recipe.dlogits_scale
-    if recipe.gradient_scale_at == "logits":
-        factor *= head.scale
+    factor = on_dlogits(recipe, head.scale)
     wide = arithmetic.carried(scaled(raw, factor), 2, extra=abs(factor) * common)
     spread = np.abs(raw.value) * relative.spread + delta_weight * d.spread
     shared = abs(factor) * common, abs(factor) * spread
     ds = dq_ds = arithmetic.step("dlogits", wide, ONE, *shared)
-    unit = ONE
     if recipe.dq_dlogits is not None:
-        wide, unit = _scaled_rows(arithmetic, wide, shared[0], head, dout, factor)
-        dq_ds = arithmetic.step("dq_dlogits", wide, unit, *shared)
-    unit = Unit(*(np.broadcast_to(end, (len(dout), 1)) for end in unit))
+        if recipe.scales_heads:
+            wide = arithmetic.carried(wide, 1, dq_unit, shared[0])
+        dq_ds = arithmetic.step("dq_dlogits", wide, dq_unit, *shared)
     counts = head.visible | ~np.isfinite(difference.worst)
     raw, ds, dq_ds = (where(counts, x, hidden) for x in (raw, ds, dq_ds))
     row_sum = arithmetic.carried(scaled(row_sum, factor), 2)
     return Rows(
-        *(as_operand, ds, dq_ds, unit, raw, relative, d),
+        *(as_operand, ds, dq_ds, dq_unit, raw, relative, d),
         *(p.value, delta_weight, factor, row_sum, dsink),
     )
 
@@ -162,43 +162,6 @@ def _sink_rows(
         return share, scaled(share, -1.0)
     row_sum = arithmetic.carried(plus(exact(dlse), share))
     return row_sum, scaled(share, -1.0)
-
-
-def _scaled_rows(
-    arithmetic: Arithmetic, x: Ball, extra, head: Head, dout, factor: float
-) -> tuple[Ball, Unit]:
-    """x, and the interval of 1 / r [T, 1] by which the recipe has scaled its rows.
-
-    r follows from norms, and is the power of two for any number near the exact one.
-    """
-    step, carrier = arithmetic.recipe.dq_dlogits, arithmetic.recipe.carrier
-    if step is None or not arithmetic.recipe.scales_rows:
-        return x, ONE
-    squares = (dout**2).sum(-1, keepdims=True), (head.value**2).sum(-1).max()
-    # Squares and products below the normal range may be lost, together or not.
-    lost = dout.shape[-1] * carrier.min_normal
-    u = 2 * (dout.shape[-1] + 8) * arithmetic.roundoff
-    product = 2 * math.prod(np.sqrt(np.maximum(s - lost, 0.0)) for s in squares)
-    product = np.where(product > 2 * carrier.min_normal, product, 0.0)
-    least = (1 - u) * abs(factor) * product
-    least = np.where(least > 2 * carrier.min_normal, least, 0.0)
-    most = 2 * math.prod(np.sqrt(s) for s in squares)
-    x = arithmetic.in_range(x, np.maximum(np.maximum(*squares), most) * (1 + u))
-    most = (1 + u) * abs(factor) * most
-    x = arithmetic.in_range(x, most)
-    low, high = (
-        np.clip(
-            np.frexp(b)[1] - step.format.max_exponent,
-            -MOST_ROW_EXPONENT,
-            MOST_ROW_EXPONENT,
-        )
-        for b in (least, most)
-    )
-    # A bound that is lost is 0, and r is 1 then.
-    low = np.where(least > 0, low, np.where(most > 0, -MOST_ROW_EXPONENT, 0))
-    high = np.where(least > 0, high, np.where(most > 0, np.maximum(high, 0), 0))
-    unit = Unit(np.ldexp(1.0, low), np.ldexp(1.0, high))
-    return arithmetic.carried(x, 1, unit, extra), unit
 
 
 def _probability(arithmetic: Arithmetic, head: Head, fwd: Forward):

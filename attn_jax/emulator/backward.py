@@ -8,8 +8,8 @@ from jax import Array
 
 from attn_jax.emulator.centre import mean_centre, with_centred_keys
 from attn_jax.emulator.forward import softmax_block, start
+from attn_jax.emulator.head_scale import head_scale
 from attn_jax.emulator.ring import over_hops
-from attn_jax.emulator.row_scale import row_scale
 from attn_jax.emulator.sums import read, walk, write
 from attn_jax.emulator.tiles import Operands, divide_or_zero, finite_shift
 from attn_jax.mask import slice_tile
@@ -21,20 +21,19 @@ class _Rows(NamedTuple):
     dout: Array
     lse: Array
     excess: Array  # delta - dLSE
-    scale: Array | None = None  # r of dS as dQ's operand; None for 1
+    scale: Array | None = None  # r of dS as dQ's operand [B, K, 1, 1, 1], None for 1
 
     def of(self, share: Operands) -> "_Rows":
         """The rows of the queries that a device of the ring has."""
         queries = share.origin[0], share.shape[3]
-        scale = None if self.scale is None else read(self.scale, 3, *queries)
         dout, lse, excess = (read(rows, 3, *queries) for rows in self[:3])
-        return _Rows(dout, lse, excess, scale)
+        return _Rows(dout, lse, excess, self.scale)
 
 
 class _Sums(NamedTuple):
     """Running sums, each written block by block.
 
-    `row_sum` is that of dS as dQ's operand; both are times the rows' scale on the way.
+    `row_sum` is that of dS as dQ's operand; both are times the heads' scale on the way.
     """
 
     dquery: Array
@@ -78,7 +77,7 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
     else:
         at_end = static.scale
     at_end /= recipe.dlogits_scale
-    rows = rows._replace(scale=row_scale(x, dout, dlse, on_dlogits))
+    rows = rows._replace(scale=head_scale(x, dout, dlse, on_dlogits))
     correction = None
     # In exact arithmetic dS, with the sink's share, sums to dLSE over each row.
     expected = (dlse + sink_probability * rows.excess) * on_dlogits
@@ -231,7 +230,7 @@ def _add_tile(
     factor = recipe.dlogits_scale
     if recipe.gradient_scale_at == "logits":
         factor *= x.static.scale
-    dq_ds, ds = _rounded_dlogits(x, rows, ds * factor, *at)
+    dq_ds, ds = _rounded_dlogits(x, rows.scale, ds * factor, *at)
     p = x.round(p, "backward_probability", *at)
 
     def accumulate(total, part, axis, start, size, field):
@@ -252,14 +251,13 @@ def _add_tile(
     )
 
 
-def _rounded_dlogits(x: Operands, rows: _Rows, ds, q_start, kv_start):
-    """dS as operand of dQ, times the rows' scale, and of dK."""
-    at = q_start, kv_start
+def _rounded_dlogits(x: Operands, scale: Array | None, ds, *at):
+    """dS as operand of dQ, times the heads' scale, and of dK."""
     rounded = x.round(ds, "dlogits", *at)
     if x.recipe.dq_dlogits is None:
         return rounded, rounded
-    if rows.scale is not None:
-        ds = ds * read(rows.scale, 3, q_start, ds.shape[3])
+    if scale is not None:
+        ds = ds * scale
     return x.round(ds, "dq_dlogits", *at), rounded
 
 

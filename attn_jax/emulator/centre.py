@@ -8,15 +8,33 @@ from jax import Array
 from attn_jax.centre import centre_of
 from attn_jax.emulator.sums import dot, read, walk
 from attn_jax.emulator.tiles import Operands, divide_or_zero
+from attn_jax.formats import NumberFormat, round_to
+from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 
 
 def with_centred_keys(x: Operands) -> tuple[Operands, Array]:
-    """The operands with K' = inputs(K - c) as dQ's keys, and c [B, K, 1, 1, H]."""
+    """The operands with K' as dQ's keys, and c [B, K, 1, 1, H]."""
     centre = centre_of(x.key.swapaxes(1, 2), x.recipe.inputs)
     centre = centre.astype(x.static.carrier)[:, :, None]
     new = copy.copy(x)
-    new.dq_key = x.take_in(x.key - centre)
+    step = x.recipe.dq_dlogits
+    if step is None or not x.recipe.scales_heads:
+        new.dq_key = x.take_in(x.key - centre)
+    else:
+        exponent = _into_range(x.key, step.format)
+        w = jnp.ldexp(jnp.ones((), x.static.carrier), exponent)
+        new.dq_key = round_to((x.key - centre) * w, step.format) / w
+        new.dq_key_least = step.format.min_exponent - exponent[..., None]
     return new, centre[:, :, None]
+
+
+def _into_range(key, fmt: NumberFormat):
+    """log2 w [B, K, 1, 1] of the recipe's definition."""
+    largest = jnp.abs(key).max((2, 3), keepdims=True)
+    # Of twice the largest key, which may overflow.
+    exponent = fmt.max_exponent - (jnp.frexp(largest)[1] + 1)
+    exponent = jnp.clip(exponent, -MOST_HEAD_EXPONENT, MOST_HEAD_EXPONENT)
+    return jnp.where(largest > 0, exponent, 0)
 
 
 def mean_centre(x: Operands):

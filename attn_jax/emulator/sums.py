@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -15,11 +16,14 @@ _NO_EXPONENT = -5000
 
 
 class Alignment(NamedTuple):
-    """`dot_alignment` and the least exponents of both operands and the running sum."""
+    """`dot_alignment` and the least exponents of both operands and the running sum.
+
+    The second operand's may be an array that fits the result.
+    """
 
     bits: int
     left: int
-    right: int
+    right: int | jax.Array
     total: int
 
 
@@ -107,7 +111,7 @@ def _add_aligned(total, x, y, alignment: Alignment):
     return whole * _power_of_two(-shift)
 
 
-def _exponent(x, least: int):
+def _exponent(x, least: int | jax.Array):
     """That of FP64 numbers, read from their bits: compiles faster than frexp."""
     bits = lax.bitcast_convert_type(x, jnp.int64)
     field = (bits >> FP64.mantissa_bits).astype(jnp.int32) & 2047

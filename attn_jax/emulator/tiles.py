@@ -52,7 +52,8 @@ class Operands:
     """Inputs rounded to the recipe's input format, query heads in K groups of G.
 
     Axes: query [B, K, G, T, H]; key [B, K, S, H]; value [B, K, S, D]. `dq_key` is the
-    keys as operand of dQ, the same ones unless dq_centre is 'keys'. `origin` is where
+    keys as operand of dQ, the same ones unless dq_centre is 'keys', and `dq_key_least`
+    their format's least exponent, a number or [B, K, 1, 1, 1]. `origin` is where
     the first query and key stand in the whole, which bias and mask are always given
     for. `noise` is the key that stochastic roundings draw from, or None.
     """
@@ -67,6 +68,7 @@ class Operands:
         self.noise: Any = None
         self.query = self.group(self.take_in(query))
         self.key = self.dq_key = self.take_in(key).swapaxes(1, 2)
+        self.dq_key_least: int | jax.Array = self.recipe.inputs.min_exponent
         self.value = self.take_in(value).swapaxes(1, 2)
         self.bias = None if bias is None else bias.astype(static.carrier)
         self.sinks = None
@@ -133,9 +135,14 @@ class Operands:
         if made_by is not None:
             # None is `dq_dlogits` alone.
             made = (getattr(recipe, made_by) or recipe.dlogits).format
-        formats = made, recipe.inputs, recipe.dot_accumulator.format
+        right = recipe.inputs.min_exponent
+        if site == "dquery":
+            right = self.dq_key_least
         return sums.Alignment(
-            recipe.dot_alignment, *(fmt.min_exponent for fmt in formats)
+            recipe.dot_alignment,
+            made.min_exponent,
+            right,
+            recipe.dot_accumulator.format.min_exponent,
         )
 
     def take_in(self, x):

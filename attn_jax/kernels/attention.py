@@ -1,4 +1,4 @@
-"""Differentiable attention on the kernels: which, padding, delta, centre, sharding.
+"""Differentiable attention on the kernels: which kernels, and sharding.
 
 `architecture` says whose kernels run. They run on one device's arrays or on sharded
 ones (`partition`): batch and heads may be sharded, sequences may not.
@@ -6,61 +6,33 @@ ones (`partition`): batch and heads may be sharded, sequences may not.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.centre import centre_of
-from attn_jax.formats import BF16, FP16
+from attn_jax.formats import FP16
 from attn_jax.kernels import (
-    ampere_backward,
-    ampere_forward,
     architecture,
-    hopper_backward_dkv,
-    hopper_backward_dq,
     hopper_backward_fused,
-    hopper_forward,
+    local,
     ring_order,
     tuning,
     visibility,
 )
 from attn_jax.kernels.partition import Layout, partitioned, varying_alike
-from attn_jax.kernels.tuning import Backward, Configuration, Tiling
+from attn_jax.kernels.tuning import Backward, Configuration
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
-from attn_jax.recipe import ATTN_JAX, Architecture, Recipe
+from attn_jax.recipe import ATTN_JAX, Architecture, Recipe, Step
 from attn_jax.reference import check_arguments, default_scale, python_float
 
-_INPUTS = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}
-_FORWARD = {"ampere": ampere_forward, "hopper": hopper_forward}
 # In which the forward kernels visit blocks of keys.
 _KV_ORDER: dict[Architecture, Literal["forward", "reverse"]] = {
     "ampere": "forward",
     "hopper": "reverse",
 }
-_BACKWARD_DQ = {"ampere": ampere_backward, "hopper": hopper_backward_dq}
-_BACKWARD_DKV = {"ampere": ampere_backward, "hopper": hopper_backward_dkv}
-
-# TMA reads 16-bit tiles in groups of 8 rows.
-SEQUENCE_MULTIPLE = 8
-
-
-class _Static(NamedTuple):
-    """What is compiled in: `is_causal` for a mask that a kernel can count by itself,
-    `band` for the others."""
-
-    target: Architecture
-    scale: float
-    is_causal: bool
-    band: Band
-    soft_cap: float | None
-    out_dtype: jnp.dtype
-    backward: Backward
-    tilings: Configuration
 
 
 def attention(
@@ -127,7 +99,7 @@ def attention(
             is_causal=mask.is_causal,
             listed=not by_itself,
         )
-    static = _Static(
+    static = local.Static(
         target=target,
         scale=scale,
         is_causal=mask.is_causal and by_itself,
@@ -254,7 +226,7 @@ def declared_recipe(
     their results up to the order of additions inside a product; a test holds the two
     together.
     """
-    inputs = _INPUTS[jnp.dtype(dtype)]
+    inputs = local.INPUTS[jnp.dtype(dtype)]
     target = architecture.chosen() if target is None else target
     dims = head_dim, head_dim if value_dim is None else value_dim
     forward, dq_tiling, *_ = tuning.configuration(
@@ -290,11 +262,13 @@ def declared_recipe(
         backward_block_q=hopper_backward_fused.QUERIES[head_dim],
         backward_block_kv=hopper_backward_fused.KEY_TILE,
         dq_centre="keys",
+        # As it is for FP16 inputs, but scaled.
+        dq_dlogits=None if inputs == FP16 else Step(FP16),
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Static, query, key, value, rules, sinks):
+def _attention(static: local.Static, query, key, value, rules, sinks):
     return _attention_fwd(static, query, key, value, rules, sinks, residual=False)[0]
 
 
@@ -337,147 +311,29 @@ class _Extra(NamedTuple):
         return cls(tuple((name, axes[name]) for name in given), tuple(given.values()))
 
 
-def _unpacked(
-    layout: tuple[tuple[str, str], ...], arrays: Sequence[Array]
-) -> tuple[Rules | None, Array | None]:
-    """(rules, sinks) from the arrays of `_Extra`."""
-    given = dict(zip((name for name, _ in layout), arrays, strict=True))
-    sinks = given.pop("sinks", None)
-    return Rules(**given) if given else None, sinks
-
-
 # Cached, so that calls outside `jax.jit` compile once.
 @functools.cache
-def _forward_program(static: _Static, more, residual: bool):
+def _forward_program(static: local.Static, more, residual: bool):
     low = ("BTND",) if residual and static.out_dtype != jnp.float32 else ()
-    local = functools.partial(
-        _local_forward, static=static, more=more, residual=residual
+    program = functools.partial(
+        local.forward, static=static, more=more, residual=residual
     )
     operands = {"query": "BTNH", "key": "BSKH", "value": "BSKD"} | dict(more)
-    return jax.jit(partitioned(local, Layout(operands, ("BTND", *low, "BNT"))))
+    return jax.jit(partitioned(program, Layout(operands, ("BTND", *low, "BNT"))))
 
 
 @functools.cache
-def _backward_program(static: _Static, more, has_low: bool):
-    local = functools.partial(
-        _local_backward, static=static, more=more, has_low=has_low
+def _backward_program(static: local.Static, more, has_low: bool):
+    program = functools.partial(
+        local.backward, static=static, more=more, has_low=has_low
     )
     operands = {"query": "BTNH", "key": "BSKH", "value": "BSKD", "dout": "BTND"}
     operands |= {"lse": "BNT", "dlse": "BNT", "out": "BTND"}
     operands |= {"out_low": "BTND"} if has_low else {}
     results = ("BTNH", "BSKH", "BSKD", "BN")
-    return jax.jit(partitioned(local, Layout(operands | dict(more), results)))
-
-
-def _local_forward(query, key, value, *arrays, static: _Static, more, residual):
-    """(out, out_low if kept, LSE) of one device's arrays."""
-    rules, sinks = _unpacked(more, arrays)
-    target = static.target
-    options = {} if rules is None else {"mask": rules, "band": static.band}
-    if static.soft_cap is not None:
-        options["soft_cap"] = static.soft_cap
-    out, low, lse = _FORWARD[target].forward(
-        *(_pad_sequence(x) for x in (query, key, value)),
-        query_count=query.shape[1],
-        key_count=key.shape[1],
-        scale=static.scale,
-        is_causal=static.is_causal,
-        tiling=static.tilings.forward,
-        out_dtype=static.out_dtype,
-        residual=residual,
-        **options,
-        **({} if sinks is None else {"sinks": sinks}),
-    )
-    return (out, lse) if low is None else (out, low, lse)
-
-
-def _local_backward(
-    query, key, value, dout, lse, dlse, out, *arrays, static: _Static, more, has_low
-):
-    """(dQ, dK, dV, dsinks) of one device's arrays; dsinks is zero without sinks."""
-    rules, sinks = _unpacked(more, arrays[has_low:])
-    target, is_causal = static.target, static.is_causal
-    dtype = query.dtype
-    query_count, key_count = query.shape[1], key.shape[1]
-    # The barrier keeps XLA from using the unrounded dout for delta while the products
-    # see the rounded one: rows of dS would no longer sum to zero.
-    dout = lax.optimization_barrier(dout.astype(dtype))
-    wide_out = sum(x.astype(jnp.float32) for x in (out, *arrays[:has_low]))
-    excess = jnp.sum(dout.astype(jnp.float32) * wide_out, axis=-1).swapaxes(1, 2)
-    if rules is not None:
-        # Rows that see nothing: their P = exp(S - LSE) is to be 0.
-        empty = jnp.isneginf(lse)
-        lse, dlse = jnp.where(empty, jnp.inf, lse), jnp.where(empty, 0.0, dlse)
-    delta = excess - dlse
-    dsinks = jnp.zeros((query.shape[0], query.shape[2]), jnp.float32)
-    row_sum = dlse  # of dS over the keys
-    dq_tiling = static.tilings.backward_dq
-    if sinks is not None:
-        # The sink is a key whose dP is zero: dS = P (0 - delta).
-        of_sink = jnp.exp(sinks[..., None] - lse) * -delta
-        dsinks, row_sum = of_sink.sum(axis=-1), dlse - of_sink
-    if static.backward == "fused":
-        centre = centre_of(key, _INPUTS[jnp.dtype(dtype)])
-    elif rules is None:
-        # On Ampere not those that no query sees. Hopper's last tile counts the keys of
-        # rows past the last query, too; any centre is right, and that one keeps its
-        # bits.
-        seen = key[:, :query_count] if is_causal and target != "hopper" else key
-        centre = _mean_key(seen, is_causal, dq_tiling, query_count)
-    else:
-        centre = visibility.mean_key(
-            key, rules, static.band, query_count, dq_tiling.rows
-        )
-    query, key, value, dout = map(_pad_sequence, (query, key, value, dout))
-    operands = (query, key, value, dout, lse, delta)
-    lengths = {"query_count": query_count, "key_count": key_count}
-    options = {"scale": static.scale, "is_causal": is_causal} | lengths
-    if static.backward == "fused":
-        gradients = hopper_backward_fused.backward_fused(
-            *(*operands, row_sum, centre),
-            plan=static.tilings.backward_fused,
-            **options,
-        )
-        return *gradients, dsinks
-    if rules is not None:
-        options |= {"mask": rules, "band": static.band}
-    if static.soft_cap is not None:
-        options |= {"soft_cap": static.soft_cap}
-    dq = _BACKWARD_DQ[target].backward_dq(
-        *operands, row_sum, centre, tiling=dq_tiling, **options
-    )
-    dk, dv = _BACKWARD_DKV[target].backward_dkv(
-        *operands, tiling=static.tilings.backward_dkv, **options
-    )
-    return dq, dk, dv, dsinks
+    return jax.jit(partitioned(program, Layout(operands | dict(more), results)))
 
 
 def _head_dims(query: Array, value: Array) -> tuple[int, int]:
     """H and D, by which tilings are chosen."""
     return query.shape[-1], value.shape[-1]
-
-
-def _mean_key(
-    key: Float[Array, "B S K H"], is_causal: bool, tiling: Tiling, query_count: int
-) -> Float32[Array, "B K C H"]:
-    """Mean of the keys that a row sees, in FP32: the centre that dQ's cure subtracts.
-
-    One for all rows (C = 1) or, with a causal mask, one for every `tiling.rows`:
-    the mean over the keys up to the last of them.
-    """
-    wide = key.astype(jnp.float32)
-    if not is_causal:
-        return wide.mean(axis=1)[:, :, None]
-    batch, key_count, heads, head_dim = key.shape
-    rows = tiling.rows
-    count = -(-query_count // tiling.tile) * tiling.warpgroups
-    wide = wide[:, : count * rows]
-    wide = jnp.pad(wide, ((0, 0), (0, count * rows - wide.shape[1]), (0, 0), (0, 0)))
-    sums = wide.reshape(batch, count, rows, heads, head_dim).sum(axis=2).cumsum(axis=1)
-    seen = jnp.minimum((jnp.arange(count) + 1) * rows, key_count).astype(jnp.float32)
-    return (sums / seen[:, None, None]).swapaxes(1, 2)
-
-
-def _pad_sequence(x: Float[Array, "B L N H"]) -> Float[Array, "B M N H"]:
-    """Adds zero rows up to what TMA reads; the kernels mask them or cut them off."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % SEQUENCE_MULTIPLE), (0, 0), (0, 0)))

@@ -12,8 +12,14 @@ made in a fixed order, by a semaphore for each block of queries: the order in wh
 tiles arrive by themselves (`ring_order`, which also says why nobody waits for ever).
 The first one is stored and not added, so dQ needs no zeroing.
 
-The centre
-----------
+dS for dQ, and the centre
+-------------------------
+dQ is what rounding spoils most: its operand dS is FP16, whatever the inputs are, which
+has three bits more than BF16, and so is K'. Both are scaled by powers of two of their
+head (`hopper_fused_range`): K' where it is made, dS by way of LSE, so that P, dV and dK
+have it as well and lose it in the end, dQ after the kernel. FP16 inputs are not scaled:
+P is rounded to their format.
+
 Rows of dS sum to dLSE in exact arithmetic; rounded ones do not, and what is left over
 multiplies the mean of K (see `hopper_backward_dq`, which sums it). Here K' = K - c
 takes the place of K in that product, and dLSE * c is added at the end: a row sum of
@@ -23,8 +29,8 @@ below a quarter of their spread, and has few digits, so that most differences ar
 
 Where it rounds (16 bit: the inputs' format):
   S, P, dP, dS, delta and the accumulators of a tile are FP32;
-  P is rounded to 16 bit as the operand of P^T dO, dS as that of dS^T Q and of dS K',
-  K' as that of dS K';
+  P is rounded to 16 bit as the operand of P^T dO, dS as that of dS^T Q;
+  dS is rounded to FP16 as the operand of dS K', and so is K';
   tiles of dQ are added in FP32;
   scale is applied to the sums, which are then rounded once.
 """
@@ -38,6 +44,7 @@ from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ring_order, tuning
 from attn_jax.kernels.hopper_fused_copies import load, store
+from attn_jax.kernels.hopper_fused_range import Range, power_of_two
 from attn_jax.kernels.hopper_fused_work import (
     DS_BUFFERS,
     KEY_TILE,
@@ -93,8 +100,8 @@ def backward_fused(
     dout: Float[Array, "B Tpad N H"],
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
-    dlse: Float32[Array, "B N T"],
-    centre: Float32[Array, "B K H"],
+    row_sum: Float32[Array, "B N T"],
+    numbers: Range,
     *,
     query_count: int,
     key_count: int,
@@ -102,8 +109,8 @@ def backward_fused(
     is_causal: bool,
     plan: tuning.Plan | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """(dQ, dK, dV). `dlse` is what rows of dS sum to, `centre` is
-    `attn_jax.centre.centre_of` the keys. `plan`: None, for `tuning.fused`.
+    """(dQ, dK, dV). `row_sum` is what rows of dS sum to, `numbers` are those of
+    `hopper_fused_range.range_of`. `plan`: None, for `tuning.fused`.
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
     rows are real.
@@ -122,26 +129,34 @@ def backward_fused(
         raise NotImplementedError(f"the fused backward kernel does not take {reason}")
     if plan is None:
         plan = tuning.fused(head_dim, key_count, is_causal=is_causal)
+    group = query_heads // key_heads
+    exponent = jnp.repeat(numbers.row_exponent, group, axis=1)[..., None]
     total, dk, dv = _sums(
-        *(query, key, value, dout, lse, delta, centre),
+        *(query, key, value, dout, lse * LOG2_E - exponent, delta),
+        numbers,
         query_count=query_count,
         key_count=key_count,
         scale=scale,
         is_causal=is_causal,
         plan=plan,
     )
-    shift = dlse.swapaxes(1, 2)[..., None]
-    shift = shift * jnp.repeat(centre, query_heads // key_heads, axis=1)[:, None]
+    # One after the other: their product may lie beyond FP32's range.
+    for exponent in (numbers.row_exponent, numbers.key_exponent):
+        power = power_of_two(-jnp.repeat(exponent, group, axis=1))
+        total = total * power[:, None, :, None]
+    shift = row_sum.swapaxes(1, 2)[..., None]
+    shift = shift * jnp.repeat(numbers.centre, group, axis=1)[:, None]
     dq = scale * (total[:, :query_count] + shift)
     return dq.astype(query.dtype), dk[:, :key_count], dv[:, :key_count]
 
 
 def _sums(
-    query, key, value, dout, lse, delta, centre,
+    query, key, value, dout, lse2, delta, numbers: Range,
     *, query_count: int, key_count: int, scale: float, is_causal: bool,
     plan: tuning.Plan,
 ):  # fmt: skip
-    """(sum over keys of dS K' in FP32, dK, dV), padded."""
+    """(sum over keys of dS K' in FP32, scaled, dK, dV), padded. `lse2` is LSE in units
+    of log2, less log2 of what dS is scaled by."""
     batch, rows_in_all, query_heads, head_dim = query.shape
     dtype = query.dtype
     shapes = Shapes(batch, query_count, key_count, query_heads, key.shape[2], head_dim)
@@ -161,10 +176,11 @@ def _sums(
     # Past the last query everything is zero, read from memory or filled in by TMA:
     # P = exp(0 - 0) = 1 meets dO = 0 there, and dS = 1 * (0 - 0) = 0. What is added to
     # dQ past its end TMA leaves out.
-    rows = (pad_rows(x, shapes.blocks * queries) for x in (lse * LOG2_E, delta))
+    rows = (pad_rows(x, shapes.blocks * queries) for x in (lse2, delta))
 
     def attention_backward_fused(
-        q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, centre_gmem, *results,
+        q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, centre_gmem,
+        key_factor, row_divisor, *results,
     ):  # fmt: skip
         *dq_gmem, dk_gmem, dv_gmem, smem, barriers = results
         i32 = jnp.int32
@@ -248,7 +264,7 @@ def _sums(
                 here = opaque(warpgroup)
                 for i in range(queries // 64):
                     piece = lax.slice(ds, (0, i * 64), (KEYS, (i + 1) * 64))
-                    smem.ds[buffer(step), here, i] = piece
+                    smem.ds[buffer(step), here, i] = piece.astype(jnp.float16)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(barriers.ds_ready.at[buffer(step)])
 
@@ -272,7 +288,9 @@ def _sums(
                     layout=COLUMNS,
                     optimized=False,
                 )
-                smem.keys[here] = (wide - along_columns(row, wide.shape)).astype(dtype)
+                wide = wide - along_columns(row, wide.shape)
+                wide = wide * key_factor[item.b, item.kv_head]
+                smem.keys[here] = wide.astype(jnp.float16)
                 plgpu.commit_smem()
 
             block_acc = accumulator(KEYS, queries)
@@ -307,9 +325,9 @@ def _sums(
 
                 dp = pl.run_scoped(second_products, block_acc)
                 release_tile(barriers.v_free, item, turn)
-                ds = gradient(p, dp, step).astype(dtype)
+                ds = gradient(p, dp, step)
                 put_ds(ds, step)
-                plgpu.wgmma(dk_acc, ds, smem.q.at[now])
+                plgpu.wgmma(dk_acc, ds.astype(dtype), smem.q.at[now])
                 plgpu.wgmma_wait(0)
                 released(step)
 
@@ -329,7 +347,7 @@ def _sums(
 
                 def accumulate(dk_acc, dv_acc):
                     # The block before the first one: dS = 0, its dQ goes nowhere.
-                    zero = jnp.zeros((KEYS, queries), dtype)
+                    zero = jnp.zeros((KEYS, queries), jnp.float32)
                     put_ds(plgpu.layout_cast(zero, plgpu.Layout.WGMMA), first + 1)
 
                     @pl.loop(0, item.steps)
@@ -350,14 +368,17 @@ def _sums(
                 done = work.item(opaque(number))
                 first_row = done.tile * KEY_TILE + here * KEYS
                 out = (done.b, pl.ds(first_row, KEYS), done.kv_head)
+                divisor = row_divisor[done.b, done.kv_head]
+                dk, dv = dk * divisor, dv * divisor
                 put(dk * scale, [smem.keys.at[here]], dk_gmem, out)
                 halves = [smem.ds.at[i, here, 0] for i in range(head_dim // 64)]
                 put(dv, halves, dv_gmem, out)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             def put(x, targets, gmem, out):
-                """Stores a tile, through shared memory that takes it by columns."""
-                low = x.astype(dtype)
+                """Stores a tile, through shared memory that takes it by columns. That
+                is FP16's, so the bits go as such."""
+                low = lax.bitcast_convert_type(x.astype(dtype), jnp.float16)
                 width = head_dim // len(targets)
                 for i, smem in enumerate(targets):
                     smem[...] = lax.slice(low, (0, i * width), (KEYS, (i + 1) * width))
@@ -383,7 +404,7 @@ def _sums(
             plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
             store(work, plan, smem, barriers, dq_gmem)
 
-    dkv = jax.ShapeDtypeStruct(key.shape, dtype)
+    dkv = jax.ShapeDtypeStruct(key.shape, jnp.float16)
     # Of all queries and, apart, of those that see a short tile.
     firsts = [0, ring.long_tiles * KEY_TILE] if ring.apart else [0]
     dqs = [
@@ -404,7 +425,12 @@ def _sums(
             approx_math=True, unsafe_no_auto_barriers=True
         ),
     )
-    total, *apart, dk, dv = kernel(query, key, value, dout, *rows, centre)
+    total, *apart, dk, dv = kernel(
+        *(query, key, value, dout, *rows, numbers.centre),
+        power_of_two(numbers.key_exponent),
+        power_of_two(-numbers.row_exponent),
+    )
+    dk, dv = (lax.bitcast_convert_type(x, dtype) for x in (dk, dv))
     for part, first in zip(apart, firsts[1:], strict=True):
         total += jnp.pad(part, ((0, 0), (first, 0), (0, 0), (0, 0)))
     return total, dk, dv

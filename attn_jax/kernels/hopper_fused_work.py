@@ -73,14 +73,16 @@ class Memory(NamedTuple):
         queries, head_dim = shapes.queries, shapes.head_dim
         tile = smem_tile((WARPGROUPS, KEYS, head_dim), dtype)
         block = smem_tile((STAGES, queries, head_dim), dtype)
+        # dS and K' for dQ, in FP16 whatever the inputs are.
+        ds = (DS_BUFFERS, WARPGROUPS, queries // 64, KEYS, 64)
         return cls(
             k=tile,
             v=tile,
-            keys=tile,
+            keys=smem_tile((WARPGROUPS, KEYS, head_dim), jnp.float16),
             q=block,
             dout=block,
             rows=plgpu.SMEM((2, STAGES, queries), jnp.float32),
-            ds=smem_tile((DS_BUFFERS, WARPGROUPS, queries // 64, KEYS, 64), dtype),
+            ds=smem_tile(ds, jnp.float16),
             dq=smem_tile((WARPGROUPS, 64, 64), jnp.float32),
         )
 

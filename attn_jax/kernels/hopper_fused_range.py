@@ -1,0 +1,68 @@
+"""Numbers of a key head that the fused backward kernel needs before it starts: the
+centre of the keys, and the powers of two that bring dS and K' into FP16's range."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
+
+from attn_jax.centre import centre_from
+from attn_jax.formats import FP16, FP32, NumberFormat
+from attn_jax.kernels.hopper_backward_rows import Sums
+from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
+
+
+class Range(NamedTuple):
+    """Of a key head: c, log2 w and log2 r of `Recipe`'s definition.
+
+    Attributes:
+      centre: c, that comes off the keys.
+      key_exponent: K' is multiplied by 2 to this power.
+      row_exponent: dS is.
+    """
+
+    centre: Float32[Array, "B K H"]
+    key_exponent: Int32[Array, "B K"]
+    row_exponent: Int32[Array, "B K"]
+
+
+def range_of(
+    sums: Sums, dlse: Float32[Array, "B N T"], key_count: int, inputs: NumberFormat
+) -> Range:
+    """From one reading of the inputs. For FP16 inputs nothing is scaled: P, which has
+    dS's power of two, too, is rounded to their format."""
+    batch, _, key_heads, _ = sums.key_sums.shape
+    largest = sums.key_largest.max(axis=1)
+    centre = centre_from(
+        sums.key_sums.sum(axis=1) / key_count,
+        sums.key_squares.sum(axis=1) / key_count,
+        largest,
+        inputs,
+    )
+    if inputs == FP16:
+        zero = jnp.zeros((batch, key_heads), jnp.int32)
+        return Range(centre, zero, zero)
+
+    def of_group(x):  # [B, N, T] -> [B, K]
+        return x.reshape(batch, key_heads, -1).max(axis=2)
+
+    # Where squares overflow so will dS, for all to see, and not vanish.
+    squares = jnp.minimum(of_group(sums.dout_squares), FP32.max_finite)
+    value = jnp.sqrt(jnp.square(sums.value_largest.max(axis=1)).sum(axis=2))
+    bound = 2 * jnp.sqrt(squares) * value + of_group(jnp.abs(dlse))
+    # |K - c| is at most twice the largest key. Doubled, that might overflow.
+    keys = _into_range(largest.max(axis=2), doublings=1)
+    return Range(centre, keys, _into_range(bound))
+
+
+def _into_range(
+    bound: Float32[Array, "B K"], doublings: int = 0
+) -> Int32[Array, "B K"]:
+    """The exponent of the power of two that brings bound * 2^doublings below 2^15."""
+    exponent = FP16.max_exponent - (jnp.frexp(bound)[1] + doublings)
+    exponent = jnp.clip(exponent, -MOST_HEAD_EXPONENT, MOST_HEAD_EXPONENT)
+    return jnp.where(bound > 0, exponent, 0)
+
+
+def power_of_two(exponent: Int32[Array, "B K"]) -> Float32[Array, "B K"]:
+    return jnp.ldexp(jnp.ones(exponent.shape, jnp.float32), exponent)

@@ -1,0 +1,177 @@
+"""Forward and backward pass of one device's arrays: padding, delta, centre, kernels.
+
+`attention` makes them differentiable and says what they take; `partition` deals sharded
+arrays to them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from attn_jax.formats import BF16, FP16
+from attn_jax.kernels import (
+    ampere_backward,
+    ampere_forward,
+    hopper_backward_dkv,
+    hopper_backward_dq,
+    hopper_backward_fused,
+    hopper_backward_rows,
+    hopper_forward,
+    visibility,
+)
+from attn_jax.kernels.hopper_fused_range import range_of
+from attn_jax.kernels.tuning import Backward, Configuration, Tiling
+from attn_jax.kernels.visibility import Band, Rules
+from attn_jax.recipe import Architecture
+
+INPUTS = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}
+_FORWARD = {"ampere": ampere_forward, "hopper": hopper_forward}
+_BACKWARD_DQ = {"ampere": ampere_backward, "hopper": hopper_backward_dq}
+_BACKWARD_DKV = {"ampere": ampere_backward, "hopper": hopper_backward_dkv}
+
+# TMA reads 16-bit tiles in groups of 8 rows.
+SEQUENCE_MULTIPLE = 8
+
+
+class Static(NamedTuple):
+    """What is compiled in: `is_causal` for a mask that a kernel can count by itself,
+    `band` for the others."""
+
+    target: Architecture
+    scale: float
+    is_causal: bool
+    band: Band
+    soft_cap: float | None
+    out_dtype: jnp.dtype
+    backward: Backward
+    tilings: Configuration
+
+
+def forward(query, key, value, *arrays, static: Static, more, residual):
+    """(out, out_low if kept, LSE) of one device's arrays."""
+    rules, sinks = _unpacked(more, arrays)
+    target = static.target
+    options = {} if rules is None else {"mask": rules, "band": static.band}
+    if static.soft_cap is not None:
+        options["soft_cap"] = static.soft_cap
+    out, low, lse = _FORWARD[target].forward(
+        *(_pad_sequence(x) for x in (query, key, value)),
+        query_count=query.shape[1],
+        key_count=key.shape[1],
+        scale=static.scale,
+        is_causal=static.is_causal,
+        tiling=static.tilings.forward,
+        out_dtype=static.out_dtype,
+        residual=residual,
+        **options,
+        **({} if sinks is None else {"sinks": sinks}),
+    )
+    return (out, lse) if low is None else (out, low, lse)
+
+
+def backward(
+    query, key, value, dout, lse, dlse, out, *arrays, static: Static, more, has_low
+):
+    """(dQ, dK, dV, dsinks) of one device's arrays; dsinks is zero without sinks."""
+    rules, sinks = _unpacked(more, arrays[has_low:])
+    target, is_causal = static.target, static.is_causal
+    dtype = query.dtype
+    query_count, key_count = query.shape[1], key.shape[1]
+    # The barrier keeps XLA from using the unrounded dout for delta while the products
+    # see the rounded one: rows of dS would no longer sum to zero.
+    dout = lax.optimization_barrier(dout.astype(dtype))
+    unpadded_key = key
+    query, key, value, dout = map(_pad_sequence, (query, key, value, dout))
+    fused = static.backward == "fused"
+    if fused:
+        outs = [_pad_sequence(x) for x in (out, *arrays[:has_low])]
+        sums = hopper_backward_rows.backward_rows(
+            outs[0], outs[1] if has_low else None, dout, key, value
+        )
+        excess = sums.excess[:, :, :query_count]
+    else:
+        wide_out = sum(x.astype(jnp.float32) for x in (out, *arrays[:has_low]))
+        products = dout[:, :query_count].astype(jnp.float32) * wide_out
+        excess = jnp.sum(products, axis=-1).swapaxes(1, 2)
+    if rules is not None:
+        # Rows that see nothing: their P = exp(S - LSE) is to be 0.
+        empty = jnp.isneginf(lse)
+        lse, dlse = jnp.where(empty, jnp.inf, lse), jnp.where(empty, 0.0, dlse)
+    delta = excess - dlse
+    dsinks = jnp.zeros((query.shape[0], query.shape[2]), jnp.float32)
+    row_sum = dlse  # of dS over the keys
+    if sinks is not None:
+        # The sink is a key whose dP is zero: dS = P (0 - delta).
+        of_sink = jnp.exp(sinks[..., None] - lse) * -delta
+        dsinks, row_sum = of_sink.sum(axis=-1), dlse - of_sink
+    operands = (query, key, value, dout, lse, delta, row_sum)
+    lengths = {"query_count": query_count, "key_count": key_count}
+    options = {"scale": static.scale, "is_causal": is_causal} | lengths
+    if fused:
+        gradients = hopper_backward_fused.backward_fused(
+            *operands,
+            range_of(sums, dlse, key_count, INPUTS[jnp.dtype(dtype)]),
+            plan=static.tilings.backward_fused,
+            **options,
+        )
+        return *gradients, dsinks
+    dq_tiling = static.tilings.backward_dq
+    if rules is None:
+        # On Ampere not those that no query sees. Hopper's last tile counts the keys of
+        # rows past the last query, too; any centre is right, and that one keeps its
+        # bits.
+        cut = is_causal and target != "hopper"
+        seen = unpadded_key[:, :query_count] if cut else unpadded_key
+        centre = mean_key(seen, is_causal, dq_tiling, query_count)
+    else:
+        centre = visibility.mean_key(
+            unpadded_key, rules, static.band, query_count, dq_tiling.rows
+        )
+        options |= {"mask": rules, "band": static.band}
+    if static.soft_cap is not None:
+        options |= {"soft_cap": static.soft_cap}
+    dq = _BACKWARD_DQ[target].backward_dq(
+        *operands, centre, tiling=dq_tiling, **options
+    )
+    dk, dv = _BACKWARD_DKV[target].backward_dkv(
+        *operands[:-1], tiling=static.tilings.backward_dkv, **options
+    )
+    return dq, dk, dv, dsinks
+
+
+def mean_key(
+    key: Float[Array, "B S K H"], is_causal: bool, tiling: Tiling, query_count: int
+) -> Float32[Array, "B K C H"]:
+    """Mean of the keys that a row sees, in FP32: the centre that dQ's cure subtracts.
+
+    One for all rows (C = 1) or, with a causal mask, one for every `tiling.rows`:
+    the mean over the keys up to the last of them.
+    """
+    wide = key.astype(jnp.float32)
+    if not is_causal:
+        return wide.mean(axis=1)[:, :, None]
+    batch, key_count, heads, head_dim = key.shape
+    rows = tiling.rows
+    count = -(-query_count // tiling.tile) * tiling.warpgroups
+    wide = wide[:, : count * rows]
+    wide = jnp.pad(wide, ((0, 0), (0, count * rows - wide.shape[1]), (0, 0), (0, 0)))
+    sums = wide.reshape(batch, count, rows, heads, head_dim).sum(axis=2).cumsum(axis=1)
+    seen = jnp.minimum((jnp.arange(count) + 1) * rows, key_count).astype(jnp.float32)
+    return (sums / seen[:, None, None]).swapaxes(1, 2)
+
+
+def _pad_sequence(x: Float[Array, "B L N H"]) -> Float[Array, "B M N H"]:
+    """Adds zero rows up to what TMA reads; the kernels mask them or cut them off."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % SEQUENCE_MULTIPLE), (0, 0), (0, 0)))
+
+
+def _unpacked(
+    layout: tuple[tuple[str, str], ...], arrays: Sequence[Array]
+) -> tuple[Rules | None, Array | None]:
+    """(rules, sinks) from the arrays of `_Extra`."""
+    given = dict(zip((name for name, _ in layout), arrays, strict=True))
+    sinks = given.pop("sinks", None)
+    return Rules(**given) if given else None, sinks
