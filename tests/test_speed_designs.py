@@ -1,4 +1,4 @@
-"""Both designs of our backward pass are timed under names of their own."""
+"""Designs of our backward pass, and Ampere's kernels, are timed by name."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ import pytest
 
 from analysis.speed import in_jax
 from analysis.speed.cases import PRESETS
+from attn_jax.kernels import tuning
 from attn_jax.kernels.architecture import made_for
 
 TOY = {case.mask: case for case in PRESETS["toy"]}
@@ -41,3 +42,31 @@ def test_designs_of_our_backward_pass_are_timed_by_name(name, mask, kernel):
         assert kernel in program
         said = in_jax._config(name, case, "backward")
         assert ("one pass" in said) == (name == "pallas-fused")
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_kernels_for_ampere_are_timed_by_name(mask):
+    case = dataclasses.replace(TOY[mask], H=64)
+    query, key, value, _ = in_jax._on_device(case, "normal")
+    attend = in_jax.attention("pallas-ampere", case)
+
+    def gradients(*arrays):
+        out, pullback = jax.vjp(attend, *arrays)
+        return pullback(out)
+
+    with in_jax.target("pallas-ampere"):
+        program = str(jax.make_jaxpr(gradients)(query, key, value))
+        said = in_jax._config("pallas-ampere", case, "both")
+    # mma.sync, and no wgmma.
+    assert " mma " in program and "wgmma" not in program
+    tilings = tuning.configuration(
+        *("ampere", 64, 64, case.S), is_causal=case.is_causal, listed=False
+    )
+    assert said == f"forward {tilings[0]}; dq {tilings[1]}; dkv {tilings[2]}"
+
+
+def test_what_kernels_for_ampere_do_not_take_is_one_line():
+    case = dataclasses.replace(TOY["packed"], H=64)
+    arrays = in_jax._on_device(case, "normal")
+    with pytest.raises(NotImplementedError, match="mask by is_causal alone"):
+        in_jax._build("pallas-ampere", case, "forward", arrays)

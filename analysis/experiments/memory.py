@@ -121,8 +121,9 @@ def _planned(name: str, case: Case, of: str) -> tuple[Row, Any]:
     if name in in_jax.PEERS:
         refusals += ImportError, ValueError, RuntimeError
     try:
-        lowered = function.lower(*_shapes(case, of))
-        program = lowered.compile(compiler_options=in_jax.compiler_options(name))
+        with in_jax.target(name):
+            lowered = function.lower(*_shapes(case, of))
+            program = lowered.compile(compiler_options=in_jax.compiler_options(name))
     except refusals as error:
         return row | {"refused": reason(error)}, None
     memory = program.memory_analysis()

@@ -49,7 +49,7 @@ FRAMEWORKS = {"jax": in_jax.IMPLEMENTATIONS, "torch": in_torch.IMPLEMENTATIONS}
 IMPLEMENTATIONS = [name for names in FRAMEWORKS.values() for name in names]
 PEERS = (*in_jax.PEERS, *in_torch.IMPLEMENTATIONS)
 # What a preset times unless told otherwise, and for how long.
-_ON_REQUEST = "emulated", "reference", "pallas-fused", "pallas-two-kernels"
+_ON_REQUEST = "emulated", "reference", *in_jax.NAMED
 _ON_A_GPU = [name for name in IMPLEMENTATIONS if name not in _ON_REQUEST]
 _DEFAULTS = {
     "toy": ["xla", "emulated", "reference"],

@@ -1,5 +1,6 @@
 """The implementations that run in JAX, as arms to be timed."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -20,6 +21,7 @@ from analysis.speed.errors import TENSORS, Results, inputs_of, pieces
 from attn_jax import dot_product_attention
 from attn_jax.api import Implementation
 from attn_jax.mask import Mask
+from attn_jax.recipe import Architecture
 from attn_jax.timing import device_time
 
 # Row name -> whether it promises the same bits on every run; None if nothing is said.
@@ -27,6 +29,7 @@ IMPLEMENTATIONS: dict[str, bool | None] = {
     "pallas": True,
     "pallas-fused": True,
     "pallas-two-kernels": True,
+    "pallas-ampere": True,
     "cudnn": False,
     "cudnn-deterministic": True,
     "xla": True,
@@ -40,6 +43,10 @@ DESIGNS = {
     "pallas-fused": "fused",
     "pallas-two-kernels": "two_kernels",
 }
+# Ours for one architecture, on whatever GPU there is: Ampere's run on later ones, too.
+MADE_FOR: dict[str, Architecture] = {"pallas-ampere": "ampere"}
+# Ours with something named, timed on request.
+NAMED = (*(name for name, design in DESIGNS.items() if design), *MADE_FOR)
 # Libraries of others: what they cannot do is theirs.
 PEERS = ("cudnn", "cudnn-deterministic", "xla", "tokamax")
 # Those that keep an array of T x S logits for each head, and the most of them: what is
@@ -68,8 +75,8 @@ def _on_device(case: Case, family: str) -> tuple[Array, ...]:
 
 def attention(name: str, case: Case) -> Attention:
     """The function that is timed under a name, under the case's mask."""
-    if DESIGNS.get(name):
-        return _design(name, case)
+    if DESIGNS.get(name) or name in MADE_FOR:
+        return _ours(name, case)
     library = name.removesuffix("-deterministic")
     if library in ("xla", "cudnn"):
         return _peer(jax.nn.dot_product_attention, library, case)
@@ -94,12 +101,14 @@ def attention(name: str, case: Case) -> Attention:
     return attend
 
 
-def _design(name: str, case: Case) -> Attention:
-    """Our kernels with one design of the backward pass, or NotImplementedError."""
+def _ours(name: str, case: Case) -> Attention:
+    """Our kernels, with one design of the backward pass or as `made_for` chooses, to be
+    traced in the block of `target`; NotImplementedError for what they do not take."""
     # Imported on use: the kernels refuse a JAX that they do not know.
     from attn_jax.kernels import attention as kernels
 
-    if _backward_of(name, case) != DESIGNS[name]:
+    design = DESIGNS.get(name)
+    if design is not None and _backward_of(name, case) != design:
         raise NotImplementedError("the one-pass kernel does not take this problem")
 
     def attend(query, key, value, *documents):
@@ -107,10 +116,19 @@ def _design(name: str, case: Case) -> Attention:
         rules = dataclasses.replace(
             case.rules, query_segment_ids=ids, key_value_segment_ids=ids
         )
-        options = {"mask": rules, "backward": DESIGNS[name]}
+        options = {"mask": rules, "backward": design}
         return kernels.attention(query, key, value, scale=case.H**-0.5, **options)[0]
 
     return attend
+
+
+def target(name: str) -> contextlib.AbstractContextManager:
+    """Where what is timed under a name is traced and compiled."""
+    if name not in MADE_FOR:
+        return contextlib.nullcontext()
+    from attn_jax.kernels.architecture import made_for
+
+    return made_for(MADE_FOR[name])
 
 
 def _backward_of(name: str, case: Case) -> str:
@@ -119,8 +137,8 @@ def _backward_of(name: str, case: Case) -> str:
     from attn_jax.kernels.attention import backward_of
 
     query, value = (case.B, case.T, case.N, case.H), (case.B, case.S, case.K, case.H)
-    target = architecture.chosen()
-    return backward_of(query, value, target, case.rules, wanted=DESIGNS[name])
+    chosen = architecture.chosen()
+    return backward_of(query, value, chosen, case.rules, wanted=DESIGNS.get(name))
 
 
 def _peer(function: Callable[..., Any], implementation: str, case: Case) -> Attention:
@@ -149,14 +167,16 @@ def _build(name: str, case: Case, of: Pass, arrays: tuple[Array, ...]) -> timing
         raise NotImplementedError(
             f"'{name}' keeps T x S logits, here {logits / 2**30:.0f} GiB of them"
         )
-    program, bind, seconds = _compiled(name, case, of, arrays)
+    with target(name):
+        program, bind, seconds = _compiled(name, case, of, arrays)
+        config = _config(name, case, of)
     arguments = bind(*arrays)
     found, again = program(*arguments), program(*arguments)
     columns: Row = {
         "compile_seconds": seconds,
         "same_bits": bool(same_bits(found, again)),
         "deterministic": IMPLEMENTATIONS[name],
-        "config": _config(name, case, of),
+        "config": config,
     }
     del again
 
@@ -250,14 +270,13 @@ def _config(name: str, case: Case, of: Pass) -> str:
     }.get(name, [])
     if case.mask == "packed" and name in PEERS:
         said.append("documents as an array of T x S")
-    if name not in DESIGNS:
+    if name not in DESIGNS and name not in MADE_FOR:
         return "; ".join(said)
     from attn_jax.kernels import architecture, tuning
 
-    target = architecture.chosen()
     dims = case.H, case.H
     tilings = tuning.configuration(
-        *(target, *dims, case.S),
+        *(architecture.chosen(), *dims, case.S),
         is_causal=case.is_causal,
         listed=case.mask not in ("full", "causal"),
     )
