@@ -27,11 +27,15 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ampere_tiles as tiles
-from attn_jax.kernels.tiles import LOG2_E, block_counts, pad_rows, smem_tile
+from attn_jax.kernels.tiles import LOG2_E, block_counts, pad_rows, smem_tile, widen
 from attn_jax.kernels.tuning import Tiling
 
 # Blocks in shared memory: the one worked on and the one under way.
 STAGES = 2
+
+# Of a thread's registers what dK, dV, K, V, S and P may take: else K and V stay in
+# shared memory.
+REGISTERS_LEFT = 208
 
 
 def backward_dq(
@@ -123,7 +127,7 @@ def backward_dq(
             dp = _inner_products(dout, v_smem.at[now])
             ds = (p * (dp - tiles.along_rows(row_delta, dp.shape))).astype(dtype)
             dq = tiles.multiply(dq, ds, k_smem.at[now])
-            return dq, ds_sum + ds.astype(jnp.float32).sum(axis=1)
+            return dq, ds_sum + widen(ds).sum(axis=1)
 
         dq, ds_sum = lax.fori_loop(
             jnp.int32(0),
@@ -222,7 +226,7 @@ def backward_dkv(
 
         # K and V as left operands: kept where registers are left for them.
         tiles.wait_for_copies(0)
-        in_registers = rows * head_dim <= 64 * 64
+        in_registers = rows * (3 * head_dim + 2 * columns) <= REGISTERS_LEFT * 128
         k, v = (_fragments(x) if in_registers else x for x in (k_smem, v_smem))
 
         def step(step, carry):

@@ -295,14 +295,15 @@ def write(entries: list[Entry]) -> str:
 
 
 # Ampere: 128 rows, so that a warp has 32 for each fragment of K and V that it reads
-# from shared memory; blocks of keys as long as 255 registers a thread allow without
-# spills. Hopper: blocks as long as registers (240 a thread of two consumer warpgroups)
-# and shared memory (227 KB) allow; in the forward kernel a multiple of `rows`, so that
-# a causal mask cuts a warpgroup's last block alone; at few keys four warpgroups, which
-# hide the start and end of a tile better. The dK, dV kernel splits where 64 rows of
-# both accumulators are more than registers hold. The fused kernel keeps causal sums
-# apart from 2048 keys on, where a query sees 1024: below, making and adding the second
-# array costs more than the waits it saves.
+# from shared memory, where registers allow; blocks as long as 255 registers a thread
+# allow, but for some integers; stages so that two CTAs fit a multiprocessor. Hopper:
+# blocks as long as registers (240 a thread of two consumer warpgroups) and shared
+# memory (227 KB) allow; in the forward kernel a multiple of `rows`, so that a causal
+# mask cuts a warpgroup's last block alone; at few keys four warpgroups, which hide the
+# start and end of a tile better. The dK, dV kernel splits where 64 rows of both
+# accumulators are more than registers hold. The fused kernel keeps causal sums apart
+# from 2048 keys on, where a query sees 1024: below, making and adding the second array
+# costs more than the waits it saves.
 ENTRIES = read(Path(__file__).with_name("tilings.json").read_text())
 
 
