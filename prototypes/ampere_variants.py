@@ -3,20 +3,29 @@
 import dataclasses
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from attn_jax.kernels import ampere_tiles as tiles
-from attn_jax.kernels.tiles import LN_2, LOG2_E, block_counts, pad_rows, smem_tile
+from attn_jax.kernels.ampere_backward import (
+    STAGES,
+    _by_block,
+    _column_index,
+    _fragments,
+    _inner_products,
+    _slot,
+)
+from attn_jax.kernels.tiles import (
+    LN_2,
+    LOG2_E,
+    block_counts,
+    pad_rows,
+    smem_tile,
+    widen,
+)
 from attn_jax.kernels.tuning import Tiling
-
-STAGES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +35,7 @@ class Options:
     Attributes:
       q_registers: forward: Q as fragments in registers through the loop.
       peeled: masks in a loop of their own, over the blocks that need them.
-      packed: dq: dS is made and read back as packed pairs.
+      packed: dq: dS is summed from its bits.
       registers: dq, dkv: which of the two own tiles (0: Q or K, 1: dO or V) are kept
         as fragments in registers.
     """
@@ -35,31 +44,6 @@ class Options:
     peeled: bool = False
     packed: bool = False
     registers: tuple[int, ...] = ()
-
-
-def opaque(x):
-    """A 16-bit tile in accumulator layout whose pairs the compiler cannot look into."""
-
-    def code(context, x):
-        del context
-        i32 = ir.IntegerType.get_signless(32)
-
-        def one(r):
-            word = mgpu.utils.bitcast(r, i32)
-            word = llvm.inline_asm(i32, [word], "mov.b32 $0, $1;", "=r,r")
-            return mgpu.utils.bitcast(word, r.type)
-
-        registers = np.asarray([one(r) for r in x.registers.flat], dtype=object)
-        return mgpu.FragmentedArray(
-            _registers=registers.reshape(x.registers.shape),
-            _layout=x.layout,
-            _is_signed=x.is_signed,
-        )
-
-    return plgpu.inline_mgpu(
-        arg_types=(tiles.ACCUMULATOR,),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=tiles.ACCUMULATOR),
-    )(code)(x)
 
 
 def forward(
@@ -309,10 +293,9 @@ def backward_dq(
             p = jnp.exp2(s * log2_scale - tiles.along_rows(row_lse, s.shape))
             dp = _inner_products(dout, v_smem.at[now])
             ds = (p * (dp - tiles.along_rows(row_delta, dp.shape))).astype(dtype)
-            if variant.packed:
-                ds = opaque(ds)
+            wide = widen(ds) if variant.packed else ds.astype(jnp.float32)
             dq = tiles.multiply(dq, ds, k_smem.at[now])
-            return dq, ds_sum + ds.astype(jnp.float32).sum(axis=1)
+            return dq, ds_sum + wide.sum(axis=1)
 
         carry = tiles.accumulator(rows, head_dim), tiles.per_row(rows, 0.0)
         if variant.peeled:
@@ -474,46 +457,6 @@ def backward_dkv(
     )(query, key, value, dout, statistics)
     dk, dv = (x.reshape(batch, -1, key_heads, head_dim) for x in gradients)
     return dk[:, :key_count], dv[:, :key_count]
-
-
-def _slot(step: jax.Array):
-    return lax.rem(step, jnp.int32(STAGES))
-
-
-def _column_index(shape: tuple[int, int]):
-    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=tiles.ACCUMULATOR)
-
-
-def _fragments(smem):
-    """A tile in shared memory, [rows, H], as left operands: H in strips."""
-    strips = range(0, smem.shape[1], tiles.SWIZZLED)
-    return [tiles.load_left(smem.at[:, pl.ds(k, tiles.SWIZZLED)]) for k in strips]
-
-
-def _inner_products(left, right_smem):
-    """left @ right^T in FP32, of two tiles, [rows, H] and [columns, H].
-
-    `left` are `_fragments` or, still in shared memory, what to make them from.
-    """
-    left = left if isinstance(left, list) else _fragments(left)
-    acc = tiles.accumulator(left[0].shape[0], right_smem.shape[0])
-    for i, strip in enumerate(left):
-        part = pl.ds(i * tiles.SWIZZLED, tiles.SWIZZLED)
-        right = tiles.load_right(right_smem.at[:, part].transpose((1, 0)))
-        acc = plgpu.mma(acc, strip, right)
-    return acc
-
-
-def _by_block(lse, delta, count: int, size: int):
-    """LSE in units of log2 and delta of each of `count` blocks of `size` queries.
-
-    cp.async copies them with all 128 threads, 4 bytes each or a multiple of that, so
-    there are zero rows behind the two where blocks are short.
-    """
-    rows = [pad_rows(x, count * size) for x in (lse * LOG2_E, delta)]
-    rows += [jnp.zeros_like(rows[0])] * (max(2, -(-128 // size)) - 2)
-    blocks = [x.reshape(*x.shape[:2], count, size) for x in rows]
-    return jnp.stack(blocks, axis=3)
 
 
 def products(rows: int, from_smem: bool, steps: int):

@@ -10,6 +10,12 @@ result, the largest of a kernel's results. TFLOP/s are those of the products tha
 kernel makes: 2 in the forward pass, 3 for dQ, 4 for dK and dV. Workers, processes,
 compile side by side; one at a time has the GPU. What is not begun after SECONDS is
 left out; what fails costs its own row.
+
+`backward` is the whole pass: `base` the package's two kernels, the others the kernel in
+one pass, each with all that XLA does before and after. `ms` is all of it, `ms_kernels`
+the kernels' part, TFLOP/s those of five products in `ms`. These jobs come first. Their
+kernels wait for each other: one that is not done with in 20 s is killed with its
+process, and what is left of its job goes on in another.
 """
 
 import argparse
@@ -18,6 +24,7 @@ import fcntl
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -26,6 +33,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import one_pass  # noqa: E402
 
 TOKENS, WIDTH = 16384, 2048
 # Most informative first.
@@ -37,44 +46,39 @@ CASES = [
     )
     for head_dim in (64, 128)
 ]
-PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}
+PRODUCTS = {"backward": 5, "forward": 2, "dq": 3, "dkv": 4}
 # kernel -> head dim -> rows x columns [stages], and the options of a variant; none is
 # the package's kernel with that tiling.
 VARIANTS = {
-    "forward": {
+    # Queries in a block x at a time; see `ampere_backward_fused.Cut`.
+    "backward": {
         64: [
-            "128x64 3", "128x32", "64x64", "64x128",
-            "128x64 pipe", "128x32 pipe", "64x64 pipe", "64x64 pipe q_registers",
-            "128x32 pipe q_registers", "64x128 pipe",
+            "32x32", "32x32 load", "32x32 buffers=1", "32x32 unordered",
+            "64x32 buffers=1", "64x32 buffers=1 load", "32x32 registers=1",
         ],
         128: [
-            "128x32 3", "64x64", "64x32", "128x64", "64x64 pipe", "64x32 pipe",
-            "128x32 pipe", "128x16 pipe", "64x32 pipe q_registers",
+            "64x64", "64x64 load", "64x64 buffers=1", "64x64 unordered",
+            "32x32", "32x32 registers=01", "64x32",
         ],
+    },
+    "forward": {
+        64: ["128x32 pipe q_registers"],
+        128: ["128x64 2", "128x32 2", "64x64 pipe"],
     },
     "dq": {
-        64: [
-            "128x32 registers=01 packed", "128x32 registers=01 packed peeled",
-            "128x32 packed peeled", "64x64 registers=01 packed peeled",
-            "64x32 registers=01 packed peeled",
-            "64x128 registers=01 packed peeled",
-        ],
-        128: [
-            "64x32 registers=01 packed", "64x32 registers=01 packed peeled",
-            "64x64 registers=01 packed peeled", "64x64 packed peeled",
-            "128x32 packed peeled", "128x16 packed peeled", "64x32 packed peeled",
-        ],
+        64: ["128x32 registers=01 packed"],
+        128: ["64x32 registers=01 packed", "128x32 packed peeled"],
     },
     "dkv": {
-        64: [
-            "64x64 registers=0", "64x32 registers=01", "128x32",
-            "64x64 registers=",
-        ],
-        128: ["64x16 registers=01", "64x32 registers=0", "64x16", "64x64"],
+        64: ["128x32 registers=0", "64x64 2"],
+        128: ["64x64", "64x32 registers=0"],
     },
 }  # fmt: skip
+# Of `backward` at other lengths than 4096: so many of the first.
+FEW = 3
+LIMIT = 20  # seconds, of a variant of `backward` on the GPU, its inputs included
 COLUMNS = (
-    "kernel", "head_dim", "length", "causal", "variant", "ms", "ms_25", "tflops",
+    "kernel", "head_dim", "length", "causal", "variant", "ms", "ms_kernels", "tflops",
     "of_base", "off", "same_bits", "registers", "spilled", "why",
 )  # fmt: skip
 
@@ -103,6 +107,9 @@ def program(kernel, case, name):
     from attn_jax.kernels.tuning import Tiling
 
     head_dim, length, is_causal = case
+    if kernel == "backward":
+        big, row, _ = shapes(case)
+        return one_pass.program(case, name, big, row)
     long = {"forward": "forward", "dq": "backward_dq", "dkv": "backward_dkv"}[kernel]
     own = tuning.tiling(tuning.LONG[long, None], "ampere", head_dim, head_dim)
     size, *words = name.split()
@@ -150,14 +157,20 @@ def names(kernel, case, only):
     if kernel == "products":
         return ["mma 128", "mma 64", "mma 128 smem", "mma 64 smem"]
     found = VARIANTS[kernel][case[0]]
+    if kernel == "backward" and case[1] != 4096:
+        found = found[:FEW]
     return ["base", *(n for n in found if only in f"{kernel} {case} {n}")]
 
 
 def jobs(only):
-    yield "products", CASES[0]
-    for case, kernel in itertools.product(CASES, PRODUCTS):
+    first = [("backward", case) for case in CASES]
+    others = (k for k in PRODUCTS if k != "backward")
+    then = [(kernel, case) for case, kernel in itertools.product(CASES, others)]
+    for kernel, case in first + then:
         if len(names(kernel, case, only)) > 1:
             yield kernel, case
+    if not only:
+        yield "products", CASES[0]
 
 
 def built(kernel, case, name):
@@ -204,7 +217,7 @@ def inputs_of(case, forward):
     out, lse = forward(query, key, value)
     delta = jnp.sum(dout.astype("float32") * out, axis=-1).swapaxes(1, 2)
     centre = key.astype("float32").mean(axis=1)[:, :, None]
-    return query, key, value, dout, lse, delta, jnp.zeros_like(lse), centre
+    return query, key, value, dout, lse, delta, jnp.zeros_like(lse), centre, out
 
 
 def off(found, base):
@@ -213,6 +226,49 @@ def off(found, base):
     wide = [[x.astype("float32") for x in pair] for pair in zip(found, base)]
     sizes = [jnp.sqrt(jnp.mean((a - b) ** 2) / jnp.mean(b**2)) for a, b in wide]
     return float(max(sizes))
+
+
+def run_backward(case, only, lock, write, begun):
+    """`begun`: variants that a process before this one has begun, and where to add."""
+    import jax
+
+    arguments = base = None
+    common = {"kernel": "backward"} | dict(zip(("head_dim", "length", "causal"), case))
+    old, base_row = built("backward", case, "base")
+    base_row |= common | {"variant": "base"}
+    base_written = lost = False
+    forward, _ = built("forward", case, "base")
+    for name in names("backward", case, only)[1:]:
+        if name in begun.read():
+            continue
+        new, row = built("backward", case, name)
+        row |= common | {"variant": name}
+        try:
+            if new is not None:
+                with lock, one_pass.limited(LIMIT):
+                    if arguments is None:
+                        query, key, value, dout, lse, _, zero, _, out = inputs_of(
+                            case, forward
+                        )
+                        arguments = query, key, value, dout, lse, zero, out
+                        base = jax.block_until_ready(old(*arguments))
+                    begun.add(name)
+                    found = one_pass.timed(old, new, base, arguments, off)
+                    row |= found[0]
+                    base_row |= found[1]
+        except Exception as error:
+            row["why"] = f"{type(error).__name__}: {str(error)[:160]}"
+            lost = True  # The context may be.
+        for columns in (base_row, row):
+            if "ms" in columns:
+                rate = flops("backward", case) / columns["ms"] / 1e9
+                columns["tflops"] = round(rate, 1)
+        if "ms" in base_row and not base_written:
+            base_written = True
+            write(base_row)
+        write(row)
+        if lost:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_job(kernel, case, only, lock, write):
@@ -261,7 +317,7 @@ def run_job(kernel, case, only, lock, write):
         ms = float(np.median(taken))
         work = flops(kernel, case) if kernel != "products" else product_flops(name)
         base_ms = np.median(times["base"]) if "base" in times else ms
-        rows[name] |= {"ms": round(ms, 4), "ms_25": round(np.percentile(taken, 25), 4)}
+        rows[name] |= {"ms": round(ms, 4), "ms_kernels": round(ms, 4)}
         rows[name] |= {"tflops": round(work / ms / 1e9, 1)}
         rows[name] |= {"of_base": round(float(base_ms) / ms, 3)}
     for name, row in rows.items():
@@ -302,7 +358,11 @@ def work(folder, index, only):
             csv.DictWriter(file, COLUMNS).writerow(row)
         print(" ".join(f"{x}" for x in row.values()), flush=True)
 
-    run_job(kernel, case, only, lock, write)
+    if kernel == "backward":
+        begun = one_pass.Begun(folder / f"begun_{index}")
+        run_backward(case, only, lock, write, begun)
+    else:
+        run_job(kernel, case, only, lock, write)
 
 
 def measure(folder, seconds, only, workers):
@@ -323,15 +383,23 @@ def measure(folder, seconds, only, workers):
                 index = waiting.pop(0)
             command = [sys.executable, __file__, str(folder), "0", "--only", only]
             command += ["--job", str(index)]
-            try:
-                done = subprocess.run(
-                    command, env=environment, stderr=subprocess.PIPE, text=True,
-                    timeout=max(30.0, end + 30 - time.monotonic()),
-                )  # fmt: skip
-                if done.returncode:
+            killed = True
+            while killed and time.monotonic() < end:
+                killed = False
+                try:
+                    done = subprocess.run(
+                        command, env=environment, stderr=subprocess.PIPE, text=True,
+                        timeout=max(30.0, end + 30 - time.monotonic()),
+                    )  # fmt: skip
+                except subprocess.TimeoutExpired:
+                    print(f"job {index}: no time", flush=True)
+                    continue
+                killed = done.returncode == -signal.SIGKILL
+                if killed:
+                    names = one_pass.Begun(folder / f"begun_{index}").read()[-1:]
+                    print(f"job {index}: killed in {names}", flush=True)
+                elif done.returncode:
                     print(f"job {index}: {done.stderr[-1500:]}", flush=True)
-            except subprocess.TimeoutExpired:
-                print(f"job {index}: no time", flush=True)
 
     threads = [threading.Thread(target=serve) for _ in range(workers)]
     for thread in threads:
@@ -343,18 +411,18 @@ def measure(folder, seconds, only, workers):
 
 def dry_run(only):
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    import jax
     from ampere_variants import products
 
     from attn_jax.kernels.compiler import compiled
 
-    import jax
-
     def report(name, function, arguments):
         try:
             # The least code that the sizes allow: one length says it all.
-            (found,) = compiled(
+            kernels = compiled(
                 function, *arguments, gpu="a100", machine_code=False
             ).kernels
+            found = max(kernels, key=lambda kernel: kernel.spilled_bytes)
         except Exception as error:
             print(f"{name}: {type(error).__name__} {str(error)[:300]}", flush=True)
             return
