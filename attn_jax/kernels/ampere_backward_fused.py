@@ -369,10 +369,7 @@ def backward_fused(
         power_of_two(numbers.key_exponent),
         power_of_two(-numbers.row_exponent),
     )
-    total = in_memory.in_order(total, cut.adding)
-    # [B, N, blocks, columns / 64, queries, 64] -> [B, T, N, H]
-    total = total.transpose(0, 2, 4, 1, 3, 5)
-    total = total.reshape(batch, -1, query_heads, head_dim)[:, :query_count]
+    total = in_memory.in_order(total, cut.adding)[:, :query_count]
     # One after the other: their product may lie beyond FP32's range.
     for exponent in (numbers.row_exponent, numbers.key_exponent):
         power = power_of_two(-jnp.repeat(exponent, group, axis=1))

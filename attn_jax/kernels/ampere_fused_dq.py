@@ -47,20 +47,25 @@ def add(tile, x: jax.Array, adding: Adding) -> None:
 
 
 def in_order(x: jax.Array, adding: Adding) -> jax.Array:
-    """Tiles [..., rows, 64] as they should be, from what lies in memory."""
-    *outer, rows, columns = x.shape
-    rows_, columns_ = rows // 32, columns // 16
+    """dQ, [B, T, N, H], from tiles as they lie in memory, [B, N, blocks, H / 64, rows,
+    64]. In one transposition, which XLA makes part of what follows."""
+    batch, heads, blocks, beside, rows, columns = x.shape
+    down, across = rows // 32, columns // 16
+    # 32 x 16 at a time: warps down and beside, threads down and beside, then what one
+    # of them has: 8 rows further or not, a pair of columns. Or the last two first.
     if adding == "load":
-        # 32 x 16 at a time: warps down and beside, threads down and beside, then what
-        # one of them has: 8 rows further or not, a pair of columns.
-        x = x.reshape(*outer, rows_, columns_, 2, 2, 8, 4, 2, 2)
-        order = (0, 2, 6, 4, 1, 3, 5, 7)
+        inner, order = (2, 2, 8, 4, 2, 2), (2, 6, 4, 3, 5, 7)
     else:
-        x = x.reshape(*outer, rows_, columns_, 2, 2, 2, 2, 8, 4)
-        order = (0, 4, 2, 6, 1, 5, 7, 3)
-    count = len(outer)
-    x = x.transpose(*range(count), *(count + axis for axis in order))
-    return x.reshape(*outer, rows, columns)
+        inner, order = (2, 2, 2, 2, 8, 4), (4, 2, 6, 5, 7, 3)
+    x = x.reshape(batch, heads, blocks, beside, down, across, *inner)
+    (warp_row, half, row), (warp_column, column, pair) = (
+        tuple(4 + axis for axis in part) for part in (order[:3], order[3:])
+    )
+    x = x.transpose(
+        *(0, 2, 4, warp_row, half, row),
+        *(1, 3, 5, warp_column, column, pair),
+    )
+    return x.reshape(batch, blocks * rows, heads, beside * columns)
 
 
 def semaphores(count: int):
