@@ -283,7 +283,11 @@ def test_emulated_follows_the_recipe_it_is_given():
         ),
         (96, {}, declared_recipe(jnp.bfloat16, 96, 256, target="hopper")),
         (48, {}, ATTN_JAX),
-        (64, dict(bias=jnp.ones((1, 2, 256, 256))), ATTN_JAX),
+        (
+            64,
+            dict(bias=jnp.ones((1, 2, 256, 256))),
+            declared_recipe(jnp.bfloat16, 64, 256, target="hopper", has_bias=True),
+        ),
     ],
 )
 def test_emulated_follows_the_kernels_if_not_told_otherwise(

@@ -82,13 +82,15 @@ def test_each_gpu_gets_its_gradients(gpu):
         dict(is_causal=True, query_offset=jnp.array([3])),
         dict(local_window_size=4),
         dict(key_value_seq_lengths=jnp.array([5])),
+        dict(bias=jnp.ones((1, 1, 128, 128))),
     ],
     ids=str,
 )
 def test_a_mask_that_kernels_lack_is_refused_and_not_left_out(gpu, options):
     gpu("8.0")
-    with pytest.raises(NotImplementedError, match="is_causal alone so far"):
+    with pytest.raises(NotImplementedError, match="is_causal alone so far") as error:
         jax.eval_shape(lambda q: attend(q, implementation="pallas", **options), QUERY)
+    assert "no bias" in str(error.value) and "\n" not in str(error.value)
 
 
 SQUARE, LONGER = (1, 256, 2, 64), (1, 384, 1, 64)
@@ -112,6 +114,7 @@ def test_one_pass_backward_is_for_what_it_takes(target, shapes, mask, soft_cap, 
     chosen = functools.partial(backward_of, *shapes, target, mask, soft_cap=soft_cap)
     assert chosen(wanted="fused") == design
     assert chosen(wanted="two_kernels") == "two_kernels"
+    assert chosen(wanted="fused", has_bias=True) == "two_kernels"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +133,37 @@ def test_causal_masks_have_two_kernels_unless_told_otherwise():
     chosen = functools.partial(backward_of, SQUARE, SQUARE, "hopper")
     assert chosen(Mask()) == chosen(Mask(is_causal=True), wanted="fused") == "fused"
     assert chosen(Mask(is_causal=True)) == "two_kernels"
+
+
+def _in_a_scan(attend):
+    return lambda x, bias: jax.lax.scan(
+        lambda x, _: (attend(x, bias), None), x, None, length=2
+    )[0]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [lambda attend: attend, jax.jit, jax.checkpoint, _in_a_scan],
+    ids=["plain", "jit", "remat", "scan"],
+)
+def test_the_kernel_for_dbias_runs_where_a_bias_is_differentiated_alone(transform):
+    bias = jax.ShapeDtypeStruct((1, 2, 128, 1), jnp.bfloat16)
+
+    def kernels(argnums, held=lambda x: x):
+        @transform
+        def attend(x, bias):
+            return attention(x, x, x, scale=0.125, bias=held(bias))[0]
+
+        def loss(x, bias):
+            return attend(x, bias).astype(jnp.float32).sum()
+
+        jaxpr = str(jax.make_jaxpr(jax.grad(loss, argnums))(QUERY, bias))
+        assert "attention_backward_dq" in jaxpr
+        return "attention_backward_dbias" in jaxpr
+
+    assert kernels(1) and kernels((0, 1))
+    assert not kernels(0)
+    assert not kernels((0, 1), held=jax.lax.stop_gradient)
 
 
 def test_backward_is_the_one_asked_for(gpu):

@@ -346,6 +346,11 @@ def _gpu_program(situation: str, spec: PartitionSpec) -> Program:
     """Value and gradient on operands that are all placed by `spec`."""
     mesh = h200_mesh((2, 2), ("data", "model"), AUTO)
     attend = functools.partial(attention, scale=0.1, mask=Mask(is_causal=True))
+    if situation == "bias for all rows":
+
+        def attend(query, key, value, bias):
+            return attention(query, key, value, scale=0.1, bias=bias)
+
     if situation == "shard_map":
         attend = _in_shard_map(attend, mesh, check_vma=True)
 
@@ -356,7 +361,11 @@ def _gpu_program(situation: str, spec: PartitionSpec) -> Program:
     sharding = NamedSharding(mesh, spec)
     query = jax.ShapeDtypeStruct((4, 200, 4, 64), "bfloat16", sharding=sharding)
     key = jax.ShapeDtypeStruct((4, 300, 2, 64), "bfloat16", sharding=sharding)
-    return compiled(program, query, key, key)
+    if situation != "bias for all rows":
+        return compiled(program, query, key, key)
+    by_heads = NamedSharding(mesh, P(None, "model"))
+    bias = jax.ShapeDtypeStruct((1, 4, 1, 300), "bfloat16", sharding=by_heads)
+    return compiled(program, query, key, key, bias)
 
 
 @pytest.fixture(scope="module")
@@ -379,6 +388,17 @@ def test_gpu_program_has_no_collective(situation):
         # Half of the batch, half of the query or key/value heads.
         for shape in re.findall(r"bf16\[([\d,]+)\]", "".join(shapes)):
             assert re.fullmatch(r"2,\d+,[12],64", shape), calls
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("compile_extra")
+def test_gpu_program_adds_up_dbias_alone():
+    arguments = "bias for all rows", BATCH_AND_HEADS
+    program = in_child_process(_gpu_program, *arguments, seconds=TIME_LIMIT)
+    # One of FP32, of a device's heads, and no other.
+    counts = {name: program.count(name) for name in COLLECTIVES}
+    assert counts == dict.fromkeys(COLLECTIVES, 0) | {"all-reduce": 1}
+    assert re.search(r"f32\[1,2,1,300\]\S* all-reduce", program.hlo)
 
 
 @pytest.mark.usefixtures("compile_extra")

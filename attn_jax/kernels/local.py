@@ -15,6 +15,7 @@ from attn_jax.formats import BF16, FP16
 from attn_jax.kernels import (
     ampere_backward,
     ampere_forward,
+    hopper_backward_dbias,
     hopper_backward_dkv,
     hopper_backward_dq,
     hopper_backward_fused,
@@ -38,7 +39,7 @@ SEQUENCE_MULTIPLE = 8
 
 class Static(NamedTuple):
     """What is compiled in: `is_causal` for a mask that a kernel can count by itself,
-    `band` for the others."""
+    `band` for the others. `bias_dtype` is the one that kernels read a bias in."""
 
     target: Architecture
     scale: float
@@ -48,13 +49,22 @@ class Static(NamedTuple):
     out_dtype: jnp.dtype
     backward: Backward
     tilings: Configuration
+    bias_dtype: jnp.dtype | None = None
+
+
+def bias_dtype(dtype) -> jnp.dtype:
+    """The type that kernels read a bias in which is given in `dtype`."""
+    dtype = jnp.dtype(dtype)
+    return dtype if dtype in INPUTS else jnp.dtype(jnp.float32)
 
 
 def forward(query, key, value, *arrays, static: Static, more, residual):
     """(out, out_low if kept, LSE) of one device's arrays."""
-    rules, sinks = _unpacked(more, arrays)
+    rules, sinks, bias = _unpacked(more, arrays)
     target = static.target
     options = {} if rules is None else {"mask": rules, "band": static.band}
+    if bias is not None:
+        options["bias"] = _for_all_pairs(bias, query.shape[1], key.shape[1])
     if static.soft_cap is not None:
         options["soft_cap"] = static.soft_cap
     out, low, lse = _FORWARD[target].forward(
@@ -73,10 +83,22 @@ def forward(query, key, value, *arrays, static: Static, more, residual):
 
 
 def backward(
-    query, key, value, dout, lse, dlse, out, *arrays, static: Static, more, has_low
+    query,
+    key,
+    value,
+    dout,
+    lse,
+    dlse,
+    out,
+    *arrays,
+    static: Static,
+    more,
+    has_low,
+    wants_dbias,
 ):
-    """(dQ, dK, dV, dsinks) of one device's arrays; dsinks is zero without sinks."""
-    rules, sinks = _unpacked(more, arrays[has_low:])
+    """(dQ, dK, dV, dsinks, dbias if wanted) of one device's arrays; dsinks is zero
+    without sinks."""
+    rules, sinks, bias = _unpacked(more, arrays[has_low:])
     target, is_causal = static.target, static.is_causal
     dtype = query.dtype
     query_count, key_count = query.shape[1], key.shape[1]
@@ -133,13 +155,27 @@ def backward(
         options |= {"mask": rules, "band": static.band}
     if static.soft_cap is not None:
         options |= {"soft_cap": static.soft_cap}
+    if bias is not None:
+        options |= {"bias": _for_all_pairs(bias, query_count, key_count)}
     dq = _BACKWARD_DQ[target].backward_dq(
         *operands, centre, tiling=dq_tiling, **options
     )
     dk, dv = _BACKWARD_DKV[target].backward_dkv(
         *operands[:-1], tiling=static.tilings.backward_dkv, **options
     )
-    return dq, dk, dv, dsinks
+    if not wants_dbias:
+        return dq, dk, dv, dsinks
+    assert bias is not None and rules is not None
+    dbias = hopper_backward_dbias.backward_dbias(
+        *operands[:-1],
+        bias,
+        scale=static.scale,
+        mask=rules,
+        band=static.band,
+        soft_cap=static.soft_cap,
+        **lengths,
+    )
+    return dq, dk, dv, dsinks, dbias
 
 
 def mean_key(
@@ -168,10 +204,17 @@ def _pad_sequence(x: Float[Array, "B L N H"]) -> Float[Array, "B M N H"]:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % SEQUENCE_MULTIPLE), (0, 0), (0, 0)))
 
 
+def _for_all_pairs(
+    bias: Float[Array, "#B #N #T #S"], query_count: int, key_count: int
+) -> Float[Array, "#B #N T S"]:
+    """One entry for each pair, as the kernels read it; batch and heads stay."""
+    return jnp.broadcast_to(bias, (*bias.shape[:2], query_count, key_count))
+
+
 def _unpacked(
     layout: tuple[tuple[str, str], ...], arrays: Sequence[Array]
-) -> tuple[Rules | None, Array | None]:
-    """(rules, sinks) from the arrays of `_Extra`."""
+) -> tuple[Rules | None, Array | None, Array | None]:
+    """(rules, sinks, bias) from the arrays of `_Extra`."""
     given = dict(zip((name for name, _ in layout), arrays, strict=True))
-    sinks = given.pop("sinks", None)
-    return Rules(**given) if given else None, sinks
+    sinks, bias = given.pop("sinks", None), given.pop("bias", None)
+    return Rules(**given) if given else None, sinks, bias
