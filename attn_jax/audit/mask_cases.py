@@ -157,13 +157,13 @@ def bias_gradient_bound(case: Case, inputs: tuple, dlse: np.ndarray) -> np.ndarr
     """
     assert case.bias is not None
     bias = case.bias.array()
-    query, key, _, dout = inputs
+    query, key, value, dout = inputs
     sinks = None if case.sinks is None else np.asarray(case.sinks)
     results = functools.partial(
         golden, bias=bias, mask=case.mask, sinks=sinks, soft_cap=case.soft_cap
     )
-    exact = results(*inputs, dlse)
-    weight = results(*inputs[:3], np.zeros_like(dout), np.ones_like(dlse)).dbias
+    exact = results(query, key, value, dout, dlse)
+    weight = results(query, key, value, np.zeros_like(dout), np.ones_like(dlse)).dbias
     assert exact.dbias is not None and weight is not None
     of_query, of_key, of_value, of_dout = (
         np.linalg.norm(x.astype(np.float64), axis=-1).max() for x in inputs

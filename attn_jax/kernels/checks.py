@@ -245,8 +245,9 @@ def judged(check: Check, found: dict[str, np.ndarray], same_bits: bool) -> Outco
             failed.append("dsinks is off by more than the error of out explains")
     if "dbias" in found:
         bound = bias_gradient_bound(case, (query, key, value, dout), dlse)
-        got = found["dbias"].astype(np.float64)
-        if not (np.abs(got - exact.dbias) <= bound).all():
+        got, want = found["dbias"].astype(np.float64), exact.dbias
+        assert want is not None
+        if not (np.abs(got - want) <= bound).all():
             failed.append("dbias is off by more than the error of out explains")
     return Outcome(units, same_bits, tuple(failed))
 
