@@ -72,10 +72,34 @@ def recipe_of(program: Program) -> Recipe:
         query_length=program.T,
         soft_cap=program.soft_cap,
         has_bias=program.bias is not None,
+        backward="fused" if program.one_pass else None,
+        pairs=cases.BATCH * program.K,
     )
     if program.wide:
         recipe = dataclasses.replace(recipe, output=Step(FP32))
     return recipe
+
+
+def _in_one_pass(program: Program) -> Attention:
+    """The kernels, with that design of the backward pass where there is one."""
+    from attn_jax.kernels.attention import attention
+
+    def attend(query, key, value, mask: Mask, sinks, bias):
+        out, lse = attention(
+            query,
+            key,
+            value,
+            scale=program.H**-0.5 if program.scale is None else program.scale,
+            bias=bias,
+            mask=mask,
+            sinks=sinks,
+            soft_cap=program.soft_cap,
+            out_dtype=jnp.dtype(jnp.float32) if program.wide else None,
+            backward="fused",
+        )
+        return out if program.residual == "no" else (out, lse.swapaxes(1, 2))
+
+    return attend
 
 
 def _rules(program: Program) -> Mask:
@@ -96,6 +120,8 @@ def _rules(program: Program) -> Mask:
 
 def attention_of(program: Program, implementation: Implementation) -> Attention:
     """The implementation under test, with what the program compiles in."""
+    if implementation == "pallas" and program.one_pass:
+        return _in_one_pass(program)
     recipe = recipe_of(program) if implementation == "emulated" else None
 
     def attend(query, key, value, mask: Mask, sinks, bias):
@@ -109,7 +135,7 @@ def attention_of(program: Program, implementation: Implementation) -> Attention:
             is_causal=mask.is_causal,
             query_seq_lengths=mask.query_lengths,
             key_value_seq_lengths=mask.key_value_lengths,
-            local_window_size=mask.window,  # type: ignore[arg-type]
+            local_window_size=mask.window,
             implementation=implementation,
             return_residual=program.residual != "no",
             query_segment_ids=mask.query_segment_ids,

@@ -89,6 +89,12 @@ class Program:
         return self.N * self.T * self.S
 
     @property
+    def one_pass(self) -> bool:
+        """Whether a kernel is asked to make all gradients in one pass, if it takes the
+        program; the cases are too small for it to be chosen."""
+        return self.number % 2 == 1
+
+    @property
     def features(self) -> list[str]:
         """Names under which results are summed up."""
         given = {

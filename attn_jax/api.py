@@ -31,7 +31,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
     query_segment_ids: ArrayLike | None = None,
@@ -61,7 +61,7 @@ def dot_product_attention(
       is_causal: query i sees the keys j <= i, both counted from the first.
       query_seq_lengths, key_value_seq_lengths: [B] int; what lies beyond is masked.
       local_window_size: (left, right) or one number for both: query i sees the keys
-        i - left <= j <= i + right.
+        i - left <= j <= i + right; None leaves a side open.
       implementation: `pallas` (our kernels: Hopper GPUs, H and D of 32, 64, 96, 128,
         192 and 256; A100, H = D = 64 or 128, no bias), `emulated` (a recipe's roundings
         in plain JAX, any device), `reference` (exact: float64 under x64, else float32),
@@ -248,6 +248,7 @@ def _kernels_recipe(query, key, value, bias, mask: Mask, soft_cap) -> Recipe:
         query_length=query.shape[1],
         soft_cap=soft_cap,
         has_bias=bias is not None,
+        pairs=key.shape[0] * key.shape[2],
     )
 
 

@@ -70,7 +70,8 @@ def test_each_gpu_gets_its_gradients(gpu):
     ):
         gpu(capability)
         # A new function each time: JAX keeps what it has traced.
-        jaxpr = str(jax.make_jaxpr(lambda x: jax.vjp(attend, x)[1](x))(QUERY))
+        many = jax.ShapeDtypeStruct((64, *QUERY.shape[1:]), QUERY.dtype)
+        jaxpr = str(jax.make_jaxpr(lambda x: jax.vjp(attend, x)[1](x))(many))
         assert products_in(jaxpr) == {product}
         kernels = "forward", *(f"backward_{name}" for name in backward)
         assert all(f"attention_{name}" in jaxpr for name in kernels)
@@ -127,12 +128,26 @@ def test_one_pass_backward_needs_the_whole_card(monkeypatch, multiprocessors, de
     assert backward_of(SQUARE, SQUARE, "hopper", wanted="fused") == design
 
 
-def test_causal_masks_have_two_kernels_unless_told_otherwise():
-    """One centre for all rows is wrong for most of them where the keys' mean drifts,
-    and many lengths leave multiprocessors idle."""
-    chosen = functools.partial(backward_of, SQUARE, SQUARE, "hopper")
-    assert chosen(Mask()) == chosen(Mask(is_causal=True), wanted="fused") == "fused"
-    assert chosen(Mask(is_causal=True)) == "two_kernels"
+@pytest.mark.parametrize(
+    ("batch", "length", "key_heads", "full", "causal"),
+    [
+        # 128 of 132 multiprocessors busy; half of them, by a causal tile of half size.
+        (16, 1024, 16, "fused", "fused"),
+        (1, 4096, 8, "fused", "fused"),
+        (1, 2048, 4, "two_kernels", "two_kernels"),
+        # 64 tiles, of which two causal ones go to a CTA.
+        (1, 4096, 2, "two_kernels", "two_kernels"),
+        (1, 8192, 1, "two_kernels", "two_kernels"),
+        (1, 16384, 1, "fused", "two_kernels"),
+    ],
+)
+def test_one_pass_backward_is_where_it_fills_the_card(
+    batch, length, key_heads, full, causal
+):
+    shapes = (batch, length, 8 * key_heads, 128), (batch, length, key_heads, 128)
+    chosen = functools.partial(backward_of, *shapes, "hopper")
+    assert (chosen(Mask()), chosen(Mask(is_causal=True))) == (full, causal)
+    assert chosen(Mask(is_causal=True), wanted="fused") == "fused"
 
 
 def _in_a_scan(attend):

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32
 from attn_jax.formats import FP16
 from attn_jax.kernels import (
     architecture,
+    design,
     hopper_backward_fused,
     local,
     ring_order,
@@ -70,11 +71,11 @@ def attention(
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).
       sinks: one more logit for each head, which takes weight and carries no value.
       out_dtype: the inputs' dtype (default) or float32, the accumulator unrounded.
-      backward: "two_kernels", or "fused", one kernel where it takes the problem
-        (`backward_of`); None: `tuning.BACKWARD`.
+      backward: "two_kernels", or "fused", one kernel where it takes the problem; None:
+        by the shapes on a device (`design.backward_of`).
       tilings: block sizes and the fused kernel's plan; None: `tuning.configuration`.
         What it is goes to the logger `attn_jax.kernels` at level INFO, once for a
-        shape.
+        shape on a device.
 
     Raises:
       NotImplementedError: `unsupported` names a reason.
@@ -117,19 +118,10 @@ def attention(
         band=Band(None, None) if by_itself else Band(*mask.band),
         soft_cap=python_float(soft_cap),
         out_dtype=jnp.dtype(query.dtype if out_dtype is None else out_dtype),
-        backward=backward_of(
-            *(query.shape, value.shape, target, mask),
-            soft_cap=soft_cap,
-            has_bias=bias is not None,
-            wanted=backward,
-        ),
+        backward=backward,
         tilings=tilings,
         bias_dtype=None if bias is None else local.bias_dtype(bias.dtype),
     )
-    masked = "lists of blocks" if not by_itself else "causal" if mask.is_causal else ""
-    masked += "" if bias is None else ", bias"
-    shapes = query.shape, key.shape, value.shape
-    tuning.log(target, shapes, masked or "full", static.tilings, static.backward)
     rules = sink_row = None
     if not by_itself:
         batch, query_count = query.shape[:2]
@@ -206,26 +198,15 @@ def backward_of(
     has_bias: bool = False,
     wanted: Backward | None = None,
 ) -> Backward:
-    """How the gradients of a problem are made ([B, T, N, H] and [B, S, K, D]).
-
-    `wanted`, or what `tuning.BACKWARD` has, is "fused" only where that kernel takes the
-    problem: on Hopper, no mask but the causal one, no soft cap, no bias, and
-    `hopper_backward_fused.reason_against` has nothing against its shapes; and on a card
-    with as many multiprocessors as its rings are made for. On a smaller one (the PCIe
-    H100) a ring's CTAs would wait for some that cannot start.
-    """
-    wanted = wanted or tuning.BACKWARD[target, mask.is_causal]
-    if wanted == "two_kernels" or target != "hopper":
-        return "two_kernels"
-    there = architecture.multiprocessors()
-    if there is not None and there < ring_order.MULTIPROCESSORS:
-        return "two_kernels"
-    if soft_cap is not None or has_bias or not visibility.is_static(mask):
-        return "two_kernels"
-    against = hopper_backward_fused.reason_against(
-        query_shape, value_shape, is_causal=mask.is_causal
+    """How the gradients of one device's arrays are made, [B, T, N, H] and [B, S, K, D]
+    (`design.backward_of`)."""
+    return design.backward_of(
+        *(query_shape, value_shape, target),
+        is_causal=mask.is_causal,
+        listed=has_bias or not visibility.is_static(mask),
+        soft_cap=soft_cap,
+        wanted=wanted,
     )
-    return "fused" if against is None else "two_kernels"
 
 
 def declared_recipe(
@@ -240,14 +221,16 @@ def declared_recipe(
     soft_cap: float | None = None,
     has_bias: bool = False,
     backward: Backward | None = None,
+    pairs: int | None = None,
 ) -> Recipe:
     """The kernels' recipe for 16-bit inputs of `dtype`, their block sizes included.
 
     `target` is whose kernels are meant; None: those that would run here. `value_dim` is
     V's head dim; None: that of Q and K. With `query_length` (None: `key_length`),
-    `soft_cap` and `has_bias` it is that of the kernels that `backward_of` names for
-    `backward`. Running `emulator.attention` under it predicts their results up to the
-    order of additions inside a product; a test holds the two together.
+    `soft_cap`, `has_bias` and `pairs`, a device's batch times its key heads (None:
+    enough of them to fill a card), it is that of the kernels that `backward_of` names
+    for `backward`. Running `emulator.attention` under it predicts their results up to
+    the order of additions inside a product; a test holds the two together.
     """
     inputs = local.INPUTS[jnp.dtype(dtype)]
     target = architecture.chosen() if target is None else target
@@ -269,16 +252,18 @@ def declared_recipe(
         backward_block_q=dq_tiling.rows,
         backward_block_kv=dq_tiling.columns,
     )
-    design = backward_of(
-        (1, key_length if query_length is None else query_length, 1, head_dim),
-        (1, key_length, 1, dims[1]),
+    if pairs is None:
+        pairs = ring_order.MULTIPROCESSORS
+    made = backward_of(
+        (pairs, key_length if query_length is None else query_length, 1, head_dim),
+        (pairs, key_length, 1, dims[1]),
         target,
         mask,
         soft_cap=soft_cap,
         has_bias=has_bias,
         wanted=backward,
     )
-    if design == "two_kernels":
+    if made == "two_kernels":
         return recipe
     return dataclasses.replace(
         recipe,
@@ -311,13 +296,16 @@ def _attention_fwd(static, *primals):
 
 def _attention_bwd(static, residuals, cotangents):
     inputs, bias, rules, sinks, out, low, lse, wanted = residuals
-    dout, dlse = (
-        jnp.zeros_like(x) if isinstance(cotangent, SymbolicZero) else cotangent
-        for cotangent, x in zip(cotangents, (out, lse), strict=True)
-    )
+    dout, dlse = cotangents
+    if isinstance(dout, SymbolicZero):
+        dout = jnp.zeros_like(out)
+    # Most losses do without LSE.
+    rest = {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
+    if low:
+        rest["out_low"] = low[0]
     more = _Extra.of(rules, sinks, bias)
-    run = _backward_program(static, more.layout, bool(low), wanted.dbias)
-    operands = *inputs, dout, lse, dlse, out, *low, *more.arrays
+    run = _backward_program(static, more.layout, tuple(rest), wanted.dbias)
+    operands = *inputs, dout, lse, out, *rest.values(), *more.arrays
     dquery, dkey, dvalue, dsinks, *dbias = run(*operands)
     dsinks = None if sinks is None else dsinks.sum(axis=0, keepdims=True)
     return dquery, dkey, dvalue, dbias[0] if dbias else None, None, dsinks
@@ -370,17 +358,16 @@ def _forward_program(static: local.Static, more, residual: bool):
 
 
 @functools.cache
-def _backward_program(static: local.Static, more, has_low: bool, wants_dbias: bool):
+def _backward_program(
+    static: local.Static, more, rest: tuple[str, ...], wants_dbias: bool
+):
+    """`rest`: which of "dlse" and "out_low" there are."""
     program = functools.partial(
-        local.backward,
-        static=static,
-        more=more,
-        has_low=has_low,
-        wants_dbias=wants_dbias,
+        local.backward, static=static, more=more, rest=rest, wants_dbias=wants_dbias
     )
     operands = {"query": "BTNH", "key": "BSKH", "value": "BSKD", "dout": "BTND"}
-    operands |= {"lse": "BNT", "dlse": "BNT", "out": "BTND"}
-    operands |= {"out_low": "BTND"} if has_low else {}
+    operands |= {"lse": "BNT", "out": "BTND"}
+    operands |= {name: {"dlse": "BNT", "out_low": "BTND"}[name] for name in rest}
     results = ("BTNH", "BSKH", "BSKD", "BN")
     results += (dict(more)["bias"],) if wants_dbias else ()
     return jax.jit(partitioned(program, Layout(operands | dict(more), results)))
