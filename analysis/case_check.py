@@ -1,6 +1,6 @@
 """The check of random cases: attention run twice, FP64, bounds, and what fails.
 
-For each case and tensor x^ (out, LSE, dQ, dK, dV, dsinks), with the exact x of
+For each case and tensor x^ (out, LSE, dQ, dK, dV, dbias, dsinks), with the exact x of
 `reference.golden` on the same inputs and the deterministic bound b of
 `attn_jax.bounds.bound` for the recipe that the kernels declare:
 
@@ -47,14 +47,17 @@ TENSORS = {
     "dq": "dquery",
     "dk": "dkey",
     "dv": "dvalue",
+    "dbias": "dbias",
     "dsinks": "dsinks",
 }
+# Those that are rounded once to a format, and so have an error in units of that.
+ROUNDED = "out", "lse", "dq", "dk", "dv"
 # FP64 sums of at most some thousand terms.
 _GOLDEN_ERROR = 2.0**-40
 # An exact result this much smaller than the bound is FP64 noise about zero.
 _VANISHING = 2.0**-24
 
-# (query, key, value, mask, sinks) -> out and, with `residual`, LSE [B, T, N].
+# (query, key, value, mask, sinks, bias) -> out and, with `residual`, LSE [B, T, N].
 Attention = Callable[..., Any]
 Results = dict[str, Any]
 
@@ -68,10 +71,35 @@ def recipe_of(program: Program) -> Recipe:
         *(jnp.dtype(program.dtype), program.H, program.S, _rules(program)),
         query_length=program.T,
         soft_cap=program.soft_cap,
+        has_bias=program.bias is not None,
+        backward="fused" if program.one_pass else None,
+        pairs=cases.BATCH * program.K,
     )
     if program.wide:
         recipe = dataclasses.replace(recipe, output=Step(FP32))
     return recipe
+
+
+def _in_one_pass(program: Program) -> Attention:
+    """The kernels, with that design of the backward pass where there is one."""
+    from attn_jax.kernels.attention import attention
+
+    def attend(query, key, value, mask: Mask, sinks, bias):
+        out, lse = attention(
+            query,
+            key,
+            value,
+            scale=program.H**-0.5 if program.scale is None else program.scale,
+            bias=bias,
+            mask=mask,
+            sinks=sinks,
+            soft_cap=program.soft_cap,
+            out_dtype=jnp.dtype(jnp.float32) if program.wide else None,
+            backward="fused",
+        )
+        return out if program.residual == "no" else (out, lse.swapaxes(1, 2))
+
+    return attend
 
 
 def _rules(program: Program) -> Mask:
@@ -92,19 +120,22 @@ def _rules(program: Program) -> Mask:
 
 def attention_of(program: Program, implementation: Implementation) -> Attention:
     """The implementation under test, with what the program compiles in."""
+    if implementation == "pallas" and program.one_pass:
+        return _in_one_pass(program)
     recipe = recipe_of(program) if implementation == "emulated" else None
 
-    def attend(query, key, value, mask: Mask, sinks):
+    def attend(query, key, value, mask: Mask, sinks, bias):
         return dot_product_attention(
             query,
             key,
             value,
+            bias=bias,
             mask=mask.dense,
             scale=program.scale,
             is_causal=mask.is_causal,
             query_seq_lengths=mask.query_lengths,
             key_value_seq_lengths=mask.key_value_lengths,
-            local_window_size=mask.window,  # type: ignore[arg-type]
+            local_window_size=mask.window,
             implementation=implementation,
             return_residual=program.residual != "no",
             query_segment_ids=mask.query_segment_ids,
@@ -126,17 +157,17 @@ def compiled(program: Program, attend: Attention, example: Batch):
     """
     has_lse = program.residual != "no"
 
-    def results(inputs, dlse, mask, sinks):
+    def results(inputs, dlse, mask, sinks, bias):
         query, key, value, dout = inputs
 
-        def run(query, key, value, sinks):
-            return attend(query, key, value, mask, sinks)
+        def run(query, key, value, bias, sinks):
+            return attend(query, key, value, mask, sinks, bias)
 
-        found, pullback = jax.vjp(run, query, key, value, sinks)
+        found, pullback = jax.vjp(run, query, key, value, bias, sinks)
         out, lse = found if has_lse else (found, None)
         dout = dout.astype(out.dtype)
         cotangent = dout if lse is None else (dout, dlse.swapaxes(1, 2))
-        named = dict(zip(("dq", "dk", "dv", "dsinks"), pullback(cotangent)))
+        named = dict(zip(("dq", "dk", "dv", "dbias", "dsinks"), pullback(cotangent)))
         named |= {"out": out, "lse": None if lse is None else lse.swapaxes(1, 2)}
         return {name: x for name, x in named.items() if x is not None}
 
@@ -185,6 +216,7 @@ def judged(
         scale=program.scale,
         soft_cap=program.soft_cap,
         sinks=batch.sinks,
+        bias=batch.bias,
     )
     visible = seen_pairs(program, batch.mask)
     recipe, centre = recipe_of(program), None
@@ -198,6 +230,7 @@ def judged(
         scale=program.scale,
         soft_cap=program.soft_cap,
         sinks=batch.sinks,
+        bias=batch.bias,
         centre=centre,
     )
     return [
@@ -219,7 +252,7 @@ def _row(
     changed = "" if case.changed is None else f"{case.changed[0]} x {case.changed[1]:g}"
     row: Row = {"case": case.number, "family": case.family, "changed": changed}
     row |= {f"{name}_ratio": None for name in TENSORS}
-    row |= {f"{name}_units": None for name in TENSORS if name != "dsinks"}
+    row |= {f"{name}_units": None for name in ROUNDED}
     row["unbounded"] = 0.0
     wrong: list[str] = []
     sizes = []
@@ -247,7 +280,7 @@ def _row(
                 f"{name}{list(map(int, at))} is {x[at]:.6g}, {ratio:.3g} bounds of "
                 f"{limit[at]:.3g} from {true[at]:.6g}"
             )
-        if not whole:
+        if name in ROUNDED:
             fmt = FP32 if name == "lse" else FORMATS[program.dtype]
             row[f"{name}_units"] = _units(x, true, limit, fmt)
     wrong += _of_no_pair(program, b, first, visible)
@@ -341,10 +374,10 @@ def kernel_centre(program: Program, batch: Batch) -> tuple[np.ndarray, np.ndarra
     """What kernels of dq_centre 'mean' subtract from the keys in dQ, [B, T, K, H], and
     how far off.
 
-    Without arrays or window the mean of all keys or, with a causal mask, for every
-    `rows` queries that of the keys up to their last one, which Hopper's take past the
-    last query too. Otherwise with segment ids the mean of the keys of the query's id,
-    and else, for every `rows` queries, of the keys from the first to the last that
+    Without arrays, window or bias the mean of all keys or, with a causal mask, for
+    every `rows` queries that of the keys up to their last one, which Hopper's take past
+    the last query too. Otherwise with segment ids the mean of the keys of the query's
+    id, and else, for every `rows` queries, of the keys from the first to the last that
     lengths, offset and window show to any of them.
 
     A mean of n numbers is taken as a difference of running sums of all S, which errs
@@ -355,14 +388,13 @@ def kernel_centre(program: Program, batch: Batch) -> tuple[np.ndarray, np.ndarra
     target = architecture.chosen()
     key = np.asarray(batch.inputs.key).astype(np.float64)
     T, S, mask = program.T, program.S, batch.mask
+    listed = program.bias is not None or not visibility.is_static(mask)
     tilings = tuning.configuration(
-        *(target, program.H, program.H, S),
-        is_causal=mask.is_causal,
-        listed=not visibility.is_static(mask),
+        *(target, program.H, program.H, S), is_causal=mask.is_causal, listed=listed
     )
     rows = tilings.backward_dq.rows
     weights = np.ones((cases.BATCH, T, S))
-    if not visibility.is_static(mask):
+    if listed:
         if mask.query_segment_ids is not None:
             q_ids, k_ids = mask.query_segment_ids, mask.key_value_segment_ids
             weights = (q_ids[:, :, None] == k_ids[:, None, :]).astype(np.float64)

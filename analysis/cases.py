@@ -28,6 +28,8 @@ _EDGES = (32, 64, 64, 64, 128, 128, 128, 192, 256, 256, 320, 384, 512, 640, 768,
 _HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (3, 1), (4, 4), (4, 2), (4, 1), (6, 2))
 _HEADS += ((8, 1), (8, 2))
 _RULES = ("window", "dense", "query lengths", "key lengths", "ids", "offset")
+# Axes of a bias, besides the batch: N, T and S, where it is not one for all.
+_BIASES = ("NTS", "NTS", "TS", "NS", "T")
 _SCALES = (1.0, 1.0, 0.05, 0.05, 0.3, 0.3, -0.125, -0.125, 0.0)
 _PROGRAM, _RUN, _CASE, _ARRAYS = range(4)
 # By how much a tensor of a case is multiplied: exact, and within the format's range.
@@ -54,6 +56,7 @@ class Program:
     Attributes:
       dense: None, "all heads" or "each head": axis N of the dense mask is 1 or N.
       query_lengths, key_lengths, ids, offset, sinks: whether there are such arrays.
+      bias: None, or its axes among N, T and S; along the others it is one for all.
       residual: LSE is "no" result, one with cotangent "zero", or one with a "random".
       wide: out in float32.
       scale: None for 1 / sqrt(H).
@@ -78,11 +81,18 @@ class Program:
     scale: float | None
     wide: bool
     residual: str
+    bias: str | None
 
     @property
     def pairs(self) -> int:
         """N T S, to which the cost of a case is in proportion."""
         return self.N * self.T * self.S
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether a kernel is asked to make all gradients in one pass, if it takes the
+        program; the cases are too small for it to be chosen."""
+        return self.number % 2 == 1
 
     @property
     def features(self) -> list[str]:
@@ -101,6 +111,7 @@ class Program:
             "offset": self.offset,
             "sinks": self.sinks,
             "soft cap": self.soft_cap is not None,
+            "bias": self.bias is not None,
             "scale given": self.scale is not None,
             "float32 out": self.wide,
             f"LSE cotangent {self.residual}": True,
@@ -144,13 +155,15 @@ class Case:
 class Batch(NamedTuple):
     """The arrays of one run; `mask` holds NumPy arrays.
 
-    query, dout [B, T, N, H]; key, value [B, S, K, H]; dlse [B, N, T]; sinks [N].
+    query, dout [B, T, N, H]; key, value [B, S, K, H]; dlse [B, N, T]; sinks [N]; bias
+    [B, N or 1, T or 1, S or 1].
     """
 
     inputs: Inputs
     dlse: np.ndarray
     mask: Mask
     sinks: np.ndarray | None
+    bias: np.ndarray | None
 
 
 def _stream(seed: int, kind: int, number: int) -> np.random.Generator:
@@ -229,6 +242,7 @@ def program(seed: int, number: int, longest: int = LONGEST) -> Program:
         scale=_pick(rng, _SCALES) if _chance(rng, 0.25) else None,
         wide=_chance(rng, 0.25),
         residual=_pick(rng, ("no", "zero", "random", "random")),
+        bias=_pick(rng, _BIASES) if _chance(rng, 0.25) else None,
     )
 
 
@@ -293,7 +307,7 @@ def batch(seed: int, of: Program, cases: list[Case]) -> Batch:
         sinks[far < 0.15] = 20.0
         sinks[far > 0.85] = -20.0
         sinks[far > 0.95] = -np.inf
-    return Batch(inputs, stacked("dlse"), mask, sinks)
+    return Batch(inputs, stacked("dlse"), mask, sinks, stacked("bias"))
 
 
 def _entry(seed: int, of: Program, x: Case) -> dict[str, Any]:
@@ -323,6 +337,7 @@ def _entry(seed: int, of: Program, x: Case) -> dict[str, Any]:
         "query_ids": query_ids,
         "key_ids": key_ids,
         "dense": None if x.dense is None else _dense(rng, of, x.dense),
+        "bias": None if of.bias is None else _bias(rng, of, of.bias),
     }
 
 
@@ -345,6 +360,13 @@ def _ids(rng: np.random.Generator, of: Program, kind: str):
         other = 2 if kind == "none match" else 1
         ids = [np.full(lengths[0], 1), np.full(lengths[1], other)]
     return tuple(x.astype(np.int32) for x in ids)
+
+
+def _bias(rng: np.random.Generator, of: Program, axes: str) -> np.ndarray:
+    """[N or 1, T or 1, S or 1], FP32; now and then larger than the logits."""
+    shape = [getattr(of, axis) if axis in axes else 1 for axis in "NTS"]
+    size = _pick(rng, (1.0, 1.0, 10.0))
+    return (size * rng.standard_normal(shape)).astype(np.float32)
 
 
 def _dense(rng: np.random.Generator, of: Program, kind: str) -> np.ndarray:

@@ -31,7 +31,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
     query_segment_ids: ArrayLike | None = None,
@@ -55,16 +55,18 @@ def dot_product_attention(
     Args:
       query, key, value: [B] T N H, [B] S K H, [B] S K D; N is a multiple of K.
       bias, mask: added to the logits / bool, True takes part; 4D, broadcast to B N T S.
+        A bias comes before the soft cap; without one -inf in it hides a key. What it is
+        one entry for all of stays one, and its gradient is summed over it.
       scale: of the logits; 1 / sqrt(H) if None.
       is_causal: query i sees the keys j <= i, both counted from the first.
       query_seq_lengths, key_value_seq_lengths: [B] int; what lies beyond is masked.
       local_window_size: (left, right) or one number for both: query i sees the keys
-        i - left <= j <= i + right.
+        i - left <= j <= i + right; None leaves a side open.
       implementation: `pallas` (our kernels: Hopper GPUs, H and D of 32, 64, 96, 128,
-        192 and 256; A100, H = D = 64 or 128), `emulated` (a recipe's roundings in plain
-        JAX, any device), `reference` (exact: float64 under x64, else float32), `xla`
-        and `cudnn` (jax.nn's). A named one runs or raises. None picks `pallas` where it
-        can run, else `xla`, else `reference`.
+        192 and 256; A100, H = D = 64 or 128, no bias), `emulated` (a recipe's roundings
+        in plain JAX, any device), `reference` (exact: float64 under x64, else float32),
+        `xla` and `cudnn` (jax.nn's). A named one runs or raises. None picks `pallas`
+        where it can run, else `xla`, else `reference`.
       return_residual: also return LSE = log(sum(exp(logits))), [B] T N, natural log,
         float32 (float64 if computed so), differentiable.
       query_segment_ids, key_value_segment_ids: [B] T and [B] S int; a pair takes part
@@ -169,6 +171,7 @@ def dot_product_attention(
             key,
             value,
             scale=scale,
+            bias=bias,
             mask=rules,
             sinks=sinks,
             soft_cap=soft_cap,
@@ -233,8 +236,10 @@ def _kernels_recipe(query, key, value, bias, mask: Mask, soft_cap) -> Recipe:
     except ImportError:
         reason = "kernels do not know this JAX"
     else:
-        reason = kernels.unsupported(query, key, value, mask=mask, soft_cap=soft_cap)
-    if reason is not None or bias is not None:
+        reason = kernels.unsupported(
+            query, key, value, bias=bias, mask=mask, soft_cap=soft_cap
+        )
+    if reason is not None:
         half = query.dtype == jnp.float16
         return ATTN_JAX.with_inputs(FP16) if half else ATTN_JAX
     return kernels.declared_recipe(
@@ -242,6 +247,8 @@ def _kernels_recipe(query, key, value, bias, mask: Mask, soft_cap) -> Recipe:
         value_dim=value.shape[-1],
         query_length=query.shape[1],
         soft_cap=soft_cap,
+        has_bias=bias is not None,
+        pairs=key.shape[0] * key.shape[2],
     )
 
 
@@ -259,14 +266,13 @@ def _pallas_refusal(
             f"and this is {device.device_kind}; use implementation='emulated' for its "
             "algorithm, or 'xla'"
         )
-    if bias is not None:
-        return "'pallas' has no bias yet; use 'emulated', 'reference', 'xla' or 'cudnn'"
     from attn_jax.kernels import attention as kernels  # Imported on use: it takes long.
 
     return kernels.unsupported(
         query,
         key,
         value,
+        bias=bias,
         mask=mask,
         sinks=sinks,
         soft_cap=soft_cap,

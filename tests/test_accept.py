@@ -199,7 +199,7 @@ def test_every_head_dim_and_feature_is_checked():
     assert len(set(found)) == len(found)
     for head_dim in tuning.HEAD_DIMS["hopper"]:
         own = {c.feature for c in found if c.head_dim == c.value_dim == head_dim}
-        assert own >= {"full", "causal", "window"}
+        assert own >= {"full", "causal", "window", "bias-for-all-heads"}
     features = mask_cases(checks.T, checks.S, checks.N)
     for head_dim in (64, 128):
         own = [c for c in found if c.head_dim == head_dim]

@@ -98,6 +98,44 @@ def test_compiles_without_spills_and_overlaps(head_dim, key_length, is_causal):
     _check(program, kernel_count=3, allowed_spills=allowed)
 
 
+def _with_bias(head_dim: int, dtype: str) -> Program:
+    query = jax.ShapeDtypeStruct((2, 1000, 4, head_dim), "bfloat16")
+    key = jax.ShapeDtypeStruct((2, 1100, 2, head_dim), "bfloat16")
+    bias = jax.ShapeDtypeStruct((1, 4, 1000, 1100), dtype)
+
+    def program(query, key, value, bias):
+        def attend(query, key, value, bias):
+            return dot_product_attention(
+                *(query, key, value, bias), implementation="pallas", is_causal=True
+            )
+
+        out, backward = jax.vjp(attend, query, key, value, bias)
+        return out, backward(jnp.ones_like(out))
+
+    return compiled(program, query, key, key, bias)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        (64, "bfloat16"),
+        pytest.param(128, "float32", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_bias_compiles_alike(head_dim, dtype):
+    program = in_child_process(_with_bias, head_dim, dtype, seconds=TIME_LIMIT)
+    (dbias,) = [k for k in program.kernels if k.name == "attention_backward_dbias"]
+    assert dbias.spilled_bytes == 0 and not dbias.serialised
+    program.kernels.remove(dbias)
+    # Tiles of the bias take registers that head dim 128 does not have.
+    wide = {"attention_forward": 80, "attention_backward_dkv": 80}
+    _check(program, kernel_count=3, allowed_spills=wide if head_dim == 128 else {})
+    # In memory it is in its own type, and one for both entries of the batch.
+    assert not re.search(r"\[2,4,1\d\d\d,1\d\d\d\]", program.hlo)
+    if dtype == "bfloat16":
+        assert not re.search(r"f32\[1,4,1000,1100\]", program.hlo)
+
+
 def _optimisations_after_compiling() -> tuple[bool, bool]:
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)

@@ -70,7 +70,8 @@ def test_each_gpu_gets_its_gradients(gpu):
     ):
         gpu(capability)
         # A new function each time: JAX keeps what it has traced.
-        jaxpr = str(jax.make_jaxpr(lambda x: jax.vjp(attend, x)[1](x))(QUERY))
+        many = jax.ShapeDtypeStruct((64, *QUERY.shape[1:]), QUERY.dtype)
+        jaxpr = str(jax.make_jaxpr(lambda x: jax.vjp(attend, x)[1](x))(many))
         assert products_in(jaxpr) == {product}
         kernels = "forward", *(f"backward_{name}" for name in backward)
         assert all(f"attention_{name}" in jaxpr for name in kernels)
@@ -82,13 +83,15 @@ def test_each_gpu_gets_its_gradients(gpu):
         dict(is_causal=True, query_offset=jnp.array([3])),
         dict(local_window_size=4),
         dict(key_value_seq_lengths=jnp.array([5])),
+        dict(bias=jnp.ones((1, 1, 128, 128))),
     ],
     ids=str,
 )
 def test_a_mask_that_kernels_lack_is_refused_and_not_left_out(gpu, options):
     gpu("8.0")
-    with pytest.raises(NotImplementedError, match="is_causal alone so far"):
+    with pytest.raises(NotImplementedError, match="is_causal alone so far") as error:
         jax.eval_shape(lambda q: attend(q, implementation="pallas", **options), QUERY)
+    assert "no bias" in str(error.value) and "\n" not in str(error.value)
 
 
 SQUARE, LONGER = (1, 256, 2, 64), (1, 384, 1, 64)
@@ -112,6 +115,7 @@ def test_one_pass_backward_is_for_what_it_takes(target, shapes, mask, soft_cap, 
     chosen = functools.partial(backward_of, *shapes, target, mask, soft_cap=soft_cap)
     assert chosen(wanted="fused") == design
     assert chosen(wanted="two_kernels") == "two_kernels"
+    assert chosen(wanted="fused", has_bias=True) == "two_kernels"
 
 
 @pytest.mark.parametrize(
@@ -124,12 +128,57 @@ def test_one_pass_backward_needs_the_whole_card(monkeypatch, multiprocessors, de
     assert backward_of(SQUARE, SQUARE, "hopper", wanted="fused") == design
 
 
-def test_causal_masks_have_two_kernels_unless_told_otherwise():
-    """One centre for all rows is wrong for most of them where the keys' mean drifts,
-    and many lengths leave multiprocessors idle."""
-    chosen = functools.partial(backward_of, SQUARE, SQUARE, "hopper")
-    assert chosen(Mask()) == chosen(Mask(is_causal=True), wanted="fused") == "fused"
-    assert chosen(Mask(is_causal=True)) == "two_kernels"
+@pytest.mark.parametrize(
+    ("batch", "length", "key_heads", "full", "causal"),
+    [
+        # 128 of 132 multiprocessors busy; half of them, by a causal tile of half size.
+        (16, 1024, 16, "fused", "fused"),
+        (1, 4096, 8, "fused", "fused"),
+        (1, 2048, 4, "two_kernels", "two_kernels"),
+        # 64 tiles, of which two causal ones go to a CTA.
+        (1, 4096, 2, "two_kernels", "two_kernels"),
+        (1, 8192, 1, "two_kernels", "two_kernels"),
+        (1, 16384, 1, "fused", "two_kernels"),
+    ],
+)
+def test_one_pass_backward_is_where_it_fills_the_card(
+    batch, length, key_heads, full, causal
+):
+    shapes = (batch, length, 8 * key_heads, 128), (batch, length, key_heads, 128)
+    chosen = functools.partial(backward_of, *shapes, "hopper")
+    assert (chosen(Mask()), chosen(Mask(is_causal=True))) == (full, causal)
+    assert chosen(Mask(is_causal=True), wanted="fused") == "fused"
+
+
+def _in_a_scan(attend):
+    return lambda x, bias: jax.lax.scan(
+        lambda x, _: (attend(x, bias), None), x, None, length=2
+    )[0]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [lambda attend: attend, jax.jit, jax.checkpoint, _in_a_scan],
+    ids=["plain", "jit", "remat", "scan"],
+)
+def test_the_kernel_for_dbias_runs_where_a_bias_is_differentiated_alone(transform):
+    bias = jax.ShapeDtypeStruct((1, 2, 128, 1), jnp.bfloat16)
+
+    def kernels(argnums, held=lambda x: x):
+        @transform
+        def attend(x, bias):
+            return attention(x, x, x, scale=0.125, bias=held(bias))[0]
+
+        def loss(x, bias):
+            return attend(x, bias).astype(jnp.float32).sum()
+
+        jaxpr = str(jax.make_jaxpr(jax.grad(loss, argnums))(QUERY, bias))
+        assert "attention_backward_dq" in jaxpr
+        return "attention_backward_dbias" in jaxpr
+
+    assert kernels(1) and kernels((0, 1))
+    assert not kernels(0)
+    assert not kernels((0, 1), held=jax.lax.stop_gradient)
 
 
 def test_backward_is_the_one_asked_for(gpu):

@@ -105,6 +105,44 @@ def test_lowers_to_float32_output():
 
 
 @pytest.mark.parametrize(
+    ("shape", "dtype", "options", "x64"),
+    [
+        ((2, 4, 1000, 1100), "float16", {"mask": Mask(is_causal=True)}, True),
+        ((2, 1, 1, 1100), "float32", {"soft_cap": 30.0}, False),
+        ((1, 1, 1, 1), "float64", {"mask": Mask(window=(5, None))}, True),
+        pytest.param(
+            *((1, 4, 1000, 1), "bfloat16", {}, False), marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            *((1, 1, 1000, 1100), "float8_e4m3fn", {"scale": -0.1}, False),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_lowers_with_a_bias(shape, dtype, options, x64):
+    options = {"scale": 0.1} | options
+
+    def program(query, key, value, bias):
+        def attend(query, key, value, bias):
+            return attention(query, key, value, bias=bias, **options)
+
+        results, backward = jax.vjp(attend, query, key, value, bias)
+        return results, backward(jax.tree.map(jnp.ones_like, results))
+
+    with jax.enable_x64(x64):
+        operands = (
+            *_arrays(**GQA, H=64, dtype="bfloat16"),
+            jax.ShapeDtypeStruct(shape, dtype),
+        )
+        traced = jax.jit(program).trace(*operands)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    gradients = lowered.out_info[1]
+    for gradient, operand in zip(gradients, operands, strict=True):
+        assert (gradient.shape, gradient.dtype) == (operand.shape, operand.dtype)
+    assert len(re.findall(r"custom_call @mosaic_gpu\w*", lowered.as_text())) == 4
+
+
+@pytest.mark.parametrize(
     ("sizes", "dtype", "head_dim", "is_causal", "x64"),
     [
         (GQA, "bfloat16", 64, False, True),

@@ -242,6 +242,103 @@ def test_partial_shard_map_raises():
         _compile_on_cpu(transform, AUTO, [BATCH_AND_HEADS] * 3)
 
 
+# An operand that is one for all of a sharded axis, whose gradient is a sum over it.
+
+
+def _attention_with_bias(query, key, value, bias):
+    key, value = (jnp.repeat(x, N // K, axis=2) for x in (key, value))
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest") + bias
+    weights = jax.nn.softmax(logits)
+    out = jnp.einsum("bnts,bsnh->btnh", weights, value, precision="highest")
+    return out, jax.nn.logsumexp(logits, axis=-1)
+
+
+def _biased(axes: str):
+    operands = {"query": "BTNH", "key": "BSKH", "value": "BSKH", "bias": axes}
+    cotangents = {"dout": "BTNH", "dlse": "BNT"}
+
+    def backward(*arrays):
+        return jax.vjp(_attention_with_bias, *arrays[:4])[1](arrays[4:])
+
+    forward = partitioned(_attention_with_bias, Layout(operands, ("BTNH", "BNT")))
+    backward = partitioned(
+        backward, Layout(operands | cotangents, ("BTNH", "BSKH", "BSKH", axes))
+    )
+    attend = jax.custom_vjp(forward)
+    attend.defvjp(
+        lambda *arrays: (forward(*arrays), arrays),
+        lambda arrays, cotangents: backward(*arrays, *cotangents),
+    )
+    return lambda *arrays: attend(*varying_alike(*arrays))
+
+
+def _vmapped_over_batch(attend, mesh, spec):
+    def row(query, key, value, bias):
+        results = attend(query[None], key[None], value[None], bias[None])
+        return [x[0] for x in results]
+
+    def run(query, key, value, bias):
+        batched = 0 if bias.shape[0] > 1 else None
+        bias = bias if bias.shape[0] > 1 else bias[0]
+        return jax.vmap(row, in_axes=(0, 0, 0, batched))(query, key, value, bias)
+
+    return run
+
+
+def _biased_in_shard_map(attend, mesh, spec):
+    return jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(BATCH_AND_HEADS,) * 3 + (spec,),
+        out_specs=(BATCH_AND_HEADS, P("data", "model")),
+        check_vma=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("axes", "axis_types", "transform"),
+    [
+        ("11TS", AUTO, None),
+        ("1N1S", EXPLICIT, None),
+        ("BNTS", AUTO, None),
+        ("B1T1", AUTO, None),
+        ("1NTS", AUTO, _vmapped_over_batch),
+        ("B1TS", EXPLICIT, _vmapped_over_batch),
+        ("11TS", EXPLICIT, _vmapped_over_batch),
+        ("11TS", AUTO, _biased_in_shard_map),
+        ("1NTS", EXPLICIT, _biased_in_shard_map),
+    ],
+)
+def test_what_is_one_for_all_has_the_gradient_of_all(axes, axis_types, transform):
+    sizes = dict(zip("1BNTS", (1, B, N, T, S)))
+    shape = tuple(sizes[axis] for axis in axes)
+    mesh = _cpu_mesh(axis_types)
+    split = {"B": "data", "N": "model"}
+    spec = P(*(split.get(axis) for axis in axes))
+    rng = np.random.default_rng(0)
+    operands = [
+        jax.device_put(rng.standard_normal(s, np.float32), NamedSharding(mesh, x))
+        for s, x in [*((s, BATCH_AND_HEADS) for s in SHAPES), (shape, spec)]
+    ]
+    attend = _biased(axes if transform is not _vmapped_over_batch else "1" + axes[1:])
+    if transform is not None:
+        attend = transform(attend, mesh, spec)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(functools.partial(_results_and_gradients, attend)).lower(
+            *operands
+        )
+        program = lowered.compile()
+    summed = any(axis == "1" for axis in axes[:2])
+    assert _collectives(program) == ["all-reduce"] * summed
+    arrays = map(np.asarray, operands)
+    expected = _results_and_gradients(_attention_with_bias, *arrays)
+    for got, want in zip(
+        jax.tree.leaves(program(*operands)), jax.tree.leaves(expected), strict=True
+    ):
+        # As in `_check_numbers`, and as many more terms as a gradient is summed over.
+        np.testing.assert_allclose(got, want, atol=100 * B * N * 2**-23)
+
+
 # The kernels themselves, compiled for 2 x 2 H200s.
 
 
@@ -249,6 +346,11 @@ def _gpu_program(situation: str, spec: PartitionSpec) -> Program:
     """Value and gradient on operands that are all placed by `spec`."""
     mesh = h200_mesh((2, 2), ("data", "model"), AUTO)
     attend = functools.partial(attention, scale=0.1, mask=Mask(is_causal=True))
+    if situation == "bias for all rows":
+
+        def attend(query, key, value, bias):
+            return attention(query, key, value, scale=0.1, bias=bias)
+
     if situation == "shard_map":
         attend = _in_shard_map(attend, mesh, check_vma=True)
 
@@ -259,7 +361,11 @@ def _gpu_program(situation: str, spec: PartitionSpec) -> Program:
     sharding = NamedSharding(mesh, spec)
     query = jax.ShapeDtypeStruct((4, 200, 4, 64), "bfloat16", sharding=sharding)
     key = jax.ShapeDtypeStruct((4, 300, 2, 64), "bfloat16", sharding=sharding)
-    return compiled(program, query, key, key)
+    if situation != "bias for all rows":
+        return compiled(program, query, key, key)
+    by_heads = NamedSharding(mesh, P(None, "model"))
+    bias = jax.ShapeDtypeStruct((1, 4, 1, 300), "bfloat16", sharding=by_heads)
+    return compiled(program, query, key, key, bias)
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +388,17 @@ def test_gpu_program_has_no_collective(situation):
         # Half of the batch, half of the query or key/value heads.
         for shape in re.findall(r"bf16\[([\d,]+)\]", "".join(shapes)):
             assert re.fullmatch(r"2,\d+,[12],64", shape), calls
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("compile_extra")
+def test_gpu_program_adds_up_dbias_alone():
+    arguments = "bias for all rows", BATCH_AND_HEADS
+    program = in_child_process(_gpu_program, *arguments, seconds=TIME_LIMIT)
+    # One of FP32, of a device's heads, and no other.
+    counts = {name: program.count(name) for name in COLLECTIVES}
+    assert counts == dict.fromkeys(COLLECTIVES, 0) | {"all-reduce": 1}
+    assert re.search(r"f32\[1,2,1,300\]\S* all-reduce", program.hlo)
 
 
 @pytest.mark.usefixtures("compile_extra")

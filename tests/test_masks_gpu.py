@@ -1,4 +1,4 @@
-"""Masks, sinks and soft caps in the kernels on a Hopper GPU."""
+"""Masks, sinks, soft caps and biases in the kernels on a Hopper GPU."""
 
 import math
 
@@ -11,7 +11,12 @@ import pytest
 from attn_jax import reference
 from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
-from attn_jax.audit.mask_cases import FORMATS, mask_cases, sink_gradient_bound
+from attn_jax.audit.mask_cases import (
+    FORMATS,
+    bias_gradient_bound,
+    mask_cases,
+    sink_gradient_bound,
+)
 from attn_jax.kernels.attention import attention
 
 pytestmark = pytest.mark.gpu(capability="9.0")
@@ -34,27 +39,32 @@ def test_masked_kernels_are_as_good_as_correctly_rounded(name, head_dim):
     lse_shape = (case.batch, N, T)
     dlse = np.random.default_rng(1).standard_normal(lse_shape).astype(np.float32)
     sinks = None if case.sinks is None else np.asarray(case.sinks, np.float32)
+    bias = None if case.bias is None else case.bias.array()
     mask = jax.tree.map(jnp.asarray, case.mask)
 
     @jax.jit
-    def results(query, key, value, dout, dlse, mask, sinks):
-        def attend(query, key, value, sinks):
+    def results(query, key, value, dout, dlse, mask, bias, sinks):
+        def attend(query, key, value, bias, sinks):
             return attention(
-                query, key, value, scale=head_dim**-0.5, mask=mask, sinks=sinks,
-                soft_cap=case.soft_cap,
+                query, key, value, scale=head_dim**-0.5, bias=bias, mask=mask,
+                sinks=sinks, soft_cap=case.soft_cap,
             )  # fmt: skip
 
-        (out, lse), backward = jax.vjp(attend, query, key, value, sinks)
+        (out, lse), backward = jax.vjp(attend, query, key, value, bias, sinks)
         return out, lse, *backward((dout, dlse))
 
-    arguments = (*map(jnp.asarray, arrays), dlse, mask, sinks)
+    arguments = (*map(jnp.asarray, arrays), dlse, mask, bias, sinks)
     first = jax.device_get(results(*arguments))
     for _ in range(10):
         again = jax.device_get(results(*arguments))
         chex.assert_trees_all_equal(first, again)
-    out, lse, dquery, dkey, dvalue, dsinks = first
+    out, lse, dquery, dkey, dvalue, dbias, dsinks = first
     golden = reference.golden(
-        *arrays, dlse, mask=case.mask, sinks=sinks, soft_cap=case.soft_cap
+        *(*arrays, dlse),
+        mask=case.mask,
+        bias=bias,
+        sinks=sinks,
+        soft_cap=case.soft_cap,
     )
     for field, got in zip(
         ("out", "dquery", "dkey", "dvalue"), (out, dquery, dkey, dvalue)
@@ -83,3 +93,7 @@ def test_masked_kernels_are_as_good_as_correctly_rounded(name, head_dim):
     if sinks is not None:
         bound = sink_gradient_bound(golden, sinks, inputs.dout, case.dtype)
         assert (np.abs(dsinks - golden.dsinks) <= bound).all()
+    if bias is not None:
+        assert dbias.dtype == bias.dtype
+        bound = bias_gradient_bound(case, arrays, dlse)
+        assert (np.abs(dbias.astype(np.float64) - golden.dbias) <= bound).all()

@@ -64,7 +64,7 @@ def test_what_is_drawn_reaches_every_edge():
     assert {p.N // p.K for p in programs} >= {1, 2, 3, 4, 8}
     for feature in (
         *("dense", "ids", "offset", "sinks", "soft_cap", "wide", "window"),
-        *("query_lengths", "key_lengths", "is_causal", "scale"),
+        *("query_lengths", "key_lengths", "is_causal", "scale", "bias"),
     ):
         share = np.mean([getattr(p, feature) not in (None, False) for p in programs])
         assert 0.1 < share < 0.7, feature
@@ -106,7 +106,7 @@ def test_the_centre_is_the_one_that_the_kernels_subtract():
     for number in range(60):
         program = cases.program(0, number, 200)
         kind = "causal" if program.is_causal else "all"
-        if program.rules > program.is_causal:
+        if program.rules > program.is_causal or program.bias:
             kind = "ids" if program.ids else "interval"
         kinds[kind] += 1
         if kinds[kind] > 2:
@@ -115,7 +115,7 @@ def test_the_centre_is_the_one_that_the_kernels_subtract():
         batch = cases.batch(0, program, drawn)
         key, mask = jnp.asarray(batch.inputs.key), batch.mask
         tiling = tuning.tiling(tuning.BACKWARD_DQ, "hopper", program.H, program.H)
-        if visibility.is_static(mask):
+        if visibility.is_static(mask) and not program.bias:
             found = local.mean_key(key, mask.is_causal, tiling, program.T)
         else:
             arrays = visibility.rules(mask, cases.BATCH, program.T, program.S)
@@ -246,12 +246,12 @@ def shifted_by_one(program, implementation):
     """Sees what `query_offset` one larger would show."""
     attend = ATTENTION_OF(program, implementation)
 
-    def wrong(query, key, value, mask, sinks):
+    def wrong(query, key, value, mask, sinks, bias):
         offset = mask.query_offset
         offset = jnp.int32(0) if offset is None else offset
         offset = jnp.broadcast_to(offset + 1, query.shape[:1])
         mask = dataclasses.replace(mask, query_offset=offset)
-        return attend(query, key, value, mask, sinks)
+        return attend(query, key, value, mask, sinks, bias)
 
     return wrong
 
@@ -261,7 +261,7 @@ def delta_from_rounded_output(program, implementation):
         case_check.recipe_of(program), delta_source="o", dq_centre="none"
     )
 
-    def wrong(query, key, value, mask, sinks):
+    def wrong(query, key, value, mask, sinks, bias):
         return dot_product_attention(
             query,
             key,
@@ -287,7 +287,8 @@ def a_causal_one(program: cases.Program) -> bool:
 
 def a_plain_one(program: cases.Program) -> bool:
     plain = program.rules == program.is_causal + program.key_lengths
-    plain &= program.soft_cap is program.scale is None and not program.sinks
+    plain &= program.soft_cap is program.scale is program.bias is None
+    plain &= not program.sinks
     return plain and not program.wide and program.T > 20 and program.S > 20
 
 

@@ -338,7 +338,11 @@ def test_tilings_of_ours_are_named():
     said = in_jax._config("pallas", TOY["full"], "both")
     short = tuning.SHORT_FORWARD["hopper"][64, 64][1]
     assert f"forward {short.rows} x {short.columns}" in said
-    assert f"backward in one pass, {tuning.Plan(passes=2)}" in said
+    assert "dkv" in said  # too small to fill a card in one pass
+    many = dataclasses.replace(TOY["full"], B=132)
+    assert f"one pass, {tuning.Plan(passes=2)}" in in_jax._config(
+        "pallas", many, "backward"
+    )
     assert in_jax._config("xla", TOY["full"], "both") == ""
     assert "T x S" in in_jax._config("cudnn", TOY["packed"], "both")
     assert "T x S" not in in_jax._config("pallas", TOY["packed"], "both")

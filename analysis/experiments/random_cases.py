@@ -30,7 +30,7 @@ import jax
 
 from analysis import ExperimentError, cases
 from analysis.agreement import certified
-from analysis.case_check import TENSORS, check, recipe_of
+from analysis.case_check import ROUNDED, TENSORS, check, recipe_of
 from analysis.cases import BATCH, LONGEST, PROGRAMS, Program
 from analysis.record import Row, check_writable, environment, show, write
 from analysis.store import Store
@@ -333,11 +333,10 @@ def units(rows: Sequence[Row], programs: dict[int, Program]) -> list[Row]:
     table = []
     for feature, group in _grouped(rows, programs).items():
         line: Row = {"feature": feature, "cases": len(group)}
-        for name in TENSORS:
-            if name != "dsinks":
-                found = _present(group, f"{name}_units")
-                line[name] = (
-                    f"{statistics.median(found):.3g}/{max(found):.3g}" if found else ""
-                )
+        for name in ROUNDED:
+            found = _present(group, f"{name}_units")
+            line[name] = (
+                f"{statistics.median(found):.3g}/{max(found):.3g}" if found else ""
+            )
         table.append(line)
     return table

@@ -1,5 +1,6 @@
-"""Masks, sinks and soft caps that kernels are tried on, for any lengths."""
+"""Masks, sinks, soft caps and biases that kernels are tried on, for any lengths."""
 
+import functools
 from typing import NamedTuple
 
 import ml_dtypes
@@ -8,10 +9,30 @@ import numpy as np
 from attn_jax.audit.error import unit
 from attn_jax.formats import BF16, FP16
 from attn_jax.mask import Mask
-from attn_jax.reference import Golden
+from attn_jax.reference import Golden, golden
 
 FORMATS = {"bfloat16": BF16, "float16": FP16}
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+class Bias(NamedTuple):
+    """N(0, 1) of a shape that broadcasts to [B, N, T, S].
+
+    `hides`: a tenth is -inf, and so is all of the last head at one of its queries, or
+    at its only entry for all of them, so that these see nothing.
+    """
+
+    shape: tuple[int, int, int, int]
+    dtype: str = "float32"
+    hides: bool = False
+
+    def array(self) -> np.ndarray:
+        rng = np.random.default_rng(3)
+        x = rng.standard_normal(self.shape)
+        if self.hides:
+            x[rng.random(self.shape) < 0.1] = -np.inf
+            x[:, -1, self.shape[2] // 3] = -np.inf
+        return x.astype(DTYPES.get(self.dtype, self.dtype))
 
 
 class Case(NamedTuple):
@@ -21,6 +42,7 @@ class Case(NamedTuple):
     sinks: tuple[float, ...] | None = None
     soft_cap: float | None = None
     batch: int = 1
+    bias: Bias | None = None
 
 
 def _ids(length: int, *ends: float) -> np.ndarray:
@@ -83,6 +105,32 @@ def mask_cases(queries: int, keys: int, heads: int) -> dict[str, Case]:
             Mask(window=(70, 3)), 128, soft_cap=20.0, sinks=sinks, dtype="float16"
         ),
         "sink-alone": Case(Mask(), 128, sinks=sinks),
+        "bias-for-all-heads": Case(
+            Mask(is_causal=True),
+            64,
+            bias=Bias((1, 1, queries, keys), "bfloat16", hides=True),
+        ),
+        "bias-soft-cap": Case(
+            Mask(
+                window=(70, 3),
+                query_segment_ids=_ids(queries, 0.4).repeat(2, 0),
+                key_value_segment_ids=_ids(keys, 0.3).repeat(2, 0),
+            ),
+            128,
+            soft_cap=20.0,
+            dtype="float16",
+            batch=2,
+            bias=Bias((2, heads, queries, keys)),
+        ),
+        "bias-for-all-queries": Case(
+            Mask(), 64, sinks=sinks, bias=Bias((1, heads, 1, keys), hides=True)
+        ),
+        "bias-for-all-keys": Case(
+            Mask(key_value_lengths=np.array([keys, keys * 4 // 9])),
+            64,
+            batch=2,
+            bias=Bias((2, 1, queries, 1)),
+        ),
     }
 
 
@@ -96,3 +144,37 @@ def sink_gradient_bound(golden: Golden, sinks, dout, dtype: str) -> np.ndarray:
     weight = np.exp(np.asarray(sinks)[:, None] - golden.lse) ** 2
     squares = (np.asarray(dout, np.float64) ** 2).sum(-1).swapaxes(1, 2)
     return 4 * 1.7 * off * np.sqrt((weight * squares).sum((0, 2)))
+
+
+def bias_gradient_bound(case: Case, inputs: tuple, dlse: np.ndarray) -> np.ndarray:
+    """How far dbias may be off, in the bias's shape; `inputs` are query, key, value and
+    dout.
+
+    dS = P (dP - delta) slope is off by P slope times the error of delta, as in
+    `sink_gradient_bound`, and by what FP32 makes of P and of sums; dbias by no more
+    than the sum of those, and by its own rounding. The sum of P slope is the gradient
+    of LSE.
+    """
+    assert case.bias is not None
+    bias = case.bias.array()
+    query, key, value, dout = inputs
+    sinks = None if case.sinks is None else np.asarray(case.sinks)
+    results = functools.partial(
+        golden, bias=bias, mask=case.mask, sinks=sinks, soft_cap=case.soft_cap
+    )
+    exact = results(query, key, value, dout, dlse)
+    weight = results(query, key, value, np.zeros_like(dout), np.ones_like(dlse)).dbias
+    assert exact.dbias is not None and weight is not None
+    of_query, of_key, of_value, of_dout = (
+        np.linalg.norm(x.astype(np.float64), axis=-1).max() for x in inputs
+    )
+    head_dim = query.shape[-1]
+    logit = of_query * of_key * head_dim**-0.5
+    added = dlse.size * key.shape[1] // bias.size
+    small = 2.0**-24 * ((head_dim + 8) * logit + added)
+    off = 4 * 1.7 * unit(exact.out, FORMATS[case.dtype])[0] * of_dout
+    bound = weight * (off + small * (2 * of_dout * of_value + np.abs(dlse).max()))
+    if case.bias.dtype in FORMATS:
+        once = FORMATS[case.bias.dtype].unit_roundoff
+        bound += once * (np.abs(exact.dbias) + bound)
+    return bound

@@ -10,11 +10,13 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.formats import FP16
 from attn_jax.kernels import (
     architecture,
+    design,
     hopper_backward_fused,
     local,
     ring_order,
@@ -41,6 +43,7 @@ def attention(
     value: Float[Array, "B S K D"],
     *,
     scale: float,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
     sinks: Float[Array, " N"] | None = None,
     soft_cap: float | None = None,
@@ -48,7 +51,7 @@ def attention(
     backward: Backward | None = None,
     tilings: Configuration | None = None,
 ) -> tuple[Float[Array, "B T N D"], Float32[Array, "B N T"]]:
-    """out = softmax(scale * Q K^T) V and LSE = logsumexp(scale * Q K^T), natural log.
+    """out = softmax(x) V and LSE = logsumexp(x), natural log; x = scale * Q K^T + bias.
 
     Query head n reads key/value head n // (N / K). H and D are any two of 32, 64, 96,
     128, 192 and 256 on Hopper, both 64 or both 128 on Ampere (`tuning.HEAD_DIMS`). A
@@ -59,24 +62,33 @@ def attention(
 
     Args:
       scale: a Python number; it is compiled into the kernel.
+      bias: added to the scaled logits, before a soft cap; Hopper. -inf hides a key
+        (under a soft cap it is a logit of -soft_cap). An axis of size one is one entry
+        for all: of batch and heads no copies are made, of T and S they are, and under
+        `jax.vmap` for each mapped entry. Kernels read BF16, FP16 and FP32 as they are,
+        other types as FP32. Its gradient is summed in FP32 in a fixed order, rounded
+        once to its type, and made where it is differentiated alone.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).
       sinks: one more logit for each head, which takes weight and carries no value.
       out_dtype: the inputs' dtype (default) or float32, the accumulator unrounded.
-      backward: "two_kernels", or "fused", one kernel where it takes the problem
-        (`backward_of`); None: `tuning.BACKWARD`.
+      backward: "two_kernels", or "fused", one kernel where it takes the problem; None:
+        by the shapes on a device (`design.backward_of`).
       tilings: block sizes and the fused kernel's plan; None: `tuning.configuration`.
         What it is goes to the logger `attn_jax.kernels` at level INFO, once for a
-        shape.
+        shape on a device.
 
     Raises:
       NotImplementedError: `unsupported` names a reason.
       ValueError: shapes or a scale that do not fit.
     """
-    check_arguments(query, key, value, mask=mask, soft_cap=soft_cap, sinks=sinks)
+    check_arguments(
+        query, key, value, bias=bias, mask=mask, soft_cap=soft_cap, sinks=sinks
+    )
     reason = unsupported(
         query,
         key,
         value,
+        bias=bias,
         mask=mask,
         sinks=sinks,
         soft_cap=soft_cap,
@@ -91,7 +103,7 @@ def attention(
     if scale == 0:
         # Masked logits are -inf, and 0 * -inf would be NaN.
         query, scale = jnp.zeros_like(query), 1.0
-    by_itself = visibility.is_static(mask)
+    by_itself = visibility.is_static(mask) and bias is None
     target = architecture.chosen()
     if tilings is None:
         tilings = tuning.configuration(
@@ -106,23 +118,21 @@ def attention(
         band=Band(None, None) if by_itself else Band(*mask.band),
         soft_cap=python_float(soft_cap),
         out_dtype=jnp.dtype(query.dtype if out_dtype is None else out_dtype),
-        backward=backward_of(
-            *(query.shape, value.shape, target, mask),
-            soft_cap=soft_cap,
-            wanted=backward,
-        ),
+        backward=backward,
         tilings=tilings,
+        bias_dtype=None if bias is None else local.bias_dtype(bias.dtype),
     )
-    masked = "lists of blocks" if not by_itself else "causal" if mask.is_causal else ""
-    shapes = query.shape, key.shape, value.shape
-    tuning.log(target, shapes, masked or "full", static.tilings, static.backward)
     rules = sink_row = None
     if not by_itself:
         batch, query_count = query.shape[:2]
         rules = visibility.rules(mask, batch, query_count, key.shape[1])
+    # In FP32, so that whatever adds up their gradients does so before it is rounded.
     if sinks is not None:
         sink_row = sinks.astype(jnp.float32)[None]
-    return _attention(static, *varying_alike(query, key, value, rules, sink_row))
+    if bias is not None:
+        bias = bias.astype(jnp.float32)
+    arrays = varying_alike(query, key, value, bias, rules, sink_row)
+    return _attention(static, *arrays)
 
 
 def unsupported(
@@ -130,6 +140,7 @@ def unsupported(
     key: Array,
     value: Array,
     *,
+    bias: Array | None = None,
     mask: Mask = Mask(),
     sinks: Array | None = None,
     soft_cap: float | None = None,
@@ -157,11 +168,14 @@ def unsupported(
             "implementation='emulated' or 'xla', which take any"
         )
     if target == "ampere" and not (
-        sinks is None and soft_cap is None and visibility.is_static(mask)
+        bias is None
+        and sinks is None
+        and soft_cap is None
+        and visibility.is_static(mask)
     ):
         return (
-            "the kernels for Ampere mask by is_causal alone so far, and have no sinks "
-            "and no soft cap; use implementation='emulated' or 'xla'"
+            "the kernels for Ampere mask by is_causal alone so far, and have no bias, "
+            "no sinks and no soft cap; use implementation='emulated' or 'xla'"
         )
     if query.shape[0] == 0:
         return "the kernels take no empty batch"
@@ -181,28 +195,18 @@ def backward_of(
     mask: Mask = Mask(),
     *,
     soft_cap: float | None = None,
+    has_bias: bool = False,
     wanted: Backward | None = None,
 ) -> Backward:
-    """How the gradients of a problem are made ([B, T, N, H] and [B, S, K, D]).
-
-    `wanted`, or what `tuning.BACKWARD` has, is "fused" only where that kernel takes the
-    problem: on Hopper, no mask but the causal one, no soft cap, and
-    `hopper_backward_fused.reason_against` has nothing against its shapes; and on a card
-    with as many multiprocessors as its rings are made for. On a smaller one (the PCIe
-    H100) a ring's CTAs would wait for some that cannot start.
-    """
-    wanted = wanted or tuning.BACKWARD[target, mask.is_causal]
-    if wanted == "two_kernels" or target != "hopper":
-        return "two_kernels"
-    there = architecture.multiprocessors()
-    if there is not None and there < ring_order.MULTIPROCESSORS:
-        return "two_kernels"
-    if soft_cap is not None or not visibility.is_static(mask):
-        return "two_kernels"
-    against = hopper_backward_fused.reason_against(
-        query_shape, value_shape, is_causal=mask.is_causal
+    """How the gradients of one device's arrays are made, [B, T, N, H] and [B, S, K, D]
+    (`design.backward_of`)."""
+    return design.backward_of(
+        *(query_shape, value_shape, target),
+        is_causal=mask.is_causal,
+        listed=has_bias or not visibility.is_static(mask),
+        soft_cap=soft_cap,
+        wanted=wanted,
     )
-    return "fused" if against is None else "two_kernels"
 
 
 def declared_recipe(
@@ -215,16 +219,18 @@ def declared_recipe(
     *,
     query_length: int | None = None,
     soft_cap: float | None = None,
+    has_bias: bool = False,
     backward: Backward | None = None,
+    pairs: int | None = None,
 ) -> Recipe:
     """The kernels' recipe for 16-bit inputs of `dtype`, their block sizes included.
 
     `target` is whose kernels are meant; None: those that would run here. `value_dim` is
-    V's head dim; None: that of Q and K. With `query_length` (None: `key_length`) and
-    `soft_cap` it is that of the kernels that `backward_of` names for `backward`.
-    Running `emulator.attention` under it predicts
-    their results up to the order of additions inside a product; a test holds the two
-    together.
+    V's head dim; None: that of Q and K. With `query_length` (None: `key_length`),
+    `soft_cap`, `has_bias` and `pairs`, a device's batch times its key heads (None:
+    enough of them to fill a card), it is that of the kernels that `backward_of` names
+    for `backward`. Running `emulator.attention` under it predicts their results up to
+    the order of additions inside a product; a test holds the two together.
     """
     inputs = local.INPUTS[jnp.dtype(dtype)]
     target = architecture.chosen() if target is None else target
@@ -234,7 +240,7 @@ def declared_recipe(
         *dims,
         key_length,
         is_causal=mask.is_causal,
-        listed=not visibility.is_static(mask),
+        listed=has_bias or not visibility.is_static(mask),
     )
     recipe = dataclasses.replace(
         ATTN_JAX.with_inputs(inputs),
@@ -246,15 +252,18 @@ def declared_recipe(
         backward_block_q=dq_tiling.rows,
         backward_block_kv=dq_tiling.columns,
     )
-    design = backward_of(
-        (1, key_length if query_length is None else query_length, 1, head_dim),
-        (1, key_length, 1, dims[1]),
+    if pairs is None:
+        pairs = ring_order.MULTIPROCESSORS
+    made = backward_of(
+        (pairs, key_length if query_length is None else query_length, 1, head_dim),
+        (pairs, key_length, 1, dims[1]),
         target,
         mask,
         soft_cap=soft_cap,
+        has_bias=has_bias,
         wanted=backward,
     )
-    if design == "two_kernels":
+    if made == "two_kernels":
         return recipe
     return dataclasses.replace(
         recipe,
@@ -268,29 +277,53 @@ def declared_recipe(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: local.Static, query, key, value, rules, sinks):
-    return _attention_fwd(static, query, key, value, rules, sinks, residual=False)[0]
+def _attention(static: local.Static, query, key, value, bias, rules, sinks):
+    more = _Extra.of(rules, sinks, _as_read(static, bias))
+    run = _forward_program(static, more.layout, residual=False)
+    return run(query, key, value, *more.arrays)
 
 
-def _attention_fwd(static, query, key, value, rules, sinks, residual=True):
-    inputs = (query, key, value)
-    more = _Extra.of(rules, sinks)
-    run = _forward_program(static, more.layout, residual)
+def _attention_fwd(static, *primals):
+    # With `symbolic_zeros` each array comes with whether it is differentiated.
+    wanted = _Wanted(dbias=primals[3] is not None and primals[3].perturbed)
+    *inputs, bias, rules, sinks = jax.tree.map(lambda x: x.value, primals)
+    bias = _as_read(static, bias)
+    more = _Extra.of(rules, sinks, bias)
+    run = _forward_program(static, more.layout, residual=True)
     out, *low, lse = run(*inputs, *more.arrays)
-    return (out, lse), (inputs, rules, sinks, out, low, lse)
+    return (out, lse), (inputs, bias, rules, sinks, out, low, lse, wanted)
 
 
 def _attention_bwd(static, residuals, cotangents):
-    inputs, rules, sinks, out, low, lse = residuals
+    inputs, bias, rules, sinks, out, low, lse, wanted = residuals
     dout, dlse = cotangents
-    more = _Extra.of(rules, sinks)
-    run = _backward_program(static, more.layout, bool(low))
-    *gradients, dsinks = run(*inputs, dout, lse, dlse, out, *low, *more.arrays)
+    if isinstance(dout, SymbolicZero):
+        dout = jnp.zeros_like(out)
+    # Most losses do without LSE.
+    rest = {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
+    if low:
+        rest["out_low"] = low[0]
+    more = _Extra.of(rules, sinks, bias)
+    run = _backward_program(static, more.layout, tuple(rest), wanted.dbias)
+    operands = *inputs, dout, lse, out, *rest.values(), *more.arrays
+    dquery, dkey, dvalue, dsinks, *dbias = run(*operands)
     dsinks = None if sinks is None else dsinks.sum(axis=0, keepdims=True)
-    return *gradients, None, dsinks
+    return dquery, dkey, dvalue, dbias[0] if dbias else None, None, dsinks
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """What the backward pass is to make that takes a kernel of its own."""
+
+    dbias: bool
+
+
+def _as_read(static: local.Static, bias: Array | None) -> Array | None:
+    return None if bias is None else bias.astype(static.bias_dtype)
 
 
 class _Extra(NamedTuple):
@@ -300,14 +333,16 @@ class _Extra(NamedTuple):
     arrays: tuple[Array, ...]
 
     @classmethod
-    def of(cls, rules: Rules | None, sinks: Array | None) -> "_Extra":
+    def of(
+        cls, rules: Rules | None, sinks: Array | None, bias: Array | None
+    ) -> "_Extra":
         given = {} if rules is None else rules._asdict()
-        given = {n: x for n, x in (given | {"sinks": sinks}).items() if x is not None}
+        given |= {"sinks": sinks, "bias": bias}
+        given = {n: x for n, x in given.items() if x is not None}
         axes = {"spans": "BX", "query_ids": "BT", "key_ids": "BS", "sinks": "1N"}
-        if "dense" in given:
-            batch, heads = given["dense"].shape[:2]
-            axes["dense"] = ("1" if batch == 1 else "B") + ("1" if heads == 1 else "N")
-            axes["dense"] += "TS"
+        for name in given.keys() & {"dense", "bias"}:
+            sizes = zip("BNTS", given[name].shape, strict=True)
+            axes[name] = "".join("1" if n == 1 else letter for letter, n in sizes)
         return cls(tuple((name, axes[name]) for name in given), tuple(given.values()))
 
 
@@ -323,14 +358,18 @@ def _forward_program(static: local.Static, more, residual: bool):
 
 
 @functools.cache
-def _backward_program(static: local.Static, more, has_low: bool):
+def _backward_program(
+    static: local.Static, more, rest: tuple[str, ...], wants_dbias: bool
+):
+    """`rest`: which of "dlse" and "out_low" there are."""
     program = functools.partial(
-        local.backward, static=static, more=more, has_low=has_low
+        local.backward, static=static, more=more, rest=rest, wants_dbias=wants_dbias
     )
     operands = {"query": "BTNH", "key": "BSKH", "value": "BSKD", "dout": "BTND"}
-    operands |= {"lse": "BNT", "dlse": "BNT", "out": "BTND"}
-    operands |= {"out_low": "BTND"} if has_low else {}
+    operands |= {"lse": "BNT", "out": "BTND"}
+    operands |= {name: {"dlse": "BNT", "out_low": "BTND"}[name] for name in rest}
     results = ("BTNH", "BSKH", "BSKD", "BN")
+    results += (dict(more)["bias"],) if wants_dbias else ()
     return jax.jit(partitioned(program, Layout(operands | dict(more), results)))
 
 

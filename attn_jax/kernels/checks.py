@@ -20,6 +20,7 @@ from attn_jax.audit.mask_cases import (
     DTYPES,
     FORMATS,
     Case,
+    bias_gradient_bound,
     mask_cases,
     sink_gradient_bound,
 )
@@ -43,6 +44,7 @@ RESULTS = {
     "dq": "dquery",
     "dk": "dkey",
     "dv": "dvalue",
+    "dbias": "dbias",
     "dsinks": "dsinks",
 }
 
@@ -124,7 +126,8 @@ def run(
         not compile, or fail when they run.
     """
     inputs = _inputs(check)
-    names = tuple(n for n in results if n != "dsinks" or inputs[-1] is not None)
+    missing = [n for n, x in zip(("dsinks", "dbias"), inputs[-2:]) if x is None]
+    names = tuple(n for n in results if n not in missing)
     compiled = compile_for(
         architecture, program(check, names, training=training, **options), inputs
     )
@@ -149,16 +152,17 @@ def compile_for(
 def program(
     check: Check, names: tuple[str, ...], *, training: bool, **options: Any
 ) -> Callable:
-    """(query, key, value, dout, dlse, mask, sinks) -> results by name."""
+    """(query, key, value, dout, dlse, mask, sinks, bias) -> results by name."""
     soft_cap = check.case.soft_cap
     dtype = None if check.out_dtype is None else jnp.dtype(check.out_dtype)
     options = {"backward": check.backward, "out_dtype": dtype, **options}
 
-    def results(query, key, value, dout, dlse, mask, sinks):
-        def attend(query, key, value, sinks):
+    def results(query, key, value, dout, dlse, mask, sinks, bias=None):
+        def attend(query, key, value, bias, sinks):
             return attention(
                 *(query, key, value),
                 scale=check.head_dim**-0.5,
+                bias=bias,
                 mask=mask,
                 sinks=sinks,
                 soft_cap=soft_cap,
@@ -166,9 +170,9 @@ def program(
             )
 
         if not training:
-            out, lse = attend(query, key, value, sinks)
+            out, lse = attend(query, key, value, bias, sinks)
             return {"out": out, "lse": lse}
-        (out, lse), backward = jax.vjp(attend, query, key, value, sinks)
+        (out, lse), backward = jax.vjp(attend, query, key, value, bias, sinks)
         gradients = backward((dout.astype(out.dtype), dlse))
         found = dict(zip(RESULTS, (out, lse, *gradients), strict=True))
         return {name: found[name] for name in names}
@@ -177,13 +181,14 @@ def program(
 
 
 def shapes(check: Check) -> list[jax.ShapeDtypeStruct]:
-    """Of the arrays among a program's inputs, of a check without a mask's and sinks."""
+    """Of the arrays among a program's inputs, of a check without a mask's, sinks and
+    bias."""
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _inputs(check)[:5]]
 
 
 @functools.lru_cache(maxsize=8)
 def _inputs(check: Check) -> tuple:
-    """query, key, value, dout, dlse, mask, sinks."""
+    """query, key, value, dout, dlse, mask, sinks, bias."""
     case = check.case
     rng = np.random.default_rng(0)
 
@@ -197,19 +202,21 @@ def _inputs(check: Check) -> tuple:
     dout = normal(check.queries, N, check.value_dim)
     dlse = rng.standard_normal((case.batch, N, check.queries)).astype(np.float32)
     sinks = None if case.sinks is None else np.asarray(case.sinks, np.float32)
-    return query, key, value, dout, dlse, case.mask, sinks
+    bias = None if case.bias is None else case.bias.array()
+    return query, key, value, dout, dlse, case.mask, sinks, bias
 
 
 @functools.lru_cache(maxsize=8)
 def _exact(check: Check) -> Golden:
-    *arrays, mask, sinks = _inputs(check)
-    return golden(*arrays, mask=mask, sinks=sinks, soft_cap=check.case.soft_cap)
+    *arrays, mask, sinks, bias = _inputs(check)
+    options = {"mask": mask, "sinks": sinks, "bias": bias}
+    return golden(*arrays, **options, soft_cap=check.case.soft_cap)
 
 
 def judged(check: Check, found: dict[str, np.ndarray], same_bits: bool) -> Outcome:
     """Results against the exact ones."""
     case, exact = check.case, _exact(check)
-    query, key, *_, dout, _, _, sinks = _inputs(check)
+    query, key, value, dout, dlse, _, sinks, _ = _inputs(check)
     units: dict[str, float] = {}
     failed = [] if same_bits else ["two runs differ in their bits"]
     for name in ("out", "dq", "dk", "dv"):
@@ -236,6 +243,12 @@ def judged(check: Check, found: dict[str, np.ndarray], same_bits: bool) -> Outco
         bound = sink_gradient_bound(exact, sinks, dout, case.dtype)
         if not (np.abs(found["dsinks"] - exact.dsinks) <= bound).all():
             failed.append("dsinks is off by more than the error of out explains")
+    if "dbias" in found:
+        bound = bias_gradient_bound(case, (query, key, value, dout), dlse)
+        got, want = found["dbias"].astype(np.float64), exact.dbias
+        assert want is not None
+        if not (np.abs(got - want) <= bound).all():
+            failed.append("dbias is off by more than the error of out explains")
     return Outcome(units, same_bits, tuple(failed))
 
 

@@ -93,6 +93,27 @@ def reason_against(
     return None
 
 
+def shapes_of(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> Shapes:
+    """Of [B, T, N, H] and [B, S, K, H]."""
+    batch, query_count, query_heads, head_dim = query_shape
+    key_count, key_heads = key_shape[1:3]
+    return Shapes(batch, query_count, key_count, query_heads, key_heads, head_dim)
+
+
+def ring_of(shapes: Shapes, plan: tuning.Plan, *, is_causal: bool) -> ring_order.Ring:
+    """How the tiles are dealt to CTAs."""
+    return ring_order.ring_of(
+        tiles=shapes.tiles,
+        blocks=shapes.blocks,
+        pairs=shapes.pairs,
+        group=shapes.group,
+        ratio=KEY_TILE // shapes.queries if is_causal else None,
+        passes=plan.passes,
+        rings=plan.rings,
+        apart=plan.apart,
+    )
+
+
 def backward_fused(
     query: Float[Array, "B Tpad N H"],
     key: Float[Array, "B Spad K H"],
@@ -100,7 +121,7 @@ def backward_fused(
     dout: Float[Array, "B Tpad N H"],
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
-    row_sum: Float32[Array, "B N T"],
+    row_sum: Float32[Array, "B N T"] | None,
     numbers: Range,
     *,
     query_count: int,
@@ -109,8 +130,8 @@ def backward_fused(
     is_causal: bool,
     plan: tuning.Plan | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """(dQ, dK, dV). `row_sum` is what rows of dS sum to, `numbers` are those of
-    `hopper_fused_range.range_of`. `plan`: None, for `tuning.fused`.
+    """(dQ, dK, dV). `row_sum` is what rows of dS sum to (None: 0), `numbers` are those
+    of `hopper_fused_range.range_of`. `plan`: None, for `tuning.fused`.
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
     rows are real.
@@ -144,10 +165,12 @@ def backward_fused(
     for exponent in (numbers.row_exponent, numbers.key_exponent):
         power = power_of_two(-jnp.repeat(exponent, group, axis=1))
         total = total * power[:, None, :, None]
-    shift = row_sum.swapaxes(1, 2)[..., None]
-    shift = shift * jnp.repeat(numbers.centre, group, axis=1)[:, None]
-    dq = scale * (total[:, :query_count] + shift)
-    return dq.astype(query.dtype), dk[:, :key_count], dv[:, :key_count]
+    dq = total[:, :query_count]
+    if row_sum is not None:
+        shift = row_sum.swapaxes(1, 2)[..., None]
+        dq += shift * jnp.repeat(numbers.centre, group, axis=1)[:, None]
+    dq = (scale * dq).astype(query.dtype)
+    return dq, dk[:, :key_count], dv[:, :key_count]
 
 
 def _sums(
@@ -162,16 +185,7 @@ def _sums(
     shapes = Shapes(batch, query_count, key_count, query_heads, key.shape[2], head_dim)
     queries = shapes.queries
     by_rows = queries == 128  # dQ's pieces, one for each warpgroup; else by columns
-    ring = ring_order.ring_of(
-        tiles=shapes.tiles,
-        blocks=shapes.blocks,
-        pairs=shapes.pairs,
-        group=shapes.group,
-        ratio=KEY_TILE // queries if is_causal else None,
-        passes=plan.passes,
-        rings=plan.rings,
-        apart=plan.apart,
-    )
+    ring = ring_of(shapes, plan, is_causal=is_causal)
     unit = scale * LOG2_E
     # Past the last query everything is zero, read from memory or filled in by TMA:
     # P = exp(0 - 0) = 1 meets dO = 0 there, and dS = 1 * (0 - 0) = 0. What is added to

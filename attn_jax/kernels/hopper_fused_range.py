@@ -27,10 +27,13 @@ class Range(NamedTuple):
 
 
 def range_of(
-    sums: Sums, dlse: Float32[Array, "B N T"], key_count: int, inputs: NumberFormat
+    sums: Sums,
+    dlse: Float32[Array, "B N T"] | None,
+    key_count: int,
+    inputs: NumberFormat,
 ) -> Range:
-    """From one reading of the inputs. For FP16 inputs nothing is scaled: P, which has
-    dS's power of two, too, is rounded to their format."""
+    """From one reading of the inputs; `dlse`: None for 0. For FP16 inputs nothing is
+    scaled: P, which has dS's power of two, too, is rounded to their format."""
     batch, _, key_heads, _ = sums.key_sums.shape
     largest = sums.key_largest.max(axis=1)
     centre = centre_from(
@@ -49,7 +52,9 @@ def range_of(
     # Where squares overflow so will dS, for all to see, and not vanish.
     squares = jnp.minimum(of_group(sums.dout_squares), FP32.max_finite)
     value = jnp.sqrt(jnp.square(sums.value_largest.max(axis=1)).sum(axis=2))
-    bound = 2 * jnp.sqrt(squares) * value + of_group(jnp.abs(dlse))
+    bound = 2 * jnp.sqrt(squares) * value
+    if dlse is not None:
+        bound += of_group(jnp.abs(dlse))
     # |K - c| is at most twice the largest key. Doubled, that might overflow.
     keys = _into_range(largest.max(axis=2), doublings=1)
     return Range(centre, keys, _into_range(bound))

@@ -15,11 +15,14 @@ from attn_jax.formats import BF16, FP16
 from attn_jax.kernels import (
     ampere_backward,
     ampere_forward,
+    design,
+    hopper_backward_dbias,
     hopper_backward_dkv,
     hopper_backward_dq,
     hopper_backward_fused,
     hopper_backward_rows,
     hopper_forward,
+    tuning,
     visibility,
 )
 from attn_jax.kernels.hopper_fused_range import range_of
@@ -38,7 +41,8 @@ SEQUENCE_MULTIPLE = 8
 
 class Static(NamedTuple):
     """What is compiled in: `is_causal` for a mask that a kernel can count by itself,
-    `band` for the others."""
+    `band` for the others; `backward` if a design is asked for. `bias_dtype` is the one
+    that kernels read a bias in."""
 
     target: Architecture
     scale: float
@@ -46,15 +50,25 @@ class Static(NamedTuple):
     band: Band
     soft_cap: float | None
     out_dtype: jnp.dtype
-    backward: Backward
+    backward: Backward | None
     tilings: Configuration
+    bias_dtype: jnp.dtype | None = None
+
+
+def bias_dtype(dtype) -> jnp.dtype:
+    """The type that kernels read a bias in which is given in `dtype`."""
+    dtype = jnp.dtype(dtype)
+    return dtype if dtype in INPUTS else jnp.dtype(jnp.float32)
 
 
 def forward(query, key, value, *arrays, static: Static, more, residual):
     """(out, out_low if kept, LSE) of one device's arrays."""
-    rules, sinks = _unpacked(more, arrays)
+    rules, sinks, bias = _unpacked(more, arrays)
     target = static.target
+    _log(query, key, value, bias, static, listed=rules is not None)
     options = {} if rules is None else {"mask": rules, "band": static.band}
+    if bias is not None:
+        options["bias"] = _for_all_pairs(bias, query.shape[1], key.shape[1])
     if static.soft_cap is not None:
         options["soft_cap"] = static.soft_cap
     out, low, lse = _FORWARD[target].forward(
@@ -73,46 +87,64 @@ def forward(query, key, value, *arrays, static: Static, more, residual):
 
 
 def backward(
-    query, key, value, dout, lse, dlse, out, *arrays, static: Static, more, has_low
+    query,
+    key,
+    value,
+    dout,
+    lse,
+    out,
+    *arrays,
+    static: Static,
+    more,
+    rest,
+    wants_dbias,
 ):
-    """(dQ, dK, dV, dsinks) of one device's arrays; dsinks is zero without sinks."""
-    rules, sinks = _unpacked(more, arrays[has_low:])
+    """(dQ, dK, dV, dsinks, dbias if wanted) of one device's arrays; dsinks is zero
+    without sinks. `arrays`: those that `rest` names, "dlse" and "out_low", then those
+    of `more`."""
+    given = dict(zip(rest, arrays[: len(rest)], strict=True))
+    dlse, low = given.get("dlse"), given.get("out_low")
+    rules, sinks, bias = _unpacked(more, arrays[len(rest) :])
     target, is_causal = static.target, static.is_causal
     dtype = query.dtype
     query_count, key_count = query.shape[1], key.shape[1]
+    made = _design(query.shape, value.shape, static, listed=rules is not None)
     # The barrier keeps XLA from using the unrounded dout for delta while the products
     # see the rounded one: rows of dS would no longer sum to zero.
     dout = lax.optimization_barrier(dout.astype(dtype))
     unpadded_key = key
     query, key, value, dout = map(_pad_sequence, (query, key, value, dout))
-    fused = static.backward == "fused"
-    if fused:
-        outs = [_pad_sequence(x) for x in (out, *arrays[:has_low])]
+    if made == "fused":
+        padded_low = None if low is None else _pad_sequence(low)
         sums = hopper_backward_rows.backward_rows(
-            outs[0], outs[1] if has_low else None, dout, key, value
+            _pad_sequence(out), padded_low, dout, key, value
         )
         excess = sums.excess[:, :, :query_count]
     else:
-        wide_out = sum(x.astype(jnp.float32) for x in (out, *arrays[:has_low]))
+        wide_out = out.astype(jnp.float32)
+        if low is not None:
+            wide_out += low.astype(jnp.float32)
         products = dout[:, :query_count].astype(jnp.float32) * wide_out
         excess = jnp.sum(products, axis=-1).swapaxes(1, 2)
     if rules is not None:
         # Rows that see nothing: their P = exp(S - LSE) is to be 0.
         empty = jnp.isneginf(lse)
-        lse, dlse = jnp.where(empty, jnp.inf, lse), jnp.where(empty, 0.0, dlse)
-    delta = excess - dlse
+        lse = jnp.where(empty, jnp.inf, lse)
+        dlse = None if dlse is None else jnp.where(empty, 0.0, dlse)
+    delta = excess if dlse is None else excess - dlse
     dsinks = jnp.zeros((query.shape[0], query.shape[2]), jnp.float32)
     row_sum = dlse  # of dS over the keys
     if sinks is not None:
         # The sink is a key whose dP is zero: dS = P (0 - delta).
         of_sink = jnp.exp(sinks[..., None] - lse) * -delta
-        dsinks, row_sum = of_sink.sum(axis=-1), dlse - of_sink
-    operands = (query, key, value, dout, lse, delta, row_sum)
+        dsinks = of_sink.sum(axis=-1)
+        row_sum = -of_sink if dlse is None else dlse - of_sink
+    operands = (query, key, value, dout, lse, delta)
     lengths = {"query_count": query_count, "key_count": key_count}
     options = {"scale": static.scale, "is_causal": is_causal} | lengths
-    if fused:
+    if made == "fused":
         gradients = hopper_backward_fused.backward_fused(
-            *operands,
+            *(*operands, row_sum),
             range_of(sums, dlse, key_count, INPUTS[jnp.dtype(dtype)]),
             plan=static.tilings.backward_fused,
             **options,
@@ -133,13 +165,53 @@ def backward(
         options |= {"mask": rules, "band": static.band}
     if static.soft_cap is not None:
         options |= {"soft_cap": static.soft_cap}
+    if bias is not None:
+        options |= {"bias": _for_all_pairs(bias, query_count, key_count)}
+    if row_sum is None:
+        row_sum = jnp.zeros_like(delta)
     dq = _BACKWARD_DQ[target].backward_dq(
-        *operands, centre, tiling=dq_tiling, **options
+        *(*operands, row_sum, centre), tiling=dq_tiling, **options
     )
     dk, dv = _BACKWARD_DKV[target].backward_dkv(
-        *operands[:-1], tiling=static.tilings.backward_dkv, **options
+        *operands, tiling=static.tilings.backward_dkv, **options
     )
-    return dq, dk, dv, dsinks
+    if not wants_dbias:
+        return dq, dk, dv, dsinks
+    assert bias is not None and rules is not None
+    dbias = hopper_backward_dbias.backward_dbias(
+        *operands,
+        bias,
+        scale=static.scale,
+        mask=rules,
+        band=static.band,
+        soft_cap=static.soft_cap,
+        **lengths,
+    )
+    return dq, dk, dv, dsinks, dbias
+
+
+def _design(
+    query_shape: tuple[int, ...],
+    value_shape: tuple[int, ...],
+    static: Static,
+    *,
+    listed: bool,
+) -> Backward:
+    return design.backward_of(
+        *(query_shape, value_shape, static.target),
+        is_causal=static.is_causal,
+        listed=listed,
+        soft_cap=static.soft_cap,
+        wanted=static.backward,
+    )
+
+
+def _log(query, key, value, bias, static: Static, *, listed: bool) -> None:
+    shapes = query.shape, key.shape, value.shape
+    mask = "lists of blocks" if listed else "causal" if static.is_causal else "full"
+    mask += "" if bias is None else ", bias"
+    made = _design(query.shape, value.shape, static, listed=listed)
+    tuning.log(static.target, shapes, mask, static.tilings, made)
 
 
 def mean_key(
@@ -168,10 +240,17 @@ def _pad_sequence(x: Float[Array, "B L N H"]) -> Float[Array, "B M N H"]:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % SEQUENCE_MULTIPLE), (0, 0), (0, 0)))
 
 
+def _for_all_pairs(
+    bias: Float[Array, "#B #N #T #S"], query_count: int, key_count: int
+) -> Float[Array, "#B #N T S"]:
+    """One entry for each pair, as the kernels read it; batch and heads stay."""
+    return jnp.broadcast_to(bias, (*bias.shape[:2], query_count, key_count))
+
+
 def _unpacked(
     layout: tuple[tuple[str, str], ...], arrays: Sequence[Array]
-) -> tuple[Rules | None, Array | None]:
-    """(rules, sinks) from the arrays of `_Extra`."""
+) -> tuple[Rules | None, Array | None, Array | None]:
+    """(rules, sinks, bias) from the arrays of `_Extra`."""
     given = dict(zip((name for name, _ in layout), arrays, strict=True))
-    sinks = given.pop("sinks", None)
-    return Rules(**given) if given else None, sinks
+    sinks, bias = given.pop("sinks", None), given.pop("bias", None)
+    return Rules(**given) if given else None, sinks, bias

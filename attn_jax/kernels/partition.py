@@ -35,7 +35,9 @@ class Layout:
 
     Letters: `B` batch, `N` query heads, `K` key/value heads (may be sharded); `T`, `S`,
     `H`, `D` and others (must be whole on a device); `1` is an axis of size one, in
-    place of any of them, whose entry is for all. The operands are named for messages.
+    place of any of them, whose entry is for all. A result without `B`, or without `N`
+    and `K`, is a sum over them: what the devices have of it is added up. The operands
+    are named for messages.
     Example:
     `Layout({"query": "BTNH", "key": "BSKH", "value": "BSKD"}, ("BTND", "BNT"))`.
     """
@@ -54,7 +56,9 @@ def partitioned(
     types (Explicit axes), inside `jax.shard_map` (Manual axes) and on one device.
     Under `jax.vmap` the mapped axis joins the batch axis of `function`, on the device.
     With Auto axes all operands take the placement of the one that is spread over most
-    devices; those that are placed otherwise are moved. Nothing else is communicated.
+    devices; those that are placed otherwise are moved. Nothing else is communicated
+    but the sums of results that are one for all, which under Manual axes are left to
+    the transpose of `varying_alike`.
 
     `function` is not differentiated: call the result in the rules of a
     `jax.custom_vjp`, and align the operands of that with `varying_alike` first. Call it
@@ -82,9 +86,16 @@ def _mapped(function: Callable, layout: Layout, depth: int) -> Callable:
                 x = jnp.broadcast_to(x, (*batch, *own))
             return x.reshape(-1, *own)
 
+        def own_batch_axes(x: Array, axes: str) -> Array:
+            if axes[0] == "1" and not depth:
+                return x
+            x = x.reshape(*batch, *x.shape[1:])
+            # The copies that `one_batch_axis` made, not those of a mapped axis.
+            return x if axes[0] == "B" else x.sum(axis=depth, keepdims=True)
+
         operands = map(one_batch_axis, arrays, layout.operands.values())
         results = function(*operands)
-        return tuple(x.reshape(*batch, *x.shape[1:]) for x in results)
+        return tuple(map(own_batch_axes, results, layout.results))
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
@@ -94,14 +105,25 @@ def _mapped(function: Callable, layout: Layout, depth: int) -> Callable:
     def _(axis_size: int, batched: Sequence[bool], *arrays: Array):
         # The mapped axis stays an axis of its own up to the device: whichever of the
         # batch axes is sharded, no reshape has to move data between devices.
+        mapped = next(x for x, is_batched in zip(arrays, batched) if is_batched)
         whole = [
-            x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+            x if is_batched else _copies(x, axis_size, mapped)
             for x, is_batched in zip(arrays, batched, strict=True)
         ]
         results = _mapped(function, layout, depth + 1)(*whole)
         return results, (True,) * len(results)
 
     return call
+
+
+def _copies(x: Array, count: int, like: Array) -> Array:
+    """Copies along a new first axis, placed as that of `like` if types say where."""
+    sharding = jax.typeof(like).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return jnp.broadcast_to(x, (count, *x.shape))
+    spec = PartitionSpec(sharding.spec[0], *jax.typeof(x).sharding.spec)
+    placed = NamedSharding(sharding.mesh, spec)
+    return jnp.broadcast_to(x, (count, *x.shape), out_sharding=placed)
 
 
 def _placed(
@@ -144,7 +166,7 @@ def _per_device(
                 f"other operands ask for {spec}; use jax.sharding.reshard"
             )
     return jax.shard_map(
-        local,
+        placement.with_sums(local, layout),
         in_specs=specs,
         out_specs=tuple(map(placement.spec, layout.results)),
         mesh=types[0].sharding.mesh,
@@ -170,7 +192,8 @@ def _compiler_partitioned(
             NamedSharding(mesh, placement.spec(axes))
             for axes in layout.operands.values()
         )
-        return mesh, local, result_shardings, operand_shardings
+        summed = placement.with_sums(local, layout)
+        return mesh, summed, result_shardings, operand_shardings
 
     rule = _sharding_rule(layout, depth, [x.shape for x in types])
     run.def_partition(partition, sharding_rule=lambda *_: rule)
@@ -214,6 +237,10 @@ def _sharding_rule(
     return rule, {"g": group} if query_heads == "(k g)" else {}
 
 
+def _names(axes: _MeshAxes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
 @dataclasses.dataclass(frozen=True)
 class _Placement:
     """Mesh axes over which the batch axes (outermost first) and heads are sharded."""
@@ -226,14 +253,31 @@ class _Placement:
         batch = (*self.batch[:-1], None) if axes[0] == "1" else self.batch
         return PartitionSpec(*batch, *rest)
 
+    def with_sums(self, local: Callable, layout: Layout) -> Callable:
+        """`local` with those results added up over the devices that are sums."""
+
+        def summed(*arrays: Array) -> tuple[Array, ...]:
+            results = zip(local(*arrays), layout.results, strict=True)
+            return tuple(self._sum(x, axes) for x, axes in results)
+
+        return summed
+
+    def _sum(self, x: Array, axes: str) -> Array:
+        split = (
+            *((self.batch[-1],) if "B" not in axes else ()),
+            *((self.heads,) if not {"N", "K"} & set(axes) else ()),
+        )
+        names = [name for group in split for name in _names(group)]
+        return jax.lax.psum(x, tuple(names)) if names else x
+
 
 def _placement(layout: Layout, depth: int, operands: Sequence) -> _Placement:
     """One placement for all arrays: that of the operand spread over most devices."""
     mesh = operands[0].sharding.mesh
 
     def device_count(*mesh_axes: _MeshAxes) -> int:
-        names = ((axes,) if isinstance(axes, str) else axes or () for axes in mesh_axes)
-        return math.prod(mesh.shape[name] for group in names for name in group)
+        names = (name for axes in mesh_axes for name in _names(axes))
+        return math.prod(mesh.shape[name] for name in names)
 
     placements = []
     for (name, axes), operand in zip(layout.operands.items(), operands, strict=True):

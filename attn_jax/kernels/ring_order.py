@@ -124,6 +124,16 @@ class Ring:
             return _div(self.tiles - 1 - member, self.size) + 1
         return _pick(2 * member == self.tiles - 1, 1, 2)
 
+    def share(self, pairs: int) -> float:
+        """How much of the time of all multiprocessors goes into tiles of `pairs` pairs,
+        if all steps take equally long: below 1 where some have none, or fewer."""
+        steps = [
+            sum(int(self.item(member, i)[3]) for i in range(int(self.passes(member))))
+            for member in range(self.size)
+        ]
+        turns = -(-pairs // self.count)
+        return pairs * sum(steps) / (MULTIPROCESSORS * turns * max(steps))
+
     def start(self, member: Number) -> Number:
         """The block at which a member starts on a tile, without a mask."""
         return _div(member * self.blocks, self.size)

@@ -153,17 +153,8 @@ type Tilings[T] = dict[Architecture, dict[int | tuple[int, int], T]]
 type ShortTilings[T] = dict[Architecture, dict[tuple[int, int], tuple[int, T]]]
 
 # How gradients of Q, K and V are made: dQ by a kernel of its own, which computes the
-# logits once more, or all three in one pass, where that kernel takes the problem.
+# logits once more, or all three in one pass (`design.backward_of` chooses).
 Backward = Literal["two_kernels", "fused"]
-# By architecture, and with or without a causal mask. Under one, each row sees keys of
-# its own, and the fused kernel has one centre for all: two kernels are more exact where
-# the mean of the keys drifts. Nor does it fill the card at every length there.
-BACKWARD: dict[tuple[Architecture, bool], Backward] = {
-    ("ampere", False): "two_kernels",
-    ("ampere", True): "two_kernels",
-    ("hopper", False): "fused",
-    ("hopper", True): "two_kernels",
-}
 
 
 class Group(NamedTuple):

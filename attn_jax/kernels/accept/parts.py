@@ -50,6 +50,7 @@ def all_checks(
     for pair in dims:
         if pair[0] not in (64, 128):
             yield Check(*pair, "window")
+            yield Check(*pair, "bias-for-all-heads")
     for narrow, wide in ((32, 256), (256, 32)):
         yield Check(narrow, wide, "causal")
     designs: tuple[Backward, ...] = ("two_kernels", "fused")

@@ -1,0 +1,47 @@
+"""How gradients are made: all in one pass, or dQ by a kernel of its own."""
+
+from attn_jax.kernels import architecture, hopper_backward_fused, ring_order, tuning
+from attn_jax.kernels.tuning import Backward
+from attn_jax.recipe import Architecture
+
+# Of the card's time, what the fused kernel must have tiles for (`Ring.share`). Below
+# that two kernels, which make seven products instead of five, are faster: they deal
+# out tiles of each query head, and the fused kernel of each key head.
+LEAST_SHARE = 0.5
+
+
+def backward_of(
+    query_shape: tuple[int, ...],
+    value_shape: tuple[int, ...],
+    target: Architecture,
+    *,
+    is_causal: bool,
+    listed: bool = False,
+    soft_cap: float | None = None,
+    wanted: Backward | None = None,
+) -> Backward:
+    """The design for one device's arrays, [B, T, N, H] and [B, S, K, D].
+
+    "fused" only where that kernel takes the problem: on Hopper, no mask but the causal
+    one and no bias (`listed`: anything that takes lists of blocks), no soft cap, and
+    `hopper_backward_fused.reason_against` has nothing against the shapes; on a card
+    with as many multiprocessors as its rings are made for. On a smaller one (the PCIe
+    H100) a ring's CTAs would wait for some that cannot start. And, unless it is
+    `wanted`, where it fills the card (`LEAST_SHARE`).
+    """
+    if target != "hopper" or wanted == "two_kernels" or listed or soft_cap is not None:
+        return "two_kernels"
+    there = architecture.multiprocessors()
+    if there is not None and there < ring_order.MULTIPROCESSORS:
+        return "two_kernels"
+    against = hopper_backward_fused.reason_against(
+        query_shape, value_shape, is_causal=is_causal
+    )
+    if against is not None:
+        return "two_kernels"
+    if wanted == "fused":
+        return "fused"
+    shapes = hopper_backward_fused.shapes_of(query_shape, value_shape)
+    plan = tuning.fused(shapes.head_dim, shapes.key_count, is_causal=is_causal)
+    ring = hopper_backward_fused.ring_of(shapes, plan, is_causal=is_causal)
+    return "fused" if ring.share(shapes.pairs) >= LEAST_SHARE else "two_kernels"
