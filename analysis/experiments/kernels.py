@@ -137,10 +137,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     if options.seeds < 1:
         raise UsageError(f"--seeds must be at least 1, got {options.seeds}")
     problems = PRESETS[options.preset]
-    small = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
-    ask = functools.partial(dot_product_attention, implementation="pallas")
     try:
-        jax.eval_shape(ask, small, small, small)
+        _lower_kernels(problems[0], options.seeds)
     except (ImportError, NotImplementedError) as reason:
         raise UsageError(f"compares the kernels with the emulator: {reason}") from None
     described = environment(command) | {"canaries": certified()}
@@ -198,6 +196,11 @@ def measure(
 def _lower_kernels(problem: Problem, seeds: int) -> jax.stages.Lowered:
     # Imported on use: the kernels refuse a JAX that they do not know.
     from attn_jax.kernels.attention import attention
+
+    # Says where they do not run.
+    small = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
+    ask = functools.partial(dot_product_attention, implementation="pallas")
+    jax.eval_shape(ask, small, small, small)
 
     def attend(query, key, value):
         options = {"mask": problem.mask, "backward": _BACKWARD}
