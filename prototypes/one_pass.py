@@ -10,10 +10,10 @@ def program(case, name, big, row):
     """(function of arrays, its arguments' shapes) of the package's two kernels, `base`,
     or a variant of the kernel in one pass."""
     import jax.numpy as jnp
+    from ampere_backward_fused import Cut, backward_fused
 
     from attn_jax.formats import BF16
     from attn_jax.kernels import ampere_backward, local, tuning
-    from attn_jax.kernels.ampere_backward_fused import Cut, backward_fused
     from attn_jax.kernels.hopper_backward_rows import Sums
     from attn_jax.kernels.hopper_fused_range import range_of
 

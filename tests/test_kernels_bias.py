@@ -73,7 +73,17 @@ def _interpreted(check: Check) -> dict[str, np.ndarray]:
         return _results(check, "pallas")
 
 
-@pytest.mark.parametrize("name", CASES)
+# Those whose kernels differ from another's in how a bias is broadcast alone.
+BROADCAST = "bias-for-all-queries", "bias-for-all-keys"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] if name in BROADCAST else [])
+        for name in CASES
+    ],
+)
 def test_a_bias_and_its_gradient(name):
     with patch.multiple(checks, N=N, K=K):
         check = _check_of(name)

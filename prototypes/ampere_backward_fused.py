@@ -32,6 +32,7 @@ dealt, and so the order of additions, is a function of the shapes alone.
 
 import dataclasses
 
+import ampere_fused_dq as in_memory
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -39,7 +40,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.kernels import ampere_fused_dq as in_memory
 from attn_jax.kernels import ampere_tiles as tiles
 from attn_jax.kernels import ring_order
 from attn_jax.kernels.hopper_fused_range import Range, power_of_two
