@@ -127,7 +127,7 @@ def _scaled_and_interpreted(scale: float):
         return _scaled(scale, "pallas")
 
 
-@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("scale", [-0.3, pytest.param(0.0, marks=pytest.mark.thorough)])
 def test_a_scale_that_is_not_positive_leaves_the_bias_as_it_is(scale):
     found = in_child_process(_scaled_and_interpreted, scale, seconds=TIME_LIMIT)
     exact = _scaled(scale, "reference")

@@ -163,7 +163,10 @@ def test_float16_compiles_alike():
         (192, 128, "bfloat16", True, {}),
         pytest.param(192, 192, "bfloat16", False, {}, marks=pytest.mark.thorough),
         # Once a tile, outside the loop over the keys.
-        (256, 256, "bfloat16", False, {"attention_forward": 40}),
+        pytest.param(
+            *(256, 256, "bfloat16", False, {"attention_forward": 40}),
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_other_head_dims_compile_alike(

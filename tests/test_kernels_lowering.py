@@ -57,8 +57,8 @@ def _check(lowered: jax.stages.Lowered, query, key, out_dtype, value=None) -> No
         ("bfloat16", 64, False, False),
         ("bfloat16", 128, True, True),
         ("float16", 64, True, True),
-        ("float16", 128, False, True),
-        ("float16", 128, True, False),
+        pytest.param("float16", 128, False, True, marks=pytest.mark.thorough),
+        pytest.param("float16", 128, True, False, marks=pytest.mark.thorough),
     ],
 )
 @pytest.mark.parametrize("backward", ["two_kernels", "fused"])
@@ -76,9 +76,9 @@ def test_lowers(dtype, head_dim, is_causal, x64, backward):
     "sizes",
     [
         dict(T=512, S=512, N=2, K=2),
-        dict(T=1, S=1, N=1, K=1),
+        pytest.param(dict(T=1, S=1, N=1, K=1), marks=pytest.mark.thorough),
         dict(T=3, S=2000, N=8, K=1),
-        dict(T=2000, S=5, N=4, K=4),
+        pytest.param(dict(T=2000, S=5, N=4, K=4), marks=pytest.mark.thorough),
     ],
     ids=lambda sizes: "-".join(f"{name}{size}" for name, size in sizes.items()),
 )

@@ -105,6 +105,7 @@ def _check(case: Case, results: Results) -> None:
 
 # What these have is in others, too.
 FURTHER = "unsorted", "soft-cap-window", "window-far", "window-after-offset"
+FURTHER += "lengths", "documents"
 assert set(FURTHER) <= set(CASES)
 
 

@@ -225,7 +225,10 @@ def _compiled(case: Case, x64: bool) -> Program:
     [
         (Case(2, 512, 512, 8, 8, 64), False),
         (Case(2, 504, 512, 4, 2, 128, dtype="float16"), True),
-        (Case(2, 520, 1000, 4, 4, 128, "wide"), False),
+        pytest.param(
+            *(Case(2, 520, 1000, 4, 4, 128, "wide"), False),
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=str,
 )

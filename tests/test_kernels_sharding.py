@@ -374,7 +374,9 @@ def compile_extra() -> None:
 
 
 @pytest.mark.usefixtures("compile_extra")
-@pytest.mark.parametrize("situation", ["jit", "shard_map"])
+@pytest.mark.parametrize(
+    "situation", ["jit", pytest.param("shard_map", marks=pytest.mark.thorough)]
+)
 def test_gpu_program_has_no_collective(situation):
     program = in_child_process(
         _gpu_program, situation, BATCH_AND_HEADS, seconds=TIME_LIMIT

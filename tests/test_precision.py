@@ -56,10 +56,16 @@ def step_and_state(policy_of=lambda policy: policy, **changes):
             *("fp32", "float32", "float32", "float32", "highest"),
             marks=pytest.mark.thorough,
         ),
-        ("tf32", "float32", "float32", "float32", "tensorfloat32"),
+        pytest.param(
+            *("tf32", "float32", "float32", "float32", "tensorfloat32"),
+            marks=pytest.mark.thorough,
+        ),
         ("bf16", "float32", "bfloat16", "bfloat16", "highest"),
         ("fp16", "float32", "float16", "float16", "highest"),
-        ("bf16_pure", "bfloat16", "bfloat16", "bfloat16", "highest"),
+        pytest.param(
+            *("bf16_pure", "bfloat16", "bfloat16", "bfloat16", "highest"),
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_policy_formats_reach_the_state_and_the_program(

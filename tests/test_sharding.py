@@ -35,7 +35,7 @@ CONFIG = dataclasses.replace(
 )
 MESHES = [
     (8, 1, 1),
-    (2, 2, 2),
+    pytest.param((2, 2, 2), marks=pytest.mark.thorough),
     pytest.param((1, 4, 2), marks=pytest.mark.thorough),
 ]
 
