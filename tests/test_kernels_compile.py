@@ -197,19 +197,24 @@ def _compiled_for_a100(*call) -> Program:
     return in_child_process(*call, seconds=TIME_LIMIT, among="a100")
 
 
-def _check_ampere(program: Program, kernel_count: int) -> None:
+# Bytes, by head dim and kernel: integers that tiles as large as registers allow leave
+# no room for. These tilings were faster than smaller ones that spill nothing
+# (`results/prototypes/ampere.csv`).
+_SPILLED = {(128, "attention_forward"): 60, (64, "attention_backward_dkv"): 28}
+
+
+def _check_ampere(program: Program, head_dim: int, kernel_count: int) -> None:
     assert len(program.kernels) == kernel_count
     for kernel in program.kernels:
-        # Some integers: tiles are as large as registers allow.
-        assert kernel.spilled_bytes <= 64, kernel
+        assert kernel.spilled_bytes <= _SPILLED.get((head_dim, kernel.name), 0), kernel
         # Two CTAs fit a multiprocessor: each has the other's products to wait under.
         assert kernel.shared_memory <= ampere_tiles.SMEM_LIMIT_FOR_TWO, kernel
         assert kernel.registers <= 255
         assert {"HMMA", "LDSM", "LDGSTS"} <= kernel.opcodes, kernel
         # Exponentials stand between products, again and again: P V of a strip of keys
-        # goes on while the next strip's weights are made. A block of queries, for dK
-        # and dV, may be one strip.
-        one_strip = kernel.name == "attention_backward_dkv"
+        # goes on while the next strip's weights are made. At H = 128 a block of dK and
+        # dV has 16 queries, which are one strip.
+        one_strip = (head_dim, kernel.name) == (128, "attention_backward_dkv")
         assert re.search("mem" if one_strip else "(me){4}", kernel.order), kernel
 
 
@@ -225,22 +230,24 @@ def _check_ampere(program: Program, kernel_count: int) -> None:
 )
 def test_ampere_compiles_and_fits_twice(head_dim, is_causal):
     arguments = ("a100", head_dim, "bfloat16", is_causal)
-    _check_ampere(_compiled_for_a100(_ampere, *arguments), kernel_count=3)
+    program = _compiled_for_a100(_ampere, *arguments)
+    _check_ampere(program, head_dim, kernel_count=3)
 
 
 def test_ampere_float16_compiles_alike():
     program = _compiled_for_a100(_ampere, "a100", 128, "float16", True)
-    _check_ampere(program, kernel_count=3)
+    _check_ampere(program, 128, kernel_count=3)
 
 
 def test_ampere_float32_output_compiles_alike():
-    _check_ampere(_compiled_for_a100(_ampere_float32_forward), kernel_count=1)
+    program = _compiled_for_a100(_ampere_float32_forward)
+    _check_ampere(program, 128, kernel_count=1)
 
 
 def test_ampere_compiles_for_hopper():
     arguments = ("h200", 128, "bfloat16", True)
     program = in_child_process(_ampere, *arguments, seconds=TIME_LIMIT)
-    _check_ampere(program, kernel_count=3)
+    _check_ampere(program, 128, kernel_count=3)
 
 
 def _public_function_on_an_a100() -> Program:
@@ -250,4 +257,4 @@ def _public_function_on_an_a100() -> Program:
 
 def test_an_a100_gets_the_ampere_kernels():
     program = _compiled_for_a100(_public_function_on_an_a100)
-    _check_ampere(program, kernel_count=1)
+    _check_ampere(program, 64, kernel_count=1)

@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 
-# H100 and H200.
-MULTIPROCESSORS = 132
+from attn_jax.kernels.ring_order import MULTIPROCESSORS
+
 LANES = 32
 WARPS = 4
 # The most columns of a tile of TMA.
