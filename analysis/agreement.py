@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool
 from analysis import ExperimentError
 from attn_jax import canaries, emulator
 from attn_jax.audit import error
-from attn_jax.audit.inputs import Inputs, Shape, make_inputs
+from attn_jax.audit.inputs import Inputs, Shape, documents, make_inputs
 from attn_jax.bounds import order_bound
 from attn_jax.formats import BF16, FP16, FP32, NumberFormat
 from attn_jax.mask import Mask
@@ -32,7 +32,11 @@ VANISHING = "zero_k_one_v"
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Lengths T and S, head counts N and K, head dim H, mask and input format."""
+    """Lengths T and S, head counts N and K, head dim H, mask and input format.
+
+    With a `window` a query sees no key further back than the last so many, its own
+    included; `packed`: no key of another of the sequence's documents.
+    """
 
     T: int
     S: int
@@ -41,10 +45,25 @@ class Problem:
     H: int
     is_causal: bool
     dtype: str = "bfloat16"
+    window: int | None = None
+    packed: bool = False
 
     @property
     def mask(self) -> Mask:
-        return Mask(is_causal=self.is_causal)
+        return self.mask_of(1)
+
+    def mask_of(self, batch: int) -> Mask:
+        """The same for each entry of a batch."""
+        query_ids, key_ids = (
+            np.tile(documents(length), (batch, 1)) if self.packed else None
+            for length in (self.T, self.S)
+        )
+        return Mask(
+            is_causal=self.is_causal,
+            window=None if self.window is None else (self.window - 1, None),
+            query_segment_ids=query_ids,
+            key_value_segment_ids=key_ids,
+        )
 
     @property
     def format(self) -> NumberFormat:

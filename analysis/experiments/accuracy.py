@@ -5,6 +5,9 @@ computed once, on the inputs as rounded, and shared by all implementations. `out
 `dk` and `dv` are in units of the unavoidable rounding: relative RMS error divided by
 that of the exact result rounded once to the input format, pooled over heads and seeds;
 1 is the best that a kernel can do. `lse` is the largest absolute error of log-sum-exp.
+`*_bias` is the mean error in the same units and `*_bias_ci` half the width of its 95 %
+interval (`audit.error.signed_bias`); `*_growth` and `*_growth_ci` are those of the
+error times the sign of the exact result: below zero, results are too small.
 """
 
 import argparse
@@ -40,6 +43,12 @@ SUMMARY = "error of out, dQ, dK and dV against FP64, by implementation and input
 REPRODUCIBLE = ("pallas", "emulated", "reference", "xla")
 # Column -> field of the exact result.
 _FIELDS = {"out": "out", "dq": "dquery", "dk": "dkey", "dv": "dvalue"}
+_BIASES = [
+    f"{tensor}_{name}{end}"
+    for tensor in _FIELDS
+    for name in ("bias", "growth")
+    for end in ("", "_ci")
+]
 
 
 def _problems(
@@ -47,11 +56,24 @@ def _problems(
     head_dims: Sequence[int],
     dtype: str = "bfloat16",
 ) -> tuple[Problem, ...]:
+    """Without a mask and causal."""
     return tuple(
         Problem(*shape, head_dim, is_causal, dtype)
         for shape in shapes
         for head_dim in head_dims
         for is_causal in (False, True)
+    )
+
+
+def _masked(
+    shapes: Sequence[tuple[int, int, int, int]], head_dims: Sequence[int]
+) -> tuple[Problem, ...]:
+    """Causal with a window of an eighth of the keys, and in packed documents."""
+    return tuple(
+        Problem(*shape, head_dim, is_causal=True, window=window, packed=window is None)
+        for shape in shapes
+        for head_dim in head_dims
+        for window in (shape[1] // 8, None)
     )
 
 
@@ -62,14 +84,21 @@ _LONG = (4096, 4096, 16, 16)
 _RAGGED = (1000, 1337, 16, 16)
 _GROUPED = (512, 1024, 16, 4)
 _SHARED = (777, 777, 16, 1)
+_SHORT = (512, 512, 16, 16)
+# As many entries as _LONG; XLA, which keeps T x S arrays, still runs.
+_LONGEST = (16_384, 16_384, 4, 4)
 _TOY = (48, 40, 4, 2)
 PRESETS = {
-    "toy": _problems((_TOY,), (64,)) + _problems((_TOY,), (64,), "float16"),
+    "toy": _problems((_TOY,), (64,))
+    + _problems((_TOY,), (64,), "float16")
+    + _masked((_TOY,), (64,)),
     "quick": _problems((_SQUARE, _RAGGED), (128,)),
     "full": _problems((_SQUARE, _LONG, _RAGGED, _GROUPED), (64, 128))
     + _problems((_SHARED,), (128,))
     + _problems((_SQUARE,), (64, 128), "float16")
     + _problems((_RAGGED,), (64,), "float16"),
+    "lengths": _problems((_SHORT, _LONGEST), (64, 128)),
+    "masks": _masked((_SHORT, _SQUARE, _LONG, _LONGEST), (64, 128)),
 }
 
 
@@ -203,7 +232,7 @@ def measure(
                 float16_cotangent if problem.dtype == "float16" else 1.0
             )
             found = {name: _run(program, inputs) for name, program in programs.items()}
-            mask = problem.mask
+            mask = problem.mask_of(seeds)
             exact = golden(*inputs, mask=mask)
             sums = None
             if family == VANISHING:
@@ -219,6 +248,7 @@ def _compile(
     problem: Problem, seeds: int, implementation: Implementation, name: str
 ) -> Program:
     """Compiled (q, k, v, dO) -> results; where it is refused, the reason."""
+    mask = problem.mask_of(seeds)
     recipe = None
     if implementation == "emulated":
         recipe = RECIPES[name.removeprefix("emulated/")]
@@ -231,7 +261,10 @@ def _compile(
             q,
             k,
             v,
-            is_causal=problem.is_causal,
+            is_causal=mask.is_causal,
+            local_window_size=mask.window,
+            query_segment_ids=mask.query_segment_ids,
+            key_value_segment_ids=mask.key_value_segment_ids,
             implementation=implementation,
             return_residual=return_residual,
             recipe=recipe,
@@ -279,12 +312,16 @@ def _draw(problem: Problem, family: str, seeds: int, cotangent: float) -> Inputs
 
 
 def _run(program: Program, inputs: Inputs) -> dict[str, Any] | str:
-    """The results of a program, run twice, and whether their bits were the same."""
+    """The results of a program, run twice, and whether their bits were the same; or why
+    there are none."""
     if isinstance(program, str):
         return program
-    found, again = program(*inputs), program(*inputs)
-    same = bool(same_bits(found, again))
-    return {"same_bits": same, **jax.device_get(found)}
+    try:
+        found, again = program(*inputs), program(*inputs)
+        same = bool(same_bits(found, again))
+        return {"same_bits": same, **jax.device_get(found)}
+    except JaxRuntimeError as reason:  # Memory may end only now.
+        return str(reason).strip().splitlines()[0][:200]
 
 
 def _rows(
@@ -307,25 +344,33 @@ def _rows(
     for name, result in found.items():
         row: Row = {"implementation": name, **dataclasses.asdict(problem), **common}
         row |= dict.fromkeys((*_FIELDS, "lse", "same_bits", "degenerate", "refused"))
+        row |= dict.fromkeys(_BIASES)
         rows.append(row)
         if isinstance(result, str):
             row["refused"] = result
             continue
         for tensor in _FIELDS:
-            row[tensor] = _units(result[tensor], targets[tensor], sizes[tensor])
+            row |= _figures(tensor, result[tensor], targets[tensor], sizes[tensor])
         if "lse" in result:
-            row["lse"] = float(np.abs(result["lse"] - exact.lse).max())
+            # Rows that see nothing have -inf in both.
+            off = np.zeros(exact.lse.shape)
+            np.subtract(result["lse"], exact.lse, out=off, where=exact.lse > -np.inf)
+            row["lse"] = float(np.abs(off).max())
         row["same_bits"] = result["same_bits"]
         row["degenerate"] = " ".join(degenerate)
     return rows
 
 
-def _units(found: np.ndarray, target: np.ndarray, size: float) -> float:
-    """RMS error over the unit of error; 0 where an exact result is hit exactly."""
-    rms = float(np.sqrt(np.mean(np.square(found.astype(np.float64) - target))))
-    if size > 0:
-        return rms / size
-    return 0.0 if rms == 0 else float("inf")
+def _figures(
+    tensor: str, found: np.ndarray, target: np.ndarray, size: float
+) -> dict[str, float]:
+    """A tensor's RMS error, bias and growth, in units of error."""
+    e = found.astype(np.float64) - target
+    figures = {tensor: error.in_units(float(np.sqrt(np.mean(np.square(e)))), size)}
+    for name, signed in (("bias", e), ("growth", np.copysign(1.0, target) * e)):
+        mean, half = error.signed_bias(signed, size)
+        figures |= {f"{tensor}_{name}": mean, f"{tensor}_{name}_ci": half}
+    return figures
 
 
 def largest(rows: Sequence[Row]) -> list[Row]:
@@ -341,6 +386,15 @@ def largest(rows: Sequence[Row]) -> list[Row]:
             tensor: max((r[tensor] for r in group if r[tensor] is not None), default="")
             for tensor in (*_FIELDS, "lse")
         }
-        | {"same bits": all(row["same_bits"] for row in group)}
+        | {
+            # How far from no bias any result may be, at 97.5 %.
+            "bias": max(
+                abs(row[name]) + row[f"{name}_ci"]
+                for row in group
+                for name in _BIASES
+                if not name.endswith("_ci") and row[name] is not None
+            ),
+            "same bits": all(row["same_bits"] for row in group),
+        }
         for key, group in groups.items()
     ]

@@ -7,7 +7,7 @@ from typing import Literal, cast
 
 import numpy as np
 
-from attn_jax.audit.inputs import Shape
+from attn_jax.audit.inputs import Shape, documents
 from attn_jax.mask import Mask
 from train.config import UsageError, head_dim, image_tokens
 from train.presets import PRESETS as MODELS
@@ -23,8 +23,6 @@ FLOPS = (
     "B N H pairs, times 4 forward, 10 backward, 14 both; pairs is T S, half of it if "
     "causal, and what the queries see, counted, with a window or packed documents"
 )
-# Lengths of the documents of a packed sequence, in 64ths of it.
-_DOCUMENTS = (24, 16, 10, 6, 4, 2, 1, 1)
 _WINDOW = 1024
 
 
@@ -76,9 +74,7 @@ class Case:
         """The number of each position's document, [B, S]; None unless packed."""
         if self.mask != "packed":
             return None
-        lengths = [part * self.S // sum(_DOCUMENTS) for part in _DOCUMENTS]
-        ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        return np.broadcast_to(ids, (self.B, self.S))
+        return np.broadcast_to(documents(self.S), (self.B, self.S))
 
     @property
     def rules(self) -> Mask:

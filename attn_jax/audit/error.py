@@ -92,7 +92,20 @@ def unit_error(
     Arrays of any shape, pooled: stack heads and seeds. An exact result measures 0 even
     where the unit is 0; any other result there measures inf.
     """
-    return _in_units(_rms(_difference(x, golden)), unit(golden, fmt, absolute)[0])
+    return in_units(_rms(_difference(x, golden)), unit(golden, fmt, absolute)[0])
+
+
+def signed_bias(e: np.ndarray, size: float) -> tuple[float, float]:
+    """Mean of e over `size`, and half the width of its 95 % interval.
+
+    e [..., H] is a difference from the exact result. Its rows, the vectors along the
+    last axis, are taken as independent: entries of a row share what is summed and
+    weighted, other rows only inputs, which are exact. |mean| + half width below a
+    margin is the test of equivalence to no bias at that margin, at 97.5 %.
+    """
+    means = e.mean(-1).ravel()
+    spread = means.std(ddof=1) / means.size**0.5 if means.size > 1 else np.inf
+    return in_units(means.mean(), size), in_units(1.96 * spread, size)
 
 
 def measure(
@@ -113,13 +126,13 @@ def measure(
     spread = means.std(ddof=1) / means.size**0.5 if means.size > 1 else np.inf
     root = np.sqrt(np.square(e).sum())
     return Errors(
-        units=_in_units(_rms(e), size),
+        units=in_units(_rms(e), size),
         degenerate=degenerate,
-        relative=_in_units(_rms(e), _rms(golden)),
-        maximum=_in_units(np.abs(e).max(), scale),
-        p999=_in_units(np.quantile(np.abs(e), 0.999), scale),
-        signed_mean=_in_units(e.mean(), scale),
-        signed_mean_ci=_in_units(1.96 * spread, scale),
+        relative=in_units(_rms(e), _rms(golden)),
+        maximum=in_units(np.abs(e).max(), scale),
+        p999=in_units(np.quantile(np.abs(e), 0.999), scale),
+        signed_mean=in_units(e.mean(), scale),
+        signed_mean_ci=in_units(1.96 * spread, scale),
         directionality=float(abs(e.sum()) / root) if root > 0 else 0.0,
     )
 
@@ -137,7 +150,8 @@ def _rms(x) -> float:
     return float(np.sqrt(np.mean(np.square(x))))
 
 
-def _in_units(size, of) -> float:
+def in_units(size, of) -> float:
+    """`size` in units of `of`; 0 where an exact result is hit exactly."""
     if of > 0:
         return float(size / of)
     return 0.0 if size == 0 else float(np.copysign(np.inf, size))

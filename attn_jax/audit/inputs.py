@@ -42,6 +42,17 @@ class Inputs(NamedTuple):
     dout: np.ndarray
 
 
+# Lengths of the documents of a packed sequence, in 64ths of it.
+_DOCUMENTS = (24, 16, 10, 6, 4, 2, 1, 1)
+
+
+def documents(length: int) -> np.ndarray:
+    """The number of each position's document in a packed sequence, [length] int32:
+    eight documents of unequal length."""
+    ends = np.cumsum(_DOCUMENTS) * length // sum(_DOCUMENTS)
+    return np.searchsorted(ends, np.arange(length), side="right").astype(np.int32)
+
+
 Family = Callable[
     [np.random.Generator, Shape], tuple[np.ndarray, np.ndarray, np.ndarray]
 ]
@@ -139,6 +150,21 @@ def _zero_key_unit_value(rng, shape: Shape):
     return rng.standard_normal(shape.query), np.zeros(shape.key), np.ones(shape.key)
 
 
+def _drift(rng, shape: Shape):
+    """Keys whose mean moves along the sequence, from 0 to 4, and V with a mean."""
+    q, k, v = _normal(rng, shape)
+    position = np.arange(shape.key_length)[:, None, None] / shape.key_length
+    return q, k + 4 * position, v + 1
+
+
+def _own_means(rng, shape: Shape):
+    """Each of eight documents has means of its own in K and V, of deviation 2."""
+    q, k, v = _normal(rng, shape)
+    of = documents(shape.key_length)
+    means = 2 * rng.standard_normal((2, of.max() + 1, shape.key_heads, shape.head_dim))
+    return q, k + means[0][of], v + means[1][of]
+
+
 FAMILIES: dict[str, Family] = {
     "normal": _normal,
     "uniform": _uniform,
@@ -150,4 +176,6 @@ FAMILIES: dict[str, Family] = {
     "repeated_max": _repeated_maximum,
     "sink": _sink,
     "zero_k_one_v": _zero_key_unit_value,
+    "drift": _drift,
+    "own_means": _own_means,
 }
