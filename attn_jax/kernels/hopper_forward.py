@@ -18,6 +18,12 @@ Where it rounds (16 bit: the inputs' format):
   out is rounded once. With `residual`, what that rounding dropped is kept as a second
   16-bit tensor: out + out_low carries about 16 bits into the backward pass.
 exp2 with scale * log2(e) folded in replaces exp, so m is kept in units of log2.
+
+The tensor cores cut the accumulator off toward zero at every addition
+(`attn_jax.on_tensor_cores`): where P V adds up to something, out shrinks in proportion
+to the number of keys, for U[0, 1) values and 16 384 keys by 0.16 units of BF16's
+rounding, in all kernels that sum so. Here no more than `CHAIN` keys are summed in one
+accumulator; the sums of such links are added to nearest.
 """
 
 import functools
@@ -32,8 +38,10 @@ from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import schedule
 from attn_jax.kernels.tiles import (
+    GROUP,
     LN_2,
     LOG2_E,
+    ROWS,
     accumulator,
     along_rows,
     capped,
@@ -62,6 +70,8 @@ MULTIPROCESSORS = 132
 # Registers a thread (consumers, producer) by number of consumer warpgroups: setmaxnreg
 # moves them from the loading warpgroup to the others.
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
+# Keys in one accumulator.
+CHAIN = 4096
 # What a tile costs besides its blocks of keys, in blocks: loading Q, storing out.
 TILE_COST = 1
 
@@ -115,6 +125,9 @@ def forward(
     keep_low = residual and not wide_out
     consumer_registers, producer_registers = REGISTERS[warpgroups]
     stored = tiling.stored(value_dim)
+    # Blocks in a link of the sum, and whether there can be more than one link.
+    link_blocks = CHAIN // columns
+    is_chained = key_blocks > link_blocks
 
     pairs = None
     if mask is not None:
@@ -156,7 +169,7 @@ def forward(
 
     def attention_forward(
         q_gmem, k_gmem, v_gmem, table_gmem, pairs, sinks_gmem, bias_gmem, out_gmem,
-        low_gmem, lse_gmem, smem, barriers,
+        low_gmem, lse_gmem, sums_gmem, smem, barriers,
     ):  # fmt: skip
         q_smem, k_smem, v_smem, out_smem, low_smem = smem
         q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
@@ -202,11 +215,6 @@ def forward(
             def k_of(step):
                 return k_smem.at[slot(step)].transpose((1, 0))
 
-            def await_k(step):
-                @pl.when(step <= last)
-                def _():
-                    plgpu.barrier_wait(k_ready.at[slot(step)])
-
             def entry(step):
                 """What the list says of a step's block; 0 past its end."""
                 if pairs is None:
@@ -230,12 +238,13 @@ def forward(
                 partial = lax.rem(entry, jnp.int32(2)) == 1
                 return lax.cond(partial, hide_some, lambda s: s, s)
 
-            def hide_last(s):
-                """The last block's keys that a row does not see."""
+            def hide_first(s, first):
+                """What the rows do not see of a link's first block: without a list, of
+                the last keys there are."""
                 if pairs is not None:
-                    return hide_pairs(s, entry(start))
+                    return hide_pairs(s, entry(first))
                 s, _ = capped(s, scale, soft_cap)
-                first_key = (blocks - 1) * columns
+                first_key = (blocks - 1 - (first - start)) * columns
                 seen = None
                 if key_count % columns:
                     seen = key_count - first_key
@@ -268,26 +277,38 @@ def forward(
                         plgpu.barrier_wait(ready.at[slot(step)])
                         plgpu.barrier_arrive(free.at[slot(step)])
 
-            def attend(acc):
+            def load_q():
+                """Q as a left operand, once the warpgroup's first block is next."""
                 if is_causal and warpgroups > 1:
                     skip_blocks()
                 plgpu.barrier_wait(q_ready.at[warpgroup])
-                q = q_tile
-                if tiling.q_registers:
-                    q = q_tile[...]
-                    # Orders the read before TMA's next write to the tile.
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(q_free)
-                await_k(start)
+                if not tiling.q_registers:
+                    return q_tile
+                q = q_tile[...]
+                # Orders the read before TMA's next write to the tile.
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(q_free)
+                return q
+
+            def attend(acc, q, first, last, before):
+                """(sum of P V, state) of the blocks first, ..., last, with the state
+                of those before them."""
+
+                def await_k(step):
+                    @pl.when(step <= last)
+                    def _():
+                        plgpu.barrier_wait(k_ready.at[slot(step)])
+
+                await_k(first)
 
                 def first_logits(s_acc):
-                    plgpu.wgmma(s_acc, q, k_of(start))
+                    plgpu.wgmma(s_acc, q, k_of(first))
                     return s_acc[...]
 
                 s = pl.run_scoped(first_logits, accumulator(rows, columns))
-                plgpu.barrier_arrive(k_free.at[slot(start)])
-                state, p, _ = softmax(hide_last(s), None)
-                await_k(start + 1)
+                plgpu.barrier_arrive(k_free.at[slot(first)])
+                state, p, _ = softmax(hide_first(s, first), before)
+                await_k(first + 1)
 
                 def step(now, carry):
                     state, p, listed_as = carry
@@ -314,9 +335,9 @@ def forward(
                     return state, p, following
 
                 state, p, _ = lax.fori_loop(
-                    start + 1, last + 1, step, (state, p, entry(start + 1))
+                    first + 1, last + 1, step, (state, p, entry(first + 1))
                 )
-                if not tiling.q_registers:
+                if not tiling.q_registers and not is_chained:
                     plgpu.barrier_arrive(q_free)
                 plgpu.barrier_wait(v_ready.at[slot(last)])
                 plgpu.wgmma(acc, p, v_smem.at[slot(last)])
@@ -324,7 +345,47 @@ def forward(
                 plgpu.barrier_arrive(v_free.at[slot(last)])
                 return acc[...], state
 
-            acc, state = pl.run_scoped(attend, accumulator(rows, value_dim))
+            def attend_all():
+                if not is_chained:
+                    return pl.run_scoped(
+                        lambda acc: attend(acc, load_q(), start, last, None),
+                        accumulator(rows, value_dim),
+                    )
+                q = load_q()
+                sums = sums_gmem.at[cta, warpgroup]
+
+                def link(number, before):
+                    first = start + number * link_blocks
+                    end = jnp.minimum(first + (link_blocks - 1), last)
+                    attending = functools.partial(
+                        attend, q=q, first=first, last=end, before=before
+                    )
+                    acc, state = pl.run_scoped(attending, accumulator(rows, value_dim))
+                    base = state.row_max if pairs is None else finite(state.row_max)
+                    shrink = along_rows(jnp.exp2(before.row_max - base), (rows, GROUP))
+                    is_sum = along_rows(before.row_max, shrink.shape) > -jnp.inf
+                    # In groups, for the registers.
+                    for column in range(0, value_dim, GROUP):
+                        part = lax.slice(acc, (0, column), (rows, column + GROUP))
+                        old = read_tile(sums, 0, column, part.shape)
+                        # There is nothing to add before there is a maximum.
+                        part += jnp.where(is_sum, old * shrink, 0.0)
+                        sums[:, pl.ds(column, GROUP)] = part
+                    return state
+
+                nothing = State(
+                    plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), ROWS),
+                    plgpu.layout_cast(
+                        jnp.zeros((rows, GROUP), jnp.float32), plgpu.Layout.WGMMA
+                    ),
+                )
+                links = lax.div(last - start + link_blocks, jnp.int32(link_blocks))
+                state = lax.fori_loop(jnp.int32(0), links, link, nothing)
+                if not tiling.q_registers:
+                    plgpu.barrier_arrive(q_free)
+                return read_tile(sums, 0, 0, (rows, value_dim)), state
+
+            acc, state = attend_all()
             yield
             row_sum = state.row_sum.sum(axis=1)
             row_max, shrink = state.row_max, 1.0
@@ -463,12 +524,14 @@ def forward(
     # TMA stores drop what lies outside an array; plain stores (FP32 out, LSE) do not.
     out_rows = tile_rows if wide_out else padded
     low = jax.ShapeDtypeStruct((*query.shape[:3], value_dim), dtype)
-    out, low, lse = plgpu.kernel(
+    sums = (table.shape[0], warpgroups, rows, value_dim)
+    out, low, lse, _ = plgpu.kernel(
         attention_forward,
         out_type=[
             jax.ShapeDtypeStruct((batch, out_rows, query_heads, value_dim), out_dtype),
             low if keep_low else None,
             jax.ShapeDtypeStruct((batch, query_heads, tile_rows), jnp.float32),
+            jax.ShapeDtypeStruct(sums, jnp.float32) if is_chained else None,
         ],
         scratch_types=[
             (
