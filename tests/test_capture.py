@@ -33,7 +33,11 @@ CONFIG = dataclasses.replace(
 )
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["qk-norm", "no-qk-norm"])
+@pytest.fixture(
+    scope="module",
+    params=[True, pytest.param(False, marks=pytest.mark.thorough)],
+    ids=["qk-norm", "no-qk-norm"],
+)
 def root(request, tmp_path_factory) -> Path:
     """What a run leaves, with checkpoints of steps 2 and 4 whose gates are open."""
     folder = tmp_path_factory.mktemp("capture") / "run"

@@ -245,7 +245,9 @@ def test_no_dq_exceeds_its_bound(step, changes):
 
 
 @pytest.mark.parametrize("ring_size", [1, 4])
-@pytest.mark.parametrize("exponent", [0, 16, 24])
+@pytest.mark.parametrize(
+    "exponent", [0, 16, pytest.param(24, marks=pytest.mark.thorough)]
+)
 def test_rows_far_below_the_largest_are_bounded(exponent, ring_size):
     """Of dO, and of dLSE. Row by row, or golden's own error of the largest would hide
     the others'."""

@@ -18,12 +18,12 @@ MASKS = {
     "full": Mask(),
     "causal": Mask(is_causal=True),
     # The last rows see all links, the first nothing in the one that comes first.
-    "window": Mask(window=(400, 0), query_offset=np.array([390])),
+    "window": Mask(window=(400, 0), query_offset=np.array([260])),
 }
 
 
 def _inputs(head_dim: int):
-    return make_inputs("offset", 0, Shape(1, 200, 600, 1, 1, head_dim))
+    return make_inputs("offset", 0, Shape(1, 330, 600, 1, 1, head_dim))
 
 
 def _forward(head_dim: int, name: str):

@@ -90,7 +90,10 @@ def test_what_does_not_fit_is_not_even_compiled(kernel, tiling, reason):
 # Six buffers and five barriers; the fused kernel says its own.
 @pytest.mark.parametrize(
     ("group", "buffers"),
-    [(GROUP, 11), (FUSED, len(Memory._fields + Barriers._fields))],
+    [
+        pytest.param(GROUP, 11, marks=pytest.mark.thorough),
+        (FUSED, len(Memory._fields + Barriers._fields)),
+    ],
     ids=["dq", "fused"],
 )
 def test_the_estimate_is_what_the_compiler_takes_at_the_least(group, buffers):
