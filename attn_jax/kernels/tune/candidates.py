@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from attn_jax.kernels import (
-    ampere_backward,
+    ampere_backward_dkv,
     compiler,
     hopper_backward_dkv,
     hopper_backward_dq,
@@ -264,7 +264,7 @@ def _ampere_backward_need(
     rows, columns = tiling.rows, tiling.columns
     block = (rows, columns, 4)
     tiles = [(rows, head_dim, 4)] * accumulators + [(rows, head_dim, 2)] * operands
-    stages = ampere_backward.STAGES
+    stages = 2
     return Need(
         _registers(*tiles, block, block),
         _MOST_REGISTERS,
@@ -333,13 +333,13 @@ KERNELS: dict[Architecture, dict[KernelName, Kernel]] = {
         ),
         "backward_dq": Kernel(
             *("backward_dq", "attention_backward_dq", ("dq",)),
-            _AMPERE | {"stages": (ampere_backward.STAGES,)},
+            _AMPERE | {"stages": (2,)},
             _ampere_dq_need,
             options=_TWO_KERNELS,
         ),
         "backward_dkv": Kernel(
             *("backward_dkv", "attention_backward_dkv", ("dk", "dv")),
-            _AMPERE | {"stages": (ampere_backward.STAGES,)},
+            _AMPERE | {"stages": (2,)},
             _ampere_dkv_need,
             options=_TWO_KERNELS,
         ),
