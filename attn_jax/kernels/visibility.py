@@ -280,8 +280,9 @@ def hide(
         row_start, column_start = column_start, row_start
         row_ids, column_ids = column_ids, row_ids
     column = fragments.positions((rows, GROUP), 1)
-    row = fragments.positions((rows, GROUP), 0) + row_start
-    low, high = _seen_columns(pairs, band, batch, row, queries_first)
+    low, high = _seen_columns(
+        *(pairs, band, batch, rows, row_start, queries_first, fragments)
+    )
     high = high - column_start
     low = None if low is None else low - column_start
     if row_ids is not None:
@@ -313,11 +314,19 @@ def hide(
     return jnp.concatenate([hidden(i) for i in range(0, columns, GROUP)], axis=1)
 
 
-def _seen_columns(pairs: Pairs, band: Band, batch, row: jax.Array, queries_first: bool):
+def _seen_columns(
+    pairs: Pairs,
+    band: Band,
+    batch,
+    rows: int,
+    start: jax.Array,
+    queries_first: bool,
+    fragments: Fragments,
+):
     """First column and one past the last that each row sees by band and spans, the same
-    in all 8 entries of a row; None for the first if it is the first of all. `row`: the
-    index of each."""
+    in all 8 entries of a row; None for the first if it is the first of all."""
     offset, query_length, key_length = (pairs.rules.spans[batch, i] for i in range(3))
+    row = fragments.positions((rows, GROUP), 0) + start
     # A query sees the keys position - back ... position + ahead; of a key it is seen by
     # the queries at position - ahead ... position + back.
     back, ahead = band
