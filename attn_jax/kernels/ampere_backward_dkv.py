@@ -306,7 +306,7 @@ def _gradients(
     v_tile, dout_blocks = own_and_blocks(value_dim, value_strip)
     statistics_smem = plgpu.SMEM((stages, *statistics.shape[3:]), jnp.float32)
     scratch = (k_tile, v_tile if wants_dk else None, q_blocks, dout_blocks)
-    return plgpu.kernel(
+    dk, dv = plgpu.kernel(
         attention_backward_dkv,
         out_type=[
             jax.ShapeDtypeStruct(x.shape, dtype) if wanted else None
@@ -317,6 +317,7 @@ def _gradients(
         grid_names=("head", "tile", "batch"),
         compiler_params=tiles.COMPILER_PARAMS,
     )(query, key, value if wants_dk else None, dout, statistics, pairs, bias)
+    return dk, dv
 
 
 def _by_block(
