@@ -87,7 +87,9 @@ DEFAULT = {"hopper": set(CASES) - BROADCAST, "ampere": {"bias-for-all-heads"}}
 @pytest.mark.parametrize(
     ("target", "name"),
     [
-        pytest.param(*(target, name), marks=[pytest.mark.thorough] * (name not in names))
+        pytest.param(
+            *(target, name), marks=[pytest.mark.thorough] * (name not in names)
+        )
         for target, names in DEFAULT.items()
         for name in CASES
     ],

@@ -28,8 +28,14 @@ from attn_jax.kernels.tiles import (
     read_tile,
     smem_tile,
 )
-from attn_jax.kernels.visibility import Band, Pairs, Rules, hide, pad_to_tiles
-from attn_jax.kernels.visibility import whole_tiles
+from attn_jax.kernels.visibility import (
+    Band,
+    Pairs,
+    Rules,
+    hide,
+    pad_to_tiles,
+    whole_tiles,
+)
 
 # Of the tiles of S, queries and keys.
 ROWS, COLUMNS = 64, 64
@@ -58,12 +64,12 @@ def backward_dbias(
     # So that two CTAs fit a multiprocessor, where that can be.
     stages = 2 if head_dim + value_dim <= 128 else 1
     group = query_heads // key_heads
-    dtype, shape = query.dtype, bias.shape
+    dtype = query.dtype
     sizes = batch, query_heads, query_count, key_count
-    sums = Sums.of(shape, sizes, ROWS, COLUMNS)
+    sums = Sums.of(bias.shape, sizes, ROWS, COLUMNS)
     query, dout = (tiles.join_heads(x[:, :query_count], ROWS) for x in (query, dout))
     key, value = (tiles.join_heads(x[:, :key_count], COLUMNS) for x in (key, value))
-    whole = jnp.broadcast_to(bias, (*shape[:2], query_count, key_count))
+    whole = jnp.broadcast_to(bias, (*bias.shape[:2], query_count, key_count))
     whole = whole_tiles(whole, ROWS, COLUMNS)
     lse, delta = (pad_rows(x, query.shape[1]) for x in (lse, delta))
     pairs = Pairs(pad_to_tiles(mask, ROWS, COLUMNS), None)
@@ -120,7 +126,8 @@ def backward_dbias(
                 tiles.wait_for_copies(0)  # as barrier
                 start_next()
             added = head_of(bias_gmem, b, n)
-            added = read_tile(added, first_row, first_key, s.shape, tiles.MMA)
+            shape = ROWS, COLUMNS
+            added = read_tile(added, first_row, first_key, shape, tiles.MMA)
             s, slope = capped(s, scale, soft_cap, added)
             at = (b, n, first_row, first_key)
             s = hide(s, pairs, band, *at, fragments=tiles.MMA)
@@ -147,4 +154,4 @@ def backward_dbias(
         grid_names=("owned",),
         compiler_params=tiles.COMPILER_PARAMS,
     )(query, key, value, dout, lse, delta, whole, pairs)
-    return sums.gradient(owned_tiles, shape)
+    return sums.gradient(owned_tiles, bias.shape)

@@ -117,10 +117,11 @@ def backward_dkv(
     else:
         _, dv = gradients(wants_dk=False, wants_dv=True)
         dk, _ = gradients(wants_dk=True, wants_dv=False)
-    dk, dv = (
-        x.reshape(*x.shape[:2], key_heads, dim)
-        for x, dim in zip((dk, dv), dims, strict=True)
-    )
+
+    def heads(x):
+        return x.reshape(*x.shape[:2], key_heads, -1)
+
+    dk, dv = heads(dk), heads(dv)
     return dk[:, :key_count], dv[:, :key_count]
 
 
@@ -227,6 +228,7 @@ def _gradients(
             s, slope = capped(s, scale, soft_cap, added)
 
             def hide_some(s):
+                assert pairs is not None
                 at = (b, head, first_query, first_row)
                 return hide(
                     *(s, pairs, band, *at), queries_first=False, fragments=tiles.MMA
@@ -298,9 +300,8 @@ def _gradients(
             tiles.store_in_strips(dv, k_smem, place, strip)
 
     def own_and_blocks(dim, strip):
-        return (
-            smem_tile((*lead, dim), dtype, strip) for lead in ((rows,), (stages, columns))
-        )
+        shapes = (rows, dim), (stages, columns, dim)
+        return (smem_tile(shape, dtype, strip) for shape in shapes)
 
     k_tile, q_blocks = own_and_blocks(head_dim, strip)
     v_tile, dout_blocks = own_and_blocks(value_dim, value_strip)

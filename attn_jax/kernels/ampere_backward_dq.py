@@ -175,6 +175,7 @@ def backward_dq(
             s, slope = capped(s, scale, soft_cap, added)
 
             def hide_some(s):
+                assert pairs is not None
                 at = (b, n, first_row, first_key(j))
                 return hide(s, pairs, band, *at, fragments=tiles.MMA)
 

@@ -70,7 +70,8 @@ def forward(
 
     `query_count` and `key_count` say how many rows are real; any padding will do.
     `scale` is not negative. A causal row i sees the keys j <= i. With `mask` it is that
-    and `band` which say what is seen, and `is_causal` is False; a `bias` comes with one.
+    and `band` which say what is seen, and `is_causal` is False; a `bias` comes with
+    one.
     """
     batch, _, query_heads, head_dim = query.shape
     key_heads, value_dim = value.shape[2:]
@@ -168,6 +169,7 @@ def forward(
             s, _ = capped(s, scale, soft_cap, added)
 
             def hide_some(s):
+                assert pairs is not None
                 at = (b, n, first_row, first_key)
                 return hide(s, pairs, band, *at, fragments=tiles.MMA)
 
