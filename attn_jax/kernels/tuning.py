@@ -287,7 +287,8 @@ def write(entries: list[Entry]) -> str:
 
 # Ampere: 128 rows, so that a warp has 32 for each fragment of K and V that it reads
 # from shared memory, where registers allow; blocks as long as 255 registers a thread
-# allow, but for some integers; stages so that two CTAs fit a multiprocessor. Hopper:
+# allow, but for some integers; stages so that two CTAs fit a multiprocessor, which dQ
+# at head dim 256 does not. Head dims but 64 and 128 are not measured there. Hopper:
 # blocks as long as registers (240 a thread of two consumer warpgroups) and shared
 # memory (227 KB) allow; in the forward kernel a multiple of `rows`, so that a causal
 # mask cuts a warpgroup's last block alone; at few keys four warpgroups, which hide the
