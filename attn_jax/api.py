@@ -62,11 +62,11 @@ def dot_product_attention(
       query_seq_lengths, key_value_seq_lengths: [B] int; what lies beyond is masked.
       local_window_size: (left, right) or one number for both: query i sees the keys
         i - left <= j <= i + right; None leaves a side open.
-      implementation: `pallas` (our kernels: Hopper GPUs, H and D of 32, 64, 96, 128,
-        192 and 256; A100, H = D = 64 or 128, no bias), `emulated` (a recipe's roundings
-        in plain JAX, any device), `reference` (exact: float64 under x64, else float32),
-        `xla` and `cudnn` (jax.nn's). A named one runs or raises. None picks `pallas`
-        where it can run, else `xla`, else `reference`.
+      implementation: `pallas` (our kernels: A100 and Hopper GPUs, H and D of 32, 64,
+        96, 128, 192 and 256), `emulated` (a recipe's roundings in plain JAX, any
+        device), `reference` (exact: float64 under x64, else float32), `xla` and `cudnn`
+        (jax.nn's). A named one runs or raises. None picks `pallas` where it can run,
+        else `xla`, else `reference`.
       return_residual: also return LSE = log(sum(exp(logits))), [B] T N, natural log,
         float32 (float64 if computed so), differentiable.
       query_segment_ids, key_value_segment_ids: [B] T and [B] S int; a pair takes part

@@ -47,6 +47,8 @@ from attn_jax.kernels.tiles import LOG2_E, pad_rows, smem_tile
 
 KEY_TILE = 128
 STAGES = 2
+# Columns of the strips that tiles are read in.
+SWIZZLED = 64
 MULTIPROCESSORS = 108
 
 
@@ -252,8 +254,8 @@ def backward_fused(
             tiles.start_copy(own_rows(v_gmem), v_smem.at[warpgroup])
             start(i32(0))
             tiles.wait_for_copies(0)
-            for k in range(0, head_dim, tiles.SWIZZLED):
-                part = pl.ds(k, tiles.SWIZZLED)
+            for k in range(0, head_dim, SWIZZLED):
+                part = pl.ds(k, SWIZZLED)
                 own = k_smem.at[warpgroup, :, part]
                 own = plgpu.load(own, layout=tiles.ACCUMULATOR)
                 row = plgpu.load(
@@ -330,8 +332,12 @@ def backward_fused(
             count(steps - 1)
             divisor = row_divisor[b, kv_head]
             dk, dv = dk * (divisor * scale), dv * divisor
-            tiles.store_rows(dk.astype(dtype), k_smem.at[warpgroup], own_rows(dk_gmem))
-            tiles.store_rows(dv.astype(dtype), v_smem.at[warpgroup], own_rows(dv_gmem))
+            tiles.store_rows(
+                dk.astype(dtype), k_smem.at[warpgroup], own_rows(dk_gmem), SWIZZLED
+            )
+            tiles.store_rows(
+                dv.astype(dtype), v_smem.at[warpgroup], own_rows(dv_gmem), SWIZZLED
+            )
 
         @pl.loop(0, i32(ring.passes(member)))
         def _(index):
@@ -383,8 +389,8 @@ def backward_fused(
 
 def _fragments(smem) -> list[jax.Array]:
     """A tile in shared memory, [rows, H], as left operands: H in strips."""
-    strips = range(0, smem.shape[1], tiles.SWIZZLED)
-    return [tiles.load_left(smem.at[:, pl.ds(k, tiles.SWIZZLED)]) for k in strips]
+    strips = range(0, smem.shape[1], SWIZZLED)
+    return [tiles.load_left(smem.at[:, pl.ds(k, SWIZZLED)]) for k in strips]
 
 
 def _inner_products(left, rights: list) -> jax.Array:
@@ -394,7 +400,7 @@ def _inner_products(left, rights: list) -> jax.Array:
     for smem in rights:
         acc = tiles.accumulator(left[0].shape[0], smem.shape[0])
         for i, strip in enumerate(left):
-            part = pl.ds(i * tiles.SWIZZLED, tiles.SWIZZLED)
+            part = pl.ds(i * SWIZZLED, SWIZZLED)
             right = tiles.load_right(smem.at[:, part].transpose((1, 0)))
             acc = plgpu.mma(acc, strip, right)
         found.append(acc)
@@ -416,7 +422,7 @@ def _by_block(
     lse2: Float32[Array, "B N T"], delta: Float32[Array, "B N T"], count: int, size: int
 ) -> Float32[Array, "B N count R size"]:
     """LSE in units of log2 and delta of each of `count` blocks of `size` queries, as
-    `ampere_backward` has them."""
+    `ampere_backward_dkv` has them."""
     rows = [pad_rows(x, count * size) for x in (lse2, delta)]
     rows += [jnp.zeros_like(rows[0])] * (max(2, -(-128 // size)) - 2)
     blocks = [x.reshape(*x.shape[:2], count, size) for x in rows]

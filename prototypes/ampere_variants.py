@@ -9,14 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from attn_jax.kernels import ampere_tiles as tiles
-from attn_jax.kernels.ampere_backward import (
-    STAGES,
-    _by_block,
-    _column_index,
-    _fragments,
-    _inner_products,
-    _slot,
-)
+from attn_jax.kernels.ampere_backward_dkv import _by_block
 from attn_jax.kernels.tiles import (
     LN_2,
     LOG2_E,
@@ -26,6 +19,10 @@ from attn_jax.kernels.tiles import (
     widen,
 )
 from attn_jax.kernels.tuning import Tiling
+
+# Blocks in shared memory, and columns of the strips that tiles are read in.
+STAGES = 2
+SWIZZLED = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +41,10 @@ class Options:
     peeled: bool = False
     packed: bool = False
     registers: tuple[int, ...] = ()
+
+
+def _slot(step: jax.Array) -> jax.Array:
+    return lax.rem(step, jnp.int32(STAGES))
 
 
 def forward(
@@ -107,7 +108,7 @@ def forward(
         def q_rows(gmem):
             return tiles.head_rows(gmem, b, first_row, rows, n, head_dim)
 
-        parts = [pl.ds(k, tiles.SWIZZLED) for k in range(0, head_dim, tiles.SWIZZLED)]
+        parts = [pl.ds(k, SWIZZLED) for k in range(0, head_dim, SWIZZLED)]
         tiles.start_copy(q_rows(q_gmem), q_smem)
         start(k_gmem, k_smem, jnp.int32(0))
         tiles.wait_for_copies(0)
@@ -168,14 +169,18 @@ def forward(
             return
         # Q is no longer needed: its tile carries out to whole rows. In parts, since out
         # and what it is rounded to do not fit in the registers beside each other.
-        for k in range(0, head_dim, tiles.SWIZZLED):
-            part = pl.ds(k, tiles.SWIZZLED)
-            whole = lax.slice(out, (0, k), (rows, k + tiles.SWIZZLED))
+        for k in range(0, head_dim, SWIZZLED):
+            part = pl.ds(k, SWIZZLED)
+            whole = lax.slice(out, (0, k), (rows, k + SWIZZLED))
             rounded = whole.astype(dtype)
-            tiles.store_rows(rounded, q_smem.at[:, part], q_rows(out_gmem).at[:, part])
+            tiles.store_rows(
+                rounded, q_smem.at[:, part], q_rows(out_gmem).at[:, part], SWIZZLED
+            )
             if keep_low:
                 low = (whole - rounded.astype(jnp.float32)).astype(dtype)
-                tiles.store_rows(low, q_smem.at[:, part], q_rows(low_gmem).at[:, part])
+                tiles.store_rows(
+                    low, q_smem.at[:, part], q_rows(low_gmem).at[:, part], SWIZZLED
+                )
 
     kv_smem = smem_tile((stages, columns, head_dim), dtype)
     out, low, lse = plgpu.kernel(
@@ -269,14 +274,15 @@ def backward_dq(
             if is_causal:
                 last_key = tiles.row_index(rows) + (first_row - j * columns)
                 end = jnp.minimum(end, last_key + 1)
-            seen = _column_index(s.shape) < tiles.along_rows(end, s.shape)
+            seen = tiles.column_index(s.shape) < tiles.along_rows(end, s.shape)
             return jnp.where(seen, s, -jnp.inf)
 
         # All but the two copies of block 0.
         tiles.wait_for_copies(2)
         own = (q_smem, dout_smem)
         q, dout = (
-            _fragments(x) if i in variant.registers else x for i, x in enumerate(own)
+            tiles.left_strips(x, SWIZZLED) if i in variant.registers else x
+            for i, x in enumerate(own)
         )
 
         def step(is_masked, j, carry):
@@ -285,13 +291,13 @@ def backward_dq(
             # Block j has arrived, and all warps are done with block j - 1.
             tiles.wait_for_copies(0)
             pl.when(j + 1 < blocks)(lambda: start(j + 1))
-            s = _inner_products(q, k_smem.at[now])
+            s = tiles.inner_products(q, k_smem.at[now], SWIZZLED)
             if not variant.peeled:
                 s = lax.cond(j < full_blocks, lambda s: s, lambda s: hide(j, s), s)
             elif is_masked:
                 s = hide(j, s)
             p = jnp.exp2(s * log2_scale - tiles.along_rows(row_lse, s.shape))
-            dp = _inner_products(dout, v_smem.at[now])
+            dp = tiles.inner_products(dout, v_smem.at[now], SWIZZLED)
             ds = (p * (dp - tiles.along_rows(row_delta, dp.shape))).astype(dtype)
             wide = widen(ds) if variant.packed else ds.astype(jnp.float32)
             dq = tiles.multiply(dq, ds, k_smem.at[now])
@@ -318,7 +324,9 @@ def backward_dq(
         )
         excess = tiles.along_rows(ds_sum - load_rows(dlse_gmem), dq.shape)
         dq -= excess * tiles.along_columns(centre_row, dq.shape)
-        tiles.store_rows((dq * scale).astype(dtype), q_smem, own_rows(dq_gmem))
+        tiles.store_rows(
+            (dq * scale).astype(dtype), q_smem, own_rows(dq_gmem), SWIZZLED
+        )
 
     tile_smem = smem_tile((rows, head_dim), dtype)
     block_smem = smem_tile((STAGES, columns, head_dim), dtype)
@@ -392,7 +400,7 @@ def backward_dkv(
         def hide(i, s):
             """-inf where a key comes after its query."""
             start = tiles.row_index(rows) + (first_row - i * columns)
-            seen = _column_index(s.shape) >= tiles.along_rows(start, s.shape)
+            seen = tiles.column_index(s.shape) >= tiles.along_rows(start, s.shape)
             return jnp.where(seen, s, -jnp.inf)
 
         tiles.start_copy(own_rows(k_gmem), k_smem)
@@ -403,7 +411,7 @@ def backward_dkv(
         # K and V as left operands: kept where registers are left for them.
         tiles.wait_for_copies(0)
         k, v = (
-            _fragments(x) if i in variant.registers else x
+            tiles.left_strips(x, SWIZZLED) if i in variant.registers else x
             for i, x in enumerate((k_smem, v_smem))
         )
 
@@ -421,7 +429,7 @@ def backward_dkv(
                 x = plgpu.load(statistics_smem.at[now, index], layout=tiles.COLUMNS)
                 return tiles.along_columns(x, shape)
 
-            s = _inner_products(k, q_smem.at[now])
+            s = tiles.inner_products(k, q_smem.at[now], SWIZZLED)
             if is_causal:
                 s = lax.cond(
                     i * columns < first_row + (rows - 1),
@@ -431,7 +439,7 @@ def backward_dkv(
                 )
             p = jnp.exp2(s * log2_scale - statistic(0, s.shape))
             dv = tiles.multiply(dv, p.astype(dtype), dout_smem.at[now])
-            dp = _inner_products(v, dout_smem.at[now])
+            dp = tiles.inner_products(v, dout_smem.at[now], SWIZZLED)
             ds = (p * (dp - statistic(1, dp.shape))).astype(dtype)
             dk = tiles.multiply(dk, ds, q_smem.at[now])
             return next_head, next_i, dk, dv
@@ -440,8 +448,10 @@ def backward_dkv(
         _, _, dk, dv = lax.fori_loop(
             jnp.int32(0), steps, step, (first_head, first, zero, zero)
         )
-        tiles.store_rows((dk * scale).astype(dtype), k_smem, own_rows(dk_gmem))
-        tiles.store_rows(dv.astype(dtype), v_smem, own_rows(dv_gmem))
+        tiles.store_rows(
+            (dk * scale).astype(dtype), k_smem, own_rows(dk_gmem), SWIZZLED
+        )
+        tiles.store_rows(dv.astype(dtype), v_smem, own_rows(dv_gmem), SWIZZLED)
 
     tile_smem = smem_tile((rows, head_dim), dtype)
     block_smem = smem_tile((STAGES, columns, head_dim), dtype)

@@ -103,7 +103,12 @@ def program(kernel, case, name):
     from ampere_variants import backward_dq as dq_variant
     from ampere_variants import forward as forward_variant
 
-    from attn_jax.kernels import ampere_backward, ampere_forward, tuning
+    from attn_jax.kernels import (
+        ampere_backward_dkv,
+        ampere_backward_dq,
+        ampere_forward,
+        tuning,
+    )
     from attn_jax.kernels.tuning import Tiling
 
     head_dim, length, is_causal = case
@@ -138,12 +143,12 @@ def program(kernel, case, name):
 
         return function, (big,) * 3
     if kernel == "dq":
-        run = dq_variant if varied else ampere_backward.backward_dq
+        run = dq_variant if varied else ampere_backward_dq.backward_dq
         return (
             lambda *x: (run(*x, **common),),
             (big,) * 4 + (row,) * 3 + (centre,),
         )
-    run = dkv_variant if varied else ampere_backward.backward_dkv
+    run = dkv_variant if varied else ampere_backward_dkv.backward_dkv
     return (lambda *x: run(*x, **common)), (big,) * 4 + (row,) * 2
 
 

@@ -13,7 +13,7 @@ def program(case, name, big, row):
     from ampere_backward_fused import Cut, backward_fused
 
     from attn_jax.formats import BF16
-    from attn_jax.kernels import ampere_backward, local, tuning
+    from attn_jax.kernels import ampere_backward_dkv, ampere_backward_dq, local, tuning
     from attn_jax.kernels.hopper_backward_rows import Sums
     from attn_jax.kernels.hopper_fused_range import range_of
 
@@ -32,10 +32,12 @@ def program(case, name, big, row):
         delta = (wide(dout) * wide(out)).sum(axis=-1).swapaxes(1, 2) - dlse
         operands = query, key, value, dout, lse, delta
         centre = local.mean_key(key, is_causal, dq_tiling, length)
-        dq = ampere_backward.backward_dq(
+        dq = ampere_backward_dq.backward_dq(
             *operands, dlse, centre, tiling=dq_tiling, **common
         )
-        return dq, *ampere_backward.backward_dkv(*operands, tiling=dkv_tiling, **common)
+        return dq, *ampere_backward_dkv.backward_dkv(
+            *operands, tiling=dkv_tiling, **common
+        )
 
     def one_pass(query, key, value, dout, lse, dlse, out):
         excess = (wide(dout) * wide(out)).sum(axis=-1).swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""An added bias and its gradient in the interpreted Hopper kernels, against FP64.
+"""An added bias and its gradient in the interpreted kernels, against FP64.
 
 By the public function, as on a GPU. Each case is interpreted in another process under a
 time limit, as in tests/test_kernels_interpret.py.
@@ -17,10 +17,14 @@ from attn_jax.kernels import architecture, checks
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.checks import Check
 from attn_jax.kernels.internals import interpreted
+from attn_jax.recipe import Architecture
 from tests.child_process import in_child_process
 
 TIME_LIMIT = 180  # seconds; a case takes five to ten alone on a core
-HOPPER = SimpleNamespace(compute_capability="9.0", device_kind="some GPU")
+GPUS = {
+    name: SimpleNamespace(compute_capability=capability, device_kind="some GPU")
+    for capability, name in architecture.KERNELS.items()
+}
 T, S, N, K = 130, 150, 2, 1
 # Head dim of V where it is another.
 VALUE_DIM = {"bias-for-all-queries": 32}
@@ -33,7 +37,9 @@ def _check_of(name: str) -> Check:
     return Check(head_dim, value_dim, name, queries=T, keys=S)
 
 
-def _results(check: Check, implementation: str) -> dict[str, np.ndarray]:
+def _results(
+    target: Architecture, check: Check, implementation: str
+) -> dict[str, np.ndarray]:
     """Of the public function, by the names of `checks.RESULTS`."""
     case = check.case
     options = {"mask": case.mask.dense, "is_causal": case.mask.is_causal}
@@ -64,36 +70,40 @@ def _results(check: Check, implementation: str) -> dict[str, np.ndarray]:
 
     with patch.multiple(checks, N=N, K=K):
         inputs = checks._inputs(check)
-    with patch.object(architecture, "default_device", lambda: HOPPER):
+    with patch.object(architecture, "default_device", lambda: GPUS[target]):
         return jax.device_get(both(*inputs))
 
 
-def _interpreted(check: Check) -> dict[str, np.ndarray]:
-    with made_for("hopper"), interpreted():
-        return _results(check, "pallas")
+def _interpreted(target: Architecture, check: Check) -> dict[str, np.ndarray]:
+    with made_for(target), interpreted():
+        return _results(target, check, "pallas")
 
 
 # Those whose kernels differ from another's in how a bias is broadcast alone.
-BROADCAST = "bias-for-all-queries", "bias-for-all-keys"
+BROADCAST = {"bias-for-all-queries", "bias-for-all-keys"}
+DEFAULT = {"hopper": set(CASES) - BROADCAST, "ampere": {"bias-soft-cap"}}
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("target", "name"),
     [
-        pytest.param(name, marks=[pytest.mark.thorough] if name in BROADCAST else [])
+        pytest.param(
+            *(target, name), marks=[pytest.mark.thorough] * (name not in names)
+        )
+        for target, names in DEFAULT.items()
         for name in CASES
     ],
 )
-def test_a_bias_and_its_gradient(name):
+def test_a_bias_and_its_gradient(target, name):
     with patch.multiple(checks, N=N, K=K):
         check = _check_of(name)
-        found = in_child_process(_interpreted, check, seconds=TIME_LIMIT)
+        found = in_child_process(_interpreted, target, check, seconds=TIME_LIMIT)
         bias = checks._inputs(check)[-1]
         assert (found["dbias"].shape, found["dbias"].dtype) == (bias.shape, bias.dtype)
         assert checks.judged(check, found, True).failed == ()
     if name == "bias-for-all-heads":
         # As tests/test_kernels_interpret.py has it, 2**-8 of all results at the most.
-        emulated = _results(check, "emulated")
+        emulated = _results(target, check, "emulated")
         for result in ("out", "dq", "dk", "dv", "dbias"):
             assert np.mean(found[result] == emulated[result]) >= 1 - 2**-8, result
 
@@ -118,7 +128,7 @@ def _scaled(scale: float, implementation: str):
         out, backward = jax.vjp(attend, *operands)
         return out, *backward(dout)
 
-    with patch.object(architecture, "default_device", lambda: HOPPER):
+    with patch.object(architecture, "default_device", lambda: GPUS["hopper"]):
         return jax.device_get(both(query, key, value, bias))
 
 

@@ -16,6 +16,7 @@ from attn_jax import dot_product_attention
 from attn_jax.kernels import ampere_tiles
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
+from attn_jax.kernels.compiler import shared_memory
 from attn_jax.mask import Mask
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Gpu, Program, compiled
@@ -182,9 +183,13 @@ def test_float32_output_compiles_alike():
     _check(program, kernel_count=1)
 
 
-def _ampere(gpu: Gpu, head_dim: int, dtype: str, is_causal: bool) -> Program:
+def _ampere(
+    gpu: Gpu, head_dim: int, dtype: str, is_causal: bool, value_dim: int | None = None
+) -> Program:
     with made_for("ampere"):
-        return _forward_and_backward(head_dim, dtype, is_causal, gpu)
+        return _forward_and_backward(
+            head_dim, dtype, is_causal, gpu, value_dim=value_dim
+        )
 
 
 def _ampere_float32_forward() -> Program:
@@ -232,6 +237,85 @@ def test_ampere_compiles_and_fits_twice(head_dim, is_causal):
     arguments = ("a100", head_dim, "bfloat16", is_causal)
     program = _compiled_for_a100(_ampere, *arguments)
     _check_ampere(program, head_dim, kernel_count=3)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "is_causal", "kernel_count"),
+    # dK and dV have a kernel each where registers do not hold both.
+    [
+        (256, 256, True, 4),
+        pytest.param(32, 32, False, 3, marks=pytest.mark.thorough),
+        pytest.param(96, 96, True, 3, marks=pytest.mark.thorough),
+        pytest.param(192, 192, True, 4, marks=pytest.mark.thorough),
+        pytest.param(192, 128, True, 3, marks=pytest.mark.thorough),
+        pytest.param(32, 256, True, 3, marks=pytest.mark.thorough),
+        pytest.param(128, 64, True, 3, marks=pytest.mark.thorough),
+    ],
+)
+def test_ampere_compiles_at_other_head_dims(
+    head_dim, value_dim, is_causal, kernel_count
+):
+    """Nothing spills, and two CTAs fit but for dQ at the longest heads."""
+    arguments = ("a100", head_dim, "bfloat16", is_causal, value_dim)
+    program = _compiled_for_a100(_ampere, *arguments)
+    assert len(program.kernels) == kernel_count
+    for kernel in program.kernels:
+        assert kernel.spilled_bytes == 0 and kernel.registers <= 255, kernel
+        alone = (head_dim, kernel.name) == (256, "attention_backward_dq")
+        limit = shared_memory("a100") if alone else ampere_tiles.SMEM_LIMIT_FOR_TWO
+        assert kernel.shared_memory <= limit, kernel
+        assert {"HMMA", "LDSM", "LDGSTS"} <= kernel.opcodes, kernel
+
+
+def _ampere_with_everything(head_dim: int, soft_cap: float | None) -> Program:
+    """A bias, and every rule of a mask at once."""
+    T, S = 1000, 1100
+    query = jax.ShapeDtypeStruct((2, T, 4, head_dim), "bfloat16")
+    key = jax.ShapeDtypeStruct((2, S, 2, head_dim), "bfloat16")
+    bias = jax.ShapeDtypeStruct((1, 4, T, S), "bfloat16")
+    query_ids, key_ids = (jax.ShapeDtypeStruct((2, n), "int32") for n in (T, S))
+    dense = jax.ShapeDtypeStruct((1, 4, T, S), "bool")
+
+    def program(query, key, bias, query_ids, key_ids, dense):
+        mask = Mask(
+            is_causal=True,
+            window=(300, None),
+            dense=dense,
+            query_segment_ids=query_ids,
+            key_value_segment_ids=key_ids,
+        )
+
+        def attend(query, key, value, bias):
+            options = {"scale": 0.1, "mask": mask, "soft_cap": soft_cap}
+            return attention(query, key, value, bias=bias, **options)
+
+        results, backward = jax.vjp(attend, query, key, key, bias)
+        return results, backward(jax.tree.map(jnp.ones_like, results))
+
+    with made_for("ampere"):
+        arguments = (query, key, bias, query_ids, key_ids, dense)
+        return compiled(program, *arguments, gpu="a100")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "soft_cap", "allowed_spills"),
+    # What a mask compares, and a cap's derivative, come on top of tiles that leave no
+    # register free.
+    [
+        (128, None, {"attention_forward": 160}),
+        pytest.param(
+            *(64, 20.0, {"attention_backward_dq": 72, "attention_backward_dkv": 88}),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_ampere_compiles_with_everything(head_dim, soft_cap, allowed_spills):
+    program = _compiled_for_a100(_ampere_with_everything, head_dim, soft_cap)
+    assert len(program.kernels) == 4
+    for kernel in program.kernels:
+        assert kernel.spilled_bytes <= allowed_spills.get(kernel.name, 0), kernel
+        assert kernel.shared_memory <= ampere_tiles.SMEM_LIMIT_FOR_TWO, kernel
+        assert kernel.registers <= 255
 
 
 def test_ampere_float16_compiles_alike():

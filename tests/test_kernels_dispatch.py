@@ -77,21 +77,21 @@ def test_each_gpu_gets_its_gradients(gpu):
         assert all(f"attention_{name}" in jaxpr for name in kernels)
 
 
+@pytest.mark.parametrize("capability", ["8.0", "9.0"])
 @pytest.mark.parametrize(
     "options",
     [
         dict(is_causal=True, query_offset=jnp.array([3])),
-        dict(local_window_size=4),
+        dict(local_window_size=4, sinks=jnp.zeros(2), soft_cap=5.0),
         dict(key_value_seq_lengths=jnp.array([5])),
         dict(bias=jnp.ones((1, 1, 128, 128))),
     ],
     ids=str,
 )
-def test_a_mask_that_kernels_lack_is_refused_and_not_left_out(gpu, options):
-    gpu("8.0")
-    with pytest.raises(NotImplementedError, match="is_causal alone so far") as error:
-        jax.eval_shape(lambda q: attend(q, implementation="pallas", **options), QUERY)
-    assert "no bias" in str(error.value) and "\n" not in str(error.value)
+def test_kernels_are_the_default_with_every_feature(gpu, capability, options):
+    gpu(capability)
+    product = {"8.0": "mma", "9.0": "wgmma_ref"}[capability]
+    assert products(**options) == {product}
 
 
 SQUARE, LONGER = (1, 256, 2, 64), (1, 384, 1, 64)

@@ -1,4 +1,4 @@
-"""Hopper's kernels at every head dim, and with a head dim of V's own, against FP64.
+"""The kernels at every head dim, and with a head dim of V's own, against FP64.
 
 Each case is interpreted in another process under a time limit, as in
 tests/test_kernels_interpret.py. Lengths that fill no block; keys far from zero, whose
@@ -17,6 +17,7 @@ from attn_jax import emulator, reference
 from attn_jax.audit.error import unit_error
 from attn_jax.formats import BF16, FP16
 from attn_jax.kernels import (
+    ampere_backward_dbias,
     hopper_backward_dbias,
     hopper_forward,
     tuning,
@@ -26,6 +27,7 @@ from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention, declared_recipe
 from attn_jax.kernels.internals import interpreted
 from attn_jax.mask import Mask
+from attn_jax.recipe import Architecture
 from tests.child_process import in_child_process
 
 TIME_LIMIT = 180  # seconds; a case takes four to eight alone on a core
@@ -80,7 +82,9 @@ MLA = Case(192, 128, CAUSAL)  # multi-head latent attention
 LONGEST = Case(256, 256, CAUSAL, heads=1)
 
 
-def _kernels(case: Case, detect_races: bool = False) -> Results:
+def _kernels(
+    architecture: Architecture, case: Case, detect_races: bool = False
+) -> Results:
     @jax.jit
     def both(query, key, value, mask, dout, dlse):
         def forward(query, key, value):
@@ -94,7 +98,7 @@ def _kernels(case: Case, detect_races: bool = False) -> Results:
 
     query, key, value, dout, dlse = case.inputs()
     mask = jax.tree.map(jnp.asarray, case.mask)
-    with made_for("hopper"), interpreted(detect_races=detect_races):
+    with made_for(architecture), interpreted(detect_races=detect_races):
         return jax.device_get(both(query, key, value, mask, dout, dlse))
 
 
@@ -110,16 +114,38 @@ def _check(case: Case, results: Results) -> None:
     assert np.abs(results.lse - golden.lse).max() <= bound
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_head_dim_is_as_good_as_correctly_rounded(name):
+# Ampere: V wider than what out leaves through; the others are in tests below.
+OF_AMPERE = {"32-256"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("hopper", name) for name in CASES]
+    + [
+        pytest.param(
+            *("ampere", name), marks=[pytest.mark.thorough] * (name not in OF_AMPERE)
+        )
+        for name in CASES
+    ],
+)
+def test_every_head_dim_is_as_good_as_correctly_rounded(architecture, name):
     case = CASES[name]
-    _check(case, in_child_process(_kernels, case, seconds=TIME_LIMIT))
+    results = in_child_process(_kernels, architecture, case, seconds=TIME_LIMIT)
+    _check(case, results)
 
 
 def _in_turn_without_races(case: Case) -> Results:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_forward, "MULTIPROCESSORS", 1)
-        return _kernels(case, detect_races=True)
+        return _kernels("hopper", case, detect_races=True)
+
+
+def test_longest_heads_on_ampere_are_as_good():
+    """Where blocks have one stage, Q and dO stay in shared memory, and dK and dV have a
+    kernel each; without races."""
+    case = LONGEST._replace(T=70)
+    results = in_child_process(_kernels, "ampere", case, True, seconds=TIME_LIMIT)
+    _check(case, results)
 
 
 def test_longest_heads_are_as_good_one_tile_after_the_other():
@@ -129,12 +155,13 @@ def test_longest_heads_are_as_good_one_tile_after_the_other():
     _check(LONGEST, results)
 
 
-def test_v_of_its_own_head_dim_follows_the_recipe():
+@pytest.mark.parametrize("architecture", ["hopper", "ampere"])
+def test_v_of_its_own_head_dim_follows_the_recipe(architecture):
     """As tests/test_kernels_interpret.py has it, 2**-8 of all results at the most."""
     case = MLA
-    results = in_child_process(_kernels, case, seconds=TIME_LIMIT)
+    results = in_child_process(_kernels, architecture, case, seconds=TIME_LIMIT)
     _check(case, results)
-    recipe = declared_recipe(case.dtype, 192, S, case.mask, "hopper", 128)
+    recipe = declared_recipe(case.dtype, 192, S, case.mask, architecture, 128)
 
     @jax.jit
     def emulate(query, key, value, dout, dlse):
@@ -152,7 +179,7 @@ def test_v_of_its_own_head_dim_follows_the_recipe():
         assert same >= 1 - 2**-8, name
 
 
-def _dbias(case: Case) -> np.ndarray:
+def _dbias(architecture: Architecture, case: Case) -> np.ndarray:
     query, key, value, dout, dlse = case.inputs()
     golden = reference.golden(query, key, value, dout, dlse)
     delta = (dout.astype(float) * golden.out).sum(-1).swapaxes(1, 2) - dlse
@@ -162,8 +189,9 @@ def _dbias(case: Case) -> np.ndarray:
     )
     statistics = (np.asarray(x, np.float32) for x in (golden.lse, delta))
     bias = np.zeros((1, 1, case.T, S), np.float32)
+    kernels = {"ampere": ampere_backward_dbias, "hopper": hopper_backward_dbias}
     run = jax.jit(
-        lambda *arrays: hopper_backward_dbias.backward_dbias(
+        lambda *arrays: kernels[architecture].backward_dbias(
             *arrays,
             query_count=case.T,
             key_count=S,
@@ -172,28 +200,35 @@ def _dbias(case: Case) -> np.ndarray:
             band=visibility.Band(None, None),
         )
     )
-    with made_for("hopper"), interpreted():
+    with made_for(architecture), interpreted():
         return jax.device_get(run(*padded, *statistics, bias))
 
 
-def test_dbias_at_long_heads():
+@pytest.mark.parametrize(
+    "architecture", ["hopper", pytest.param("ampere", marks=pytest.mark.thorough)]
+)
+def test_dbias_at_long_heads(architecture):
     """dS is exact but for FP32: its size is that of P (dP - delta), 16 at most here."""
     case = MLA._replace(mask=Mask(), T=70)
-    got = in_child_process(_dbias, case, seconds=TIME_LIMIT)
+    got = in_child_process(_dbias, architecture, case, seconds=TIME_LIMIT)
     bias = np.zeros((1, 1, case.T, S), np.float32)
     want = reference.golden(*case.inputs(), bias=bias).dbias
     assert want is not None
     np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-24 * (192 + 8) * 16)
 
 
-def test_a_pair_of_head_dims_takes_the_larger_ones_tiling():
+@pytest.mark.parametrize("architecture", ["hopper", "ampere"])
+def test_a_pair_of_head_dims_takes_the_larger_ones_tiling(architecture):
     for tilings in (tuning.FORWARD, tuning.BACKWARD_DQ, tuning.BACKWARD_DKV):
-        for head_dim in tuning.HEAD_DIMS["hopper"]:
-            own = tuning.tiling(tilings, "hopper", head_dim, head_dim)
-            assert own is tilings["hopper"][head_dim]
-            assert own is tuning.tiling(tilings, "hopper", 32, head_dim)
-        mla = tuning.tiling(tilings, "hopper", 192, 128)
-        assert mla is tilings["hopper"].get((192, 128), tilings["hopper"][192])
+        for head_dim in tuning.HEAD_DIMS[architecture]:
+            own = tuning.tiling(tilings, architecture, head_dim, head_dim)
+            assert own is tilings[architecture][head_dim]
+            assert own is tuning.tiling(tilings, architecture, 32, head_dim)
+        mla = tuning.tiling(tilings, architecture, 192, 128)
+        of_architecture = tilings[architecture]
+        assert mla is of_architecture.get((192, 128), of_architecture[192])
+
+
+def test_a_causal_mask_cuts_one_block_of_a_warpgroup_on_hopper():
     for tiling in tuning.FORWARD["hopper"].values():
-        # A causal mask would cut two blocks of a warpgroup.
         assert tiling.columns % tiling.rows == 0

@@ -1,4 +1,4 @@
-"""Masks, sinks and soft caps in the interpreted Hopper kernels, against FP64.
+"""Masks, sinks and soft caps in the interpreted kernels, against FP64.
 
 Each case is interpreted in another process under a time limit, as in
 tests/test_kernels_interpret.py.
@@ -24,6 +24,7 @@ from attn_jax.kernels import hopper_forward
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.internals import interpreted
+from attn_jax.recipe import Architecture
 from tests.child_process import in_child_process
 
 TIME_LIMIT = 180  # seconds; a case takes five to twenty alone on a core
@@ -53,7 +54,9 @@ def _inputs(case: Case):
     return query, key, value, dout, dlse
 
 
-def _kernels(case: Case, detect_races: bool = False) -> Results:
+def _kernels(
+    architecture: Architecture, case: Case, detect_races: bool = False
+) -> Results:
     query, key, value, dout, dlse = _inputs(case)
     sinks = None if case.sinks is None else jnp.asarray(case.sinks, jnp.float32)
 
@@ -75,7 +78,7 @@ def _kernels(case: Case, detect_races: bool = False) -> Results:
         return Results(*results, *backward((dout, dlse)))
 
     mask = jax.tree.map(jnp.asarray, case.mask)
-    with made_for("hopper"), interpreted(detect_races=detect_races):
+    with made_for(architecture), interpreted(detect_races=detect_races):
         return jax.device_get(both(query, key, value, mask, sinks, dout, dlse))
 
 
@@ -104,33 +107,48 @@ def _check(case: Case, results: Results) -> None:
 
 
 # What these have is in others, too.
-FURTHER = "unsorted", "soft-cap-window", "window-far", "window-after-offset"
-FURTHER += "lengths", "documents"
-assert set(FURTHER) <= set(CASES)
+FURTHER = {"unsorted", "soft-cap-window", "window-far", "window-after-offset"}
+FURTHER |= {"lengths", "documents"}
+# Ids are in the test of races, a soft cap in that of a bias.
+OF_AMPERE = {"lengths", "dense"}
+assert FURTHER | OF_AMPERE <= set(CASES)
+DEFAULT = {"hopper": set(CASES) - FURTHER, "ampere": OF_AMPERE}
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("architecture", "name"),
     [
-        pytest.param(name, marks=[pytest.mark.thorough] * (name in FURTHER))
+        pytest.param(
+            *(architecture, name), marks=[pytest.mark.thorough] * (name not in names)
+        )
+        for architecture, names in DEFAULT.items()
         for name in CASES
     ],
 )
-def test_masked_kernels_are_as_good_as_correctly_rounded(name):
+def test_masked_kernels_are_as_good_as_correctly_rounded(architecture, name):
     case = CASES[name]
-    _check(case, in_child_process(_kernels, case, seconds=TIME_LIMIT))
+    results = in_child_process(_kernels, architecture, case, seconds=TIME_LIMIT)
+    _check(case, results)
 
 
 @pytest.mark.parametrize(
-    "name", ["dense", pytest.param("documents", marks=pytest.mark.thorough)]
+    ("architecture", "name"),
+    [
+        ("hopper", "dense"),
+        pytest.param("hopper", "documents", marks=pytest.mark.thorough),
+        ("ampere", "documents"),
+        pytest.param("ampere", "dense", marks=pytest.mark.thorough),
+    ],
 )
-def test_no_races_under_a_mask(name):
-    in_child_process(_kernels, CASES[name], True, seconds=TIME_LIMIT)
+def test_no_races_under_a_mask(architecture, name):
+    case = CASES[name]
+    results = in_child_process(_kernels, architecture, case, True, seconds=TIME_LIMIT)
+    _check(case, results)
 
 
 def _on_one_multiprocessor(case: Case) -> Results:
     hopper_forward.MULTIPROCESSORS = 1
-    return _kernels(case)
+    return _kernels("hopper", case)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +157,7 @@ def _on_one_multiprocessor(case: Case) -> Results:
 def test_tiles_in_turn_are_as_good_as_one_to_a_cta(name):
     case = CASES[name]
     limit = {"seconds": TIME_LIMIT}
-    alone = in_child_process(_kernels, case, **limit)
+    alone = in_child_process(_kernels, "hopper", case, **limit)
     in_turn = in_child_process(_on_one_multiprocessor, case, alone=True, **limit)
     _check(case, in_turn)
     np.testing.assert_array_equal(in_turn.out, alone.out)

@@ -343,10 +343,10 @@ def test_unusable_options_are_refused_in_one_line(options, reason, tmp_path, cap
 def test_only_what_an_implementation_refuses_may_go_unjudged(
     error, code, tmp_path, monkeypatch
 ):
-    def checked(seed, task, implementation):
+    def checked(seed, task, *more):
         if task.program.number == 0:
             raise error
-        return whole(seed, task, implementation)
+        return whole(seed, task, *more)
 
     whole = random_cases._checked
     monkeypatch.setattr(random_cases, "_checked", checked)

@@ -12,8 +12,10 @@ pytestmark = pytest.mark.gpu(capability="9.0")
 REGRESSIONS: dict[str, tuple[int, int, int]] = {}
 
 
-def test_no_case_is_above_its_bound(tmp_path, capsys):
+@pytest.mark.parametrize("architecture", ["hopper", "ampere"])
+def test_no_case_is_above_its_bound(architecture, tmp_path, capsys):
     options = ["--seed", "1", "--cases", "160", "--longest", "400", "--processes", "0"]
+    options += ["--architecture", architecture]
     assert main(["random-cases", *options, "--out", str(tmp_path)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["rows"] == 160 and result["refused"] == 0

@@ -30,7 +30,7 @@ def _changed(change) -> str:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda lines: lines.pop(0), "no entry for .*'ampere', 'forward', 64"),
+        (lambda lines: lines.pop(0), "no entry for .*'ampere', 'forward', 32"),
         (lambda lines: lines.append(lines[0]), "two entries"),
         (lambda lines: lines[2]["tiling"].pop("rows"), "entry 3 .*rows"),
         (lambda lines: lines[0]["tiling"].update(columns=0), "entry 1 .*columns"),

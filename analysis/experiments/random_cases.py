@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
@@ -35,6 +35,7 @@ from analysis.cases import BATCH, LONGEST, PROGRAMS, Program
 from analysis.record import Row, check_writable, environment, show, write
 from analysis.store import Store
 from attn_jax.api import Implementation
+from attn_jax.recipe import Architecture
 from train.config import UsageError
 
 SUMMARY = "thousands of random cases against FP64 and their bounds, run twice"
@@ -74,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of the generator (default 0)")
     add("--longest", type=int, default=LONGEST, help=f"length (default {LONGEST})")
     add("--implementation", choices=("pallas", "emulated"), default="pallas")
+    add(
+        "--architecture",
+        choices=get_args(Architecture),
+        help="whose kernels; default: the GPU's. Ampere's run on a Hopper GPU, too",
+    )
     add("--programs", type=int, nargs="+", help=f"only these, below {PROGRAMS}")
     add("--only", type=int, metavar="NUMBER", help="one case again, in full")
     add("--processes", type=int, help="0: none but this (default on a CPU)")
@@ -107,12 +113,16 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         raise UsageError("--programs and --cases leave no case to run")
     described = environment(command) | {"canaries": certified()}
     device = str(described["device"]).lower().replace(" ", "-")
-    stem = options.out / f"{device}-{options.implementation}"
+    stem = options.out / "-".join(
+        filter(None, [device, options.implementation, options.architecture])
+    )
     check_writable(stem)
     settings = {
         name: getattr(options, name)
         for name in ("cases", "seed", "longest", "implementation")
     }
+    if options.architecture is not None:
+        settings["architecture"] = options.architecture
     began = time.monotonic()
     path = stem.with_suffix(".jsonl")
     with contextlib.closing(Store(path, settings, fresh=options.fresh)) as store:
@@ -195,9 +205,26 @@ def _whole_runs(numbers: Sequence[int]) -> list[int]:
     return [*numbers, *range(numbers[-1] + 1, last + BATCH)]
 
 
-def _checked(seed: int, task: _Task, implementation: Implementation) -> list[Row]:
-    rows = check(seed, task.program, _whole_runs(task.numbers), implementation)
+def _checked(
+    seed: int,
+    task: _Task,
+    implementation: Implementation,
+    architecture: Architecture | None,
+) -> list[Row]:
+    with _made_for(architecture):
+        rows = check(seed, task.program, _whole_runs(task.numbers), implementation)
     return rows[: len(task.numbers)]
+
+
+def _made_for(
+    architecture: Architecture | None,
+) -> contextlib.AbstractContextManager[None]:
+    if architecture is None:
+        return contextlib.nullcontext()
+    # Imported on use: the kernels refuse a JAX that they do not know.
+    from attn_jax.kernels.architecture import made_for
+
+    return made_for(architecture)
 
 
 def _measure(
@@ -232,11 +259,11 @@ _BREAKS = (ImportError, NotImplementedError, RuntimeError, ValueError)
 def _results(
     tasks: Sequence[_Task], options: argparse.Namespace, processes: int
 ) -> Iterator[tuple[_Task, list[Row] | Exception]]:
-    work = options.seed, options.implementation
+    work = options.implementation, options.architecture
     if processes < 1 or len(tasks) < 2:
         for task in tasks:
             try:
-                yield task, _checked(work[0], task, work[1])
+                yield task, _checked(options.seed, task, *work)
             except _BREAKS as error:
                 yield task, error
         return
@@ -245,7 +272,7 @@ def _results(
     )
     with pool:
         futures = {
-            pool.submit(_checked, work[0], task, work[1]): task for task in tasks
+            pool.submit(_checked, options.seed, task, *work): task for task in tasks
         }
         for future in concurrent.futures.as_completed(futures):
             try:
@@ -269,9 +296,10 @@ def _again(options: argparse.Namespace) -> dict[str, Any]:
     case = cases.case(options.seed, number, program)
     first = number // BATCH * BATCH
     try:
-        recipe = recipe_of(program)
         numbers = range(first, first + BATCH)
-        rows = check(options.seed, program, numbers, options.implementation)
+        with _made_for(options.architecture):
+            recipe = recipe_of(program)
+            rows = check(options.seed, program, numbers, options.implementation)
     except (ImportError, NotImplementedError) as reason:
         raise UsageError(f"case {number}: {reason}") from None
     row = rows[number - first]

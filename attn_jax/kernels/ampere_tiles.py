@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from attn_jax.kernels.tiles import Fragments, finite, swizzle
+
 # Fragments of mma.sync for 16-bit operands (BF16 and FP16 alike) and FP32 sums, with
 # one value per row and one per column of an accumulator.
 ACCUMULATOR = plgpu.Layout.MMA_ACC(jnp.bfloat16)
@@ -23,15 +25,18 @@ LEFT = plgpu.Layout.MMA_LHS(jnp.bfloat16)
 RIGHT = plgpu.Layout.MMA_RHS(jnp.bfloat16)
 ROWS = ACCUMULATOR.reduce(1)
 COLUMNS = ACCUMULATOR.reduce(0)
+MMA = Fragments(ACCUMULATOR, ROWS, COLUMNS, is_default=False)
 
-# Depth of one mma.sync, and elements in a row of the swizzled tiles of shared memory,
-# which are not cut along it.
+# Depth of one mma.sync.
 STRIP = 16
-SWIZZLED = 64
 
 # Shared memory of a CTA so that two fit a multiprocessor of an A100: it has 164 KiB, of
 # which a CTA costs 1 KiB more than it asks for. One alone may ask for 163 KiB.
 SMEM_LIMIT_FOR_TWO = 82_944
+
+# Of a thread's registers what accumulators, left operands that are kept and two blocks
+# of FP32 may take in the backward kernels: else those stay in shared memory.
+REGISTERS_LEFT = 208
 
 # Lane semantics: under the default, MLIR folds `as_left` away (same registers, other
 # layout) and then finds the layouts in contradiction.
@@ -92,14 +97,26 @@ def row_index(rows: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROWS)
 
 
+def column_index(shape: tuple[int, int]) -> jax.Array:
+    return MMA.positions(shape, 1)
+
+
 def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Broadcasts one value per row over an accumulator's tile."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [0]), ACCUMULATOR)
+    return MMA.along_rows(x, shape)
 
 
 def along_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Broadcasts one value per column over an accumulator's tile."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [1]), ACCUMULATOR)
+    return MMA.along_columns(x, shape)
+
+
+def swizzled(dtype, rows: int, *lengths: int) -> int:
+    """Elements in a row of the parts that `tiles.smem_tile` cuts tiles of these lengths
+    into: strips so wide can be addressed. cp.async deals a tile's parts to the four
+    warps, so tiles of 16 rows want two of them in a row."""
+    halves = [length // 2 for length in lengths] if rows < 32 else []
+    return swizzle(dtype, *lengths, *halves) // jnp.dtype(dtype).itemsize
 
 
 def load_left(smem) -> jax.Array:
@@ -127,17 +144,55 @@ def multiply(acc: jax.Array, left: jax.Array, right_smem) -> jax.Array:
     return acc
 
 
-def store_rows(x: jax.Array, smem, gmem) -> None:
+def left_strips(smem, strip: int) -> list[jax.Array]:
+    """A tile in shared memory, [rows, H], as left operands: H in strips."""
+    strips = range(0, smem.shape[1], strip)
+    return [load_left(smem.at[:, pl.ds(k, strip)]) for k in strips]
+
+
+def inner_products(left, right_smem, strip: int) -> jax.Array:
+    """left @ right^T in FP32, of two tiles, [rows, H] and [columns, H].
+
+    `left` are `left_strips` or, still in shared memory, what to make them from.
+    """
+    left = left if isinstance(left, list) else left_strips(left, strip)
+    acc = accumulator(left[0].shape[0], right_smem.shape[0])
+    for i, part in enumerate(left):
+        right = right_smem.at[:, pl.ds(i * strip, strip)].transpose((1, 0))
+        acc = plgpu.mma(acc, part, load_right(right))
+    return acc
+
+
+def fits_in_registers(
+    rows: int, columns: int, *, accumulated: int, operands: int
+) -> bool:
+    """Whether left operands of so many columns can stay in registers through a loop,
+    beside accumulators of so many and two blocks [rows, columns] of FP32."""
+    return rows * (2 * accumulated + operands + 4 * columns) <= 2 * 128 * REGISTERS_LEFT
+
+
+def store_rows(x: jax.Array, smem, gmem, strip: int) -> None:
     """Stores a 16-bit tile in accumulator layout, by way of shared memory.
 
     A thread of the accumulator holds pairs of elements; from shared memory it gets
-    runs of 16 bytes, and a warp whole rows. `smem` must be free in this warp's rows.
+    runs of 16 bytes, and a warp whole rows. `smem` must be free in this warp's rows, in
+    rows of `strip` elements (`swizzled`).
     """
     smem[...] = x
     wait_for_copies(0)  # as barrier
-    layout = plgpu.Layout.SMEM_GMEM_COPY(x.shape, x.dtype, 128)
+    swizzle_bytes = strip * jnp.dtype(x.dtype).itemsize
+    layout = plgpu.Layout.SMEM_GMEM_COPY(x.shape, x.dtype, swizzle_bytes)
     gmem[...] = plgpu.load(smem, layout=layout)
     wait_for_copies(0)
+
+
+def store_in_strips(x: jax.Array, smem, gmem, strip: int) -> None:
+    """As `store_rows`, of any width, strip by strip by way of a tile of another one."""
+    rows, columns = x.shape
+    for k in range(0, columns, strip):
+        part = lax.slice(x, (0, k), (rows, k + strip))
+        buffer = smem.at[:, pl.ds(k % smem.shape[1], strip)]
+        store_rows(part, buffer, gmem.at[:, pl.ds(k, strip)], strip)
 
 
 def as_left(x: jax.Array) -> jax.Array:
@@ -165,14 +220,20 @@ def rename_accumulator_to_left(context, x: mgpu.FragmentedArray):
 
 
 def online_softmax(
-    s: jax.Array, row_max: jax.Array, row_sum: jax.Array, log2_scale: float
+    s: jax.Array,
+    row_max: jax.Array,
+    row_sum: jax.Array,
+    unit: float,
+    *,
+    may_see_nothing: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """One step of the running softmax, FP32: (m', l', P, exp2(m - m')).
 
-    m is kept in units of log2: P = exp2(log2_scale * S - m'), l' = l exp2(m - m') +
-    rowsum(P), P not rounded.
+    m is kept in units of log2: P = exp2(unit * S - m'), l' = l exp2(m - m') +
+    rowsum(P), P not rounded. With `may_see_nothing` m' is taken for 0 where it is -inf.
     """
-    new_max = jnp.maximum(row_max, s.max(axis=1) * log2_scale)
-    correction = jnp.exp2(row_max - new_max)
-    p = jnp.exp2(s * log2_scale - along_rows(new_max, s.shape))
+    new_max = jnp.maximum(row_max, s.max(axis=1) * unit)
+    base = finite(new_max) if may_see_nothing else new_max
+    correction = jnp.exp2(row_max - base)
+    p = jnp.exp2(s * unit - along_rows(base, s.shape))
     return new_max, row_sum * correction + p.sum(axis=1), p, correction

@@ -54,18 +54,18 @@ def attention(
     """out = softmax(x) V and LSE = logsumexp(x), natural log; x = scale * Q K^T + bias.
 
     Query head n reads key/value head n // (N / K). H and D are any two of 32, 64, 96,
-    128, 192 and 256 on Hopper, both 64 or both 128 on Ampere (`tuning.HEAD_DIMS`). A
-    query that sees no key gives out 0, LSE -inf (or the sink's logit) and no gradient.
+    128, 192 and 256 (`tuning.HEAD_DIMS`). A query that sees no key gives out 0, LSE
+    -inf (or the sink's logit) and no gradient.
     Both results are differentiable. Where it rounds is said in `<architecture>_forward`
     and `<architecture>_backward`; besides, a cotangent wider than the inputs is rounded
     to their format, and gradients come in that format.
 
     Args:
       scale: a Python number; it is compiled into the kernel.
-      bias: added to the scaled logits, before a soft cap; Hopper. -inf hides a key
-        (under a soft cap it is a logit of -soft_cap). An axis of size one is one entry
-        for all: of batch and heads no copies are made, of T and S they are, and under
-        `jax.vmap` for each mapped entry. Kernels read BF16, FP16 and FP32 as they are,
+      bias: added to the scaled logits, before a soft cap. -inf hides a key (under a
+        soft cap it is a logit of -soft_cap). An axis of size one is one entry for all:
+        of batch and heads no copies are made, of T and S they are, and under `jax.vmap`
+        for each mapped entry. Kernels read BF16, FP16 and FP32 as they are,
         other types as FP32. Its gradient is summed in FP32 in a fixed order, rounded
         once to its type, and made where it is differentiated alone.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).
@@ -157,25 +157,13 @@ def unsupported(
         )
     target = architecture.chosen()
     known = tuning.HEAD_DIMS[target]
-    equal = head_dim == value_dim or target == "hopper"
-    if not (equal and {head_dim, value_dim} <= set(known)):
-        same = ", the same for query, key and value" if target == "ampere" else ""
+    if not {head_dim, value_dim} <= set(known):
         small = max(head_dim, value_dim) <= max(known)
         pad = "pad with zeros up to one of them (and give scale), or " if small else ""
         return (
-            f"the kernels for {target.capitalize()} take head dims {known}{same}, not "
+            f"the kernels for {target.capitalize()} take head dims {known}, not "
             f"{head_dim} for query and key and {value_dim} for value; {pad}use "
             "implementation='emulated' or 'xla', which take any"
-        )
-    if target == "ampere" and not (
-        bias is None
-        and sinks is None
-        and soft_cap is None
-        and visibility.is_static(mask)
-    ):
-        return (
-            "the kernels for Ampere mask by is_causal alone so far, and have no bias, "
-            "no sinks and no soft cap; use implementation='emulated' or 'xla'"
         )
     if query.shape[0] == 0:
         return "the kernels take no empty batch"

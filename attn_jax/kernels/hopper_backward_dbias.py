@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
+from attn_jax.kernels.dbias_sums import Sums
 from attn_jax.kernels.tiles import (
     LOG2_E,
     ROWS,
@@ -69,15 +70,11 @@ def backward_dbias(
     group = query_heads // key.shape[2]
     dtype = query.dtype
     shape = bias.shape
-    # How many tiles of S there are along each axis, and how many of the result.
-    query_tiles, key_tiles = pl.cdiv(query_count, TILE), pl.cdiv(key_count, COLUMNS)
-    tiles = (batch, query_heads, query_tiles, key_tiles)
-    kept = tuple(1 if size == 1 else n for size, n in zip(shape, tiles, strict=True))
-    summed = tuple(n // k for n, k in zip(tiles, kept, strict=True))
-    steps = summed[0] * summed[1] * summed[2] * summed[3]
+    sizes = batch, query_heads, query_count, key_count
+    sums = Sums.of(shape, sizes, TILE, COLUMNS)
     whole = jnp.broadcast_to(bias, (*shape[:2], query_count, key_count))
     whole = whole_tiles(whole, TILE, COLUMNS)
-    lse, delta = (pad_rows(x, query_tiles * TILE) for x in (lse, delta))
+    lse, delta = (pad_rows(x, whole.shape[2]) for x in (lse, delta))
     pairs = Pairs(pad_to_tiles(mask, TILE, COLUMNS), None)
 
     def attention_backward_dbias(
@@ -89,16 +86,6 @@ def backward_dbias(
         owned = lax.axis_index("owned")
         warpgroup = lax.axis_index("warpgroup")
 
-        def place(step):
-            """(b, n, tile of queries, tile of keys) that a step takes."""
-            place, mine = [], owned
-            for n_kept, n_summed in zip(reversed(kept), reversed(summed), strict=True):
-                place.append(lax.rem(mine, jnp.int32(n_kept)))
-                mine = lax.div(mine, jnp.int32(n_kept))
-                place[-1] += lax.rem(step, jnp.int32(n_summed))
-                step = lax.div(step, jnp.int32(n_summed))
-            return tuple(reversed(place))
-
         def slot(step):
             return lax.rem(step, jnp.int32(stages))
 
@@ -108,7 +95,7 @@ def backward_dbias(
 
             def add(step, total):
                 now = slot(step)
-                b, n, query_tile, key_tile = place(step)
+                b, n, query_tile, key_tile = sums.place(owned, step)
                 first_row = query_tile * TILE + warpgroup * ROWS_OF_WARPGROUP
                 first_key = key_tile * COLUMNS
 
@@ -140,7 +127,7 @@ def backward_dbias(
 
             shape = (ROWS_OF_WARPGROUP, COLUMNS)
             total = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-            total = lax.fori_loop(jnp.int32(0), jnp.int32(steps), add, total)
+            total = lax.fori_loop(jnp.int32(0), jnp.int32(sums.steps), add, total)
             rows = pl.ds(warpgroup * ROWS_OF_WARPGROUP, ROWS_OF_WARPGROUP)
             dbias_gmem[owned, rows] = total
 
@@ -150,7 +137,7 @@ def backward_dbias(
 
             def load(step):
                 now = slot(step)
-                b, n, query_tile, key_tile = place(step)
+                b, n, query_tile, key_tile = sums.place(owned, step)
                 queries = pl.ds(query_tile * TILE, TILE)
                 keys = pl.ds(key_tile * COLUMNS, COLUMNS)
                 kv_head = lax.div(n, jnp.int32(group))
@@ -162,9 +149,8 @@ def backward_dbias(
                 ):
                     plgpu.copy_gmem_to_smem(gmem.at[part], smem.at[now], ready.at[now])
 
-            stream(jnp.int32(steps), stages, [(load, free)])
+            stream(jnp.int32(sums.steps), stages, [(load, free)])
 
-    count = kept[0] * kept[1] * kept[2] * kept[3]
     q_tiles, dout_tiles, k_tiles, v_tiles = (
         smem_tile((stages, length, dim), dtype)
         for length in (TILE, COLUMNS)
@@ -172,7 +158,7 @@ def backward_dbias(
     )
     owned_tiles = plgpu.kernel(
         attention_backward_dbias,
-        out_type=jax.ShapeDtypeStruct((count, TILE, COLUMNS), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((sums.count, TILE, COLUMNS), jnp.float32),
         scratch_types=[
             (q_tiles, dout_tiles, k_tiles, v_tiles),
             (
@@ -180,16 +166,10 @@ def backward_dbias(
                 plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
             ),
         ],
-        grid=(count,),
+        grid=(sums.count,),
         grid_names=("owned",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(query, key, value, dout, lse, delta, whole, pairs)
-    total = owned_tiles.reshape(*kept, TILE, COLUMNS).swapaxes(3, 4)
-    total = total.reshape(*kept[:2], kept[2] * TILE, kept[3] * COLUMNS)
-    if shape[2] == 1:
-        total = total.sum(axis=2, keepdims=True)
-    if shape[3] == 1:
-        total = total.sum(axis=3, keepdims=True)
-    return total[:, :, : shape[2], : shape[3]]
+    return sums.gradient(owned_tiles, shape)

@@ -13,7 +13,9 @@ from jaxtyping import Array, Float, Float32
 
 from attn_jax.formats import BF16, FP16
 from attn_jax.kernels import (
-    ampere_backward,
+    ampere_backward_dbias,
+    ampere_backward_dkv,
+    ampere_backward_dq,
     ampere_forward,
     design,
     hopper_backward_dbias,
@@ -32,8 +34,9 @@ from attn_jax.recipe import Architecture
 
 INPUTS = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}
 _FORWARD = {"ampere": ampere_forward, "hopper": hopper_forward}
-_BACKWARD_DQ = {"ampere": ampere_backward, "hopper": hopper_backward_dq}
-_BACKWARD_DKV = {"ampere": ampere_backward, "hopper": hopper_backward_dkv}
+_BACKWARD_DQ = {"ampere": ampere_backward_dq, "hopper": hopper_backward_dq}
+_BACKWARD_DKV = {"ampere": ampere_backward_dkv, "hopper": hopper_backward_dkv}
+_BACKWARD_DBIAS = {"ampere": ampere_backward_dbias, "hopper": hopper_backward_dbias}
 
 # TMA reads 16-bit tiles in groups of 8 rows.
 SEQUENCE_MULTIPLE = 8
@@ -178,7 +181,7 @@ def backward(
     if not wants_dbias:
         return dq, dk, dv, dsinks
     assert bias is not None and rules is not None
-    dbias = hopper_backward_dbias.backward_dbias(
+    dbias = _BACKWARD_DBIAS[target].backward_dbias(
         *operands,
         bias,
         scale=static.scale,

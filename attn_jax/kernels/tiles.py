@@ -1,11 +1,13 @@
 """What the Hopper kernels share: shared-memory tiles, visibility, the loading loop.
 
 Kernels work on one (batch, head) pair at a time. A *tile* is what one thread block
-(CTA) owns; each of its consumer warpgroups owns `block` rows of it.
+(CTA) owns; each of its consumer warpgroups owns `block` rows of it. What the Ampere
+kernels use, too, is told how the registers of an accumulator lie (`Fragments`).
 """
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -18,11 +20,44 @@ from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
-# In a wgmma accumulator a thread holds columns c, c + 8, c + 16, ...
+# In an accumulator of wgmma or of mma a thread holds columns c, c + 8, c + 16, ...
 GROUP = 8
+
+
+class Fragments(NamedTuple):
+    """How a warpgroup's registers hold the accumulator of a matrix product.
+
+    Attributes:
+      tile: layout of the accumulator.
+      rows, columns: of one value for each of its rows, and for each of its columns.
+      is_default: JAX takes a broadcast of the latter two to have the layout `tile`.
+    """
+
+    tile: Any
+    rows: Any
+    columns: Any
+    is_default: bool
+
+    def along_rows(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Broadcasts one value per row over a tile."""
+        return self._as_tile(lax.broadcast_in_dim(x, shape, [0]))
+
+    def along_columns(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Broadcasts one value per column over a tile."""
+        return self._as_tile(lax.broadcast_in_dim(x, shape, [1]))
+
+    def positions(self, shape: tuple[int, int], axis: int) -> jax.Array:
+        """Of each value of a tile, its index on an axis."""
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=self.tile)
+
+    def _as_tile(self, x: jax.Array) -> jax.Array:
+        return x if self.is_default else plgpu.layout_cast(x, self.tile)
+
+
 # Row and column layouts of a wgmma accumulator: one value per row, one per column.
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+WGMMA = Fragments(plgpu.Layout.WGMMA, ROWS, COLUMNS, is_default=True)
 
 
 def accumulator(rows: int, columns: int):
@@ -39,20 +74,25 @@ def smem_tile(shape: tuple[int, ...], dtype, *pieces: int):
     of a product want the same swizzle.
     """
     size = jnp.dtype(dtype).itemsize
-    lengths = shape[-1], *pieces
-    swizzle_bytes = next(
-        width
-        for width in (128, 64, 32)
-        if all(length * size % width == 0 for length in lengths)
-    )
+    swizzle_bytes = swizzle(dtype, shape[-1], *pieces)
     # Pyright takes JAX's transforms for abstract classes.
     tiling = plgpu.TilingTransform(  # pyright: ignore[reportAbstractUsage]
         (8, swizzle_bytes // size)
     )
-    swizzle = plgpu.SwizzleTransform(  # pyright: ignore[reportAbstractUsage]
+    swizzling = plgpu.SwizzleTransform(  # pyright: ignore[reportAbstractUsage]
         swizzle_bytes
     )
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
+
+
+def swizzle(dtype, *lengths: int) -> int:
+    """The largest swizzle, in bytes, that divides rows of all these lengths."""
+    size = jnp.dtype(dtype).itemsize
+    return next(
+        width
+        for width in (128, 64, 32)
+        if all(length * size % width == 0 for length in lengths)
+    )
 
 
 def found_anew(index: jax.Array) -> jax.Array:
@@ -65,13 +105,13 @@ def found_anew(index: jax.Array) -> jax.Array:
 
 
 def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts one value per row over a tile."""
-    return lax.broadcast_in_dim(x, shape, [0])
+    """Broadcasts one value per row over a tile of wgmma."""
+    return WGMMA.along_rows(x, shape)
 
 
 def along_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts one value per column over a tile."""
-    return lax.broadcast_in_dim(x, shape, [1])
+    """Broadcasts one value per column over a tile of wgmma."""
+    return WGMMA.along_columns(x, shape)
 
 
 def widen(x: jax.Array) -> jax.Array:
@@ -95,11 +135,17 @@ def head_of(array, batch, head):
     return array.at[b, n]
 
 
-def read_tile(array, row_start, column_start, shape: tuple[int, int]) -> jax.Array:
-    """A tile of a matrix in global memory, in the layout of a wgmma accumulator."""
+def read_tile(
+    array,
+    row_start,
+    column_start,
+    shape: tuple[int, int],
+    fragments: Fragments = WGMMA,
+) -> jax.Array:
+    """A tile of a matrix in global memory, in the layout of an accumulator."""
     rows, columns = shape
     tile = array.at[pl.ds(row_start, rows), pl.ds(column_start, columns)]
-    return plgpu.load(tile, layout=plgpu.Layout.WGMMA, optimized=False)
+    return plgpu.load(tile, layout=fragments.tile, optimized=False)
 
 
 def capped(

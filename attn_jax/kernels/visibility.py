@@ -16,15 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from attn_jax.kernels.tiles import (
-    COLUMNS,
-    GROUP,
-    ROWS,
-    along_columns,
-    along_rows,
-    head_of,
-    read_tile,
-)
+from attn_jax.kernels.tiles import GROUP, WGMMA, Fragments, head_of, read_tile
 from attn_jax.mask import Mask
 
 # Columns of `Rules.spans`.
@@ -272,6 +264,7 @@ def hide(
     key_start: jax.Array,
     *,
     queries_first: bool = True,
+    fragments: Fragments = WGMMA,
 ) -> jax.Array:
     """s with -inf at the pairs of a tile that do not take part.
 
@@ -286,13 +279,16 @@ def hide(
     if not queries_first:
         row_start, column_start = column_start, row_start
         row_ids, column_ids = column_ids, row_ids
-    column = _positions(rows, 1)
-    low, high = _seen_columns(pairs, band, batch, rows, row_start, queries_first)
+    column = fragments.positions((rows, GROUP), 1)
+    low, high = _seen_columns(
+        *(pairs, band, batch, rows, row_start, queries_first, fragments)
+    )
     high = high - column_start
     low = None if low is None else low - column_start
     if row_ids is not None:
         ids = row_ids.at[batch, pl.ds(row_start, rows)]
-        row_ids = along_rows(plgpu.load(ids, layout=ROWS, optimized=False), (rows, 8))
+        row_ids = plgpu.load(ids, layout=fragments.rows, optimized=False)
+        row_ids = fragments.along_rows(row_ids, (rows, GROUP))
 
     def hidden(first: int):
         seen = column < high - first
@@ -301,33 +297,36 @@ def hide(
         group = pl.ds(column_start + first, GROUP)
         if row_ids is not None:
             ids = plgpu.load(
-                column_ids.at[batch, group], layout=COLUMNS, optimized=False
+                column_ids.at[batch, group], layout=fragments.columns, optimized=False
             )
-            same = row_ids == along_columns(ids, (rows, GROUP))
+            same = row_ids == fragments.along_columns(ids, (rows, GROUP))
             seen = jnp.logical_and(seen, same)
         part = jnp.where(
             seen, lax.slice(s, (0, first), (rows, first + GROUP)), -jnp.inf
         )
         if rules.dense is not None:
             dense = head_of(rules.dense, batch, head)
-            tile = read_tile(dense, row_start, column_start + first, (rows, GROUP))
+            shape = rows, GROUP
+            tile = read_tile(dense, row_start, column_start + first, shape, fragments)
             part = jnp.where(tile != 0, part, -jnp.inf)
         return part
 
     return jnp.concatenate([hidden(i) for i in range(0, columns, GROUP)], axis=1)
 
 
-def _positions(rows: int, axis: int) -> jax.Array:
-    return plgpu.broadcasted_iota(
-        jnp.int32, (rows, GROUP), axis, layout=plgpu.Layout.WGMMA
-    )
-
-
-def _seen_columns(pairs: Pairs, band: Band, batch, rows: int, start, queries_first):
+def _seen_columns(
+    pairs: Pairs,
+    band: Band,
+    batch,
+    rows: int,
+    start: jax.Array,
+    queries_first: bool,
+    fragments: Fragments,
+):
     """First column and one past the last that each row sees by band and spans, the same
     in all 8 entries of a row; None for the first if it is the first of all."""
     offset, query_length, key_length = (pairs.rules.spans[batch, i] for i in range(3))
-    row = _positions(rows, 0) + start
+    row = fragments.positions((rows, GROUP), 0) + start
     # A query sees the keys position - back ... position + ahead; of a key it is seen by
     # the queries at position - ahead ... position + back.
     back, ahead = band

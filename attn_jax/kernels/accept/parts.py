@@ -31,8 +31,8 @@ def all_checks(
 ) -> Iterator[Check]:
     """Every head dim and feature that the kernels have, the common ones first.
 
-    Both designs of the backward pass by name, the fused one where the card has the
-    multiprocessors that it needs (`attention.backward_of`).
+    On Hopper both designs of the backward pass by name, the fused one where the card
+    has the multiprocessors that it needs (`attention.backward_of`).
     """
     dims = list(head_dims(architecture))
     for feature in ("full", "causal"):
@@ -42,8 +42,6 @@ def all_checks(
         yield Check(*pair, "causal", dtype="float16")
     for head_dim in (64, 128):
         yield Check(head_dim, head_dim, "causal", out_dtype="float32")
-    if architecture != "hopper":
-        return
     for head_dim in (64, 128):
         for feature in mask_cases(T, S, N):
             yield Check(head_dim, head_dim, feature)
@@ -51,8 +49,11 @@ def all_checks(
         if pair[0] not in (64, 128):
             yield Check(*pair, "window")
             yield Check(*pair, "bias-for-all-heads")
-    for narrow, wide in ((32, 256), (256, 32)):
-        yield Check(narrow, wide, "causal")
+    for pair in ((192, 128), (32, 256), (256, 32)):
+        if pair not in dims:
+            yield Check(*pair, "causal")
+    if architecture != "hopper":
+        return
     designs: tuple[Backward, ...] = ("two_kernels", "fused")
     if multiprocessors is not None and multiprocessors < ring_order.MULTIPROCESSORS:
         designs = ("two_kernels",)

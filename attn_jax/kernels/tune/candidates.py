@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from attn_jax.kernels import (
-    ampere_backward,
+    ampere_backward_dkv,
+    ampere_tiles,
     compiler,
     hopper_backward_dkv,
     hopper_backward_dq,
@@ -258,27 +259,34 @@ def _ampere_forward_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
 
 
 def _ampere_backward_need(
-    accumulators: int, operands: int, tiling: Tiling, head_dim: int, value_dim: int
+    tiling: Tiling, head_dim: int, value_dim: int, accumulated: int
 ) -> Need:
-    """Of `accumulators` [rows, H] and `operands` [rows, H] kept in registers."""
+    """Where accumulators have `accumulated` columns."""
     rows, columns = tiling.rows, tiling.columns
+    both = head_dim + value_dim
     block = (rows, columns, 4)
-    tiles = [(rows, head_dim, 4)] * accumulators + [(rows, head_dim, 2)] * operands
-    stages = ampere_backward.STAGES
+    tiles = [(rows, accumulated, 4), block, block]
+    if ampere_tiles.fits_in_registers(
+        rows, columns, accumulated=accumulated, operands=both
+    ):
+        tiles.append((rows, both, 2))
     return Need(
-        _registers(*tiles, block, block),
+        _registers(*tiles),
         _MOST_REGISTERS,
-        2 * (rows + stages * columns) * (head_dim + value_dim),
+        2 * (rows + tiling.stages * columns) * both,
         _logits(tiling),
     )
 
 
 def _ampere_dq_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
-    return _ampere_backward_need(1, 2, tiling, head_dim, value_dim)
+    return _ampere_backward_need(tiling, head_dim, value_dim, head_dim)
 
 
 def _ampere_dkv_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
-    return _ampere_backward_need(2, 0, tiling, head_dim, value_dim)
+    """Of the kernel for both gradients, or else of that which makes dK."""
+    together = ampere_backward_dkv.are_together(tiling.rows, head_dim, value_dim)
+    accumulated = head_dim + value_dim if together else head_dim
+    return _ampere_backward_need(tiling, head_dim, value_dim, accumulated)
 
 
 _ROWS = (64, 128)  # multiples of what four warps share
@@ -333,13 +341,13 @@ KERNELS: dict[Architecture, dict[KernelName, Kernel]] = {
         ),
         "backward_dq": Kernel(
             *("backward_dq", "attention_backward_dq", ("dq",)),
-            _AMPERE | {"stages": (ampere_backward.STAGES,)},
+            _AMPERE | {"stages": (1, 2)},
             _ampere_dq_need,
             options=_TWO_KERNELS,
         ),
         "backward_dkv": Kernel(
             *("backward_dkv", "attention_backward_dkv", ("dk", "dv")),
-            _AMPERE | {"stages": (ampere_backward.STAGES,)},
+            _AMPERE | {"stages": (1, 2)},
             _ampere_dkv_need,
             options=_TWO_KERNELS,
         ),
