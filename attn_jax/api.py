@@ -81,7 +81,11 @@ def dot_product_attention(
       recipe: which roundings `emulated` follows; None: those of `pallas` for the same
         arguments, on the GPU at hand or else on Hopper
         (`kernels.attention.declared_recipe`), and `recipe.ATTN_JAX` where `pallas` has
-        no kernels for them.
+        no kernels for them. Of `pallas`, which of its options are wanted (None: its
+        own): `dq_centre`, `dq_dlogits`, `delta_source`, `rescale_threshold` and
+        `repeated_max_factor`. Blocks, order of keys, name and source are ignored there,
+        and any other difference from `declared_recipe` is refused. For example
+        `dataclasses.replace(RECIPES["attn_jax"], dq_centre="row")`.
       rounding_key: a key of `jax.random` for a recipe that rounds stochastically, and
         only then.
 
@@ -127,9 +131,10 @@ def dot_product_attention(
             f"got {implementation!r}"
         )
     if recipe is not None:
-        if implementation != "emulated":
+        if implementation not in ("emulated", "pallas"):
             raise ValueError(
-                f"recipe= is for implementation='emulated', not {implementation!r}"
+                "recipe= is for implementation='emulated' or 'pallas', not "
+                f"{implementation!r}"
             )
         check_is_recipe(recipe)
     if rounding_key is not None and implementation != "emulated":
@@ -142,7 +147,7 @@ def dot_product_attention(
     def refusal(name: Implementation) -> str | None:
         if name == "pallas":
             return _pallas_refusal(
-                query, key, value, bias, rules, soft_cap, sinks, out_dtype
+                query, key, value, bias, rules, soft_cap, sinks, out_dtype, recipe
             )
         if name in ("xla", "cudnn"):
             return external.unsupported(
@@ -176,6 +181,7 @@ def dot_product_attention(
             sinks=sinks,
             soft_cap=soft_cap,
             out_dtype=out_dtype,
+            recipe=recipe,
         )
     elif implementation in ("xla", "cudnn"):
         out = external.attention(
@@ -253,7 +259,7 @@ def _kernels_recipe(query, key, value, bias, mask: Mask, soft_cap) -> Recipe:
 
 
 def _pallas_refusal(
-    query, key, value, bias, mask: Mask, soft_cap, sinks, out_dtype
+    query, key, value, bias, mask: Mask, soft_cap, sinks, out_dtype, recipe
 ) -> str | None:
     try:  # Imported on use: a JAX that the kernels do not know is no harm to the rest.
         from attn_jax.kernels import architecture
@@ -277,4 +283,5 @@ def _pallas_refusal(
         sinks=sinks,
         soft_cap=soft_cap,
         out_dtype=out_dtype,
+        recipe=recipe,
     )

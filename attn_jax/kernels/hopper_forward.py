@@ -91,6 +91,8 @@ def forward(
     sinks: Float32[Array, "1 N"] | None = None,
     soft_cap: float | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
+    rescale_threshold: float = 0.0,
+    repeated_max_factor: float | None = None,
 ) -> tuple[
     Float[Array, "B T N D"], Float[Array, "B T N D"] | None, Float32[Array, "B N T"]
 ]:
