@@ -15,6 +15,7 @@ from attn_jax.formats import FP16
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, Recipe
 from attn_jax.recipe_checks import check_is_recipe
+from attn_jax.residuals import named_lse, named_out
 
 Implementation = Literal["pallas", "emulated", "reference", "xla", "cudnn"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = typing.get_args(Implementation)
@@ -91,6 +92,12 @@ def dot_product_attention(
 
     Where each implementation rounds is said in its module (`kernels/hopper_forward.py`,
     `kernels/ampere_forward.py`, `recipe.py`, `reference.py`, `external.py`).
+
+    Under `jax.checkpoint` the output has the name "attn_jax_out" and LSE the name
+    "attn_jax_lse", with what the backward pass reads of them. A policy that saves both,
+    `jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(
+    "attn_jax_out", "attn_jax_lse"))`, keeps `pallas`, `emulated` and `reference` from
+    running their forward pass again; of `xla` and `cudnn` it saves the output.
 
     A query that sees no key gives out 0, LSE -inf and no gradient (`cudnn`: whatever
     cuDNN gives).
@@ -213,6 +220,9 @@ def dot_product_attention(
             sinks=sinks,
             out_dtype=out_dtype,
         )
+    if implementation not in ("pallas", "emulated"):  # These name them themselves.
+        out = named_out(out)
+        lse = None if lse is None else named_lse(lse)
     out = out[0] if unbatched else out
     if not return_residual:
         return out

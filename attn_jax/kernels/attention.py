@@ -29,6 +29,7 @@ from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, Architecture, Recipe
 from attn_jax.reference import check_arguments, default_scale, python_float
+from attn_jax.residuals import named_lse, named_out
 
 # In which the forward kernels visit blocks of keys.
 _KV_ORDER: dict[Architecture, Literal["forward", "reverse"]] = {
@@ -57,7 +58,8 @@ def attention(
     Query head n reads key/value head n // (N / K). H and D are any two of 32, 64, 96,
     128, 192 and 256 on Hopper, both 64 or both 128 on Ampere (`tuning.HEAD_DIMS`). A
     query that sees no key gives out 0, LSE -inf (or the sink's logit) and no gradient.
-    Both results are differentiable. Where it rounds is said in `<architecture>_forward`
+    Both results are differentiable, and named for `jax.checkpoint` (`residuals`) with
+    what the backward pass has of them. Where it rounds is said in `<architecture>_forward`
     and `<architecture>_backward`; besides, a cotangent wider than the inputs is rounded
     to their format, and gradients come in that format.
 
@@ -316,7 +318,9 @@ def _attention_fwd(static, *primals):
     bias = _as_read(static, bias)
     more = _Extra.of(rules, sinks, bias)
     run = _forward_program(static, more.layout, residual=True)
-    out, *low, lse = run(*inputs, *more.arrays)
+    *outs, lse = run(*inputs, *more.arrays)
+    out, *low = map(named_out, outs)
+    lse = named_lse(lse)
     return (out, lse), (inputs, bias, rules, sinks, out, low, lse, wanted)
 
 
