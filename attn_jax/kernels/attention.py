@@ -59,9 +59,9 @@ def attention(
     128, 192 and 256 on Hopper, both 64 or both 128 on Ampere (`tuning.HEAD_DIMS`). A
     query that sees no key gives out 0, LSE -inf (or the sink's logit) and no gradient.
     Both results are differentiable, and named for `jax.checkpoint` (`residuals`) with
-    what the backward pass has of them. Where it rounds is said in `<architecture>_forward`
-    and `<architecture>_backward`; besides, a cotangent wider than the inputs is rounded
-    to their format, and gradients come in that format.
+    what the backward pass has of them. Where it rounds is said in
+    `<architecture>_forward` and `<architecture>_backward`; besides, a cotangent wider
+    than the inputs is rounded to their format, and gradients come in that format.
 
     Args:
       scale: a Python number; it is compiled into the kernel.

@@ -17,11 +17,11 @@ Where it rounds (16 bit: the inputs' format):
   P is rounded to 16 bit as the operand of P V; l sums the unrounded P;
   out is rounded once. With `residual`, what that rounding dropped is kept as a second
   16-bit tensor: out + out_low carries about 16 bits into the backward pass.
-exp2 with scale * log2(e) folded in replaces exp, so m is kept in units of log2.
+exp2 with scale * log2(e) folded in replaces exp, so m is kept in units of log2. What
+options change is said in `hopper_softmax`.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import schedule
+from attn_jax.kernels.hopper_softmax import Softmax
 from attn_jax.kernels.tiles import (
     LN_2,
     LOG2_E,
@@ -40,7 +41,6 @@ from attn_jax.kernels.tiles import (
     finite,
     head_of,
     hide_from,
-    partial_sum,
     read_tile,
     row_positions,
     smem_tile,
@@ -64,14 +64,6 @@ MULTIPROCESSORS = 132
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
 # What a tile costs besides its blocks of keys, in blocks: loading Q, storing out.
 TILE_COST = 1
-
-
-class State(NamedTuple):
-    """Softmax of each row over the blocks so far: m in units of log2, and l, whose sum
-    over a row's threads is still to be taken (`partial_sum`)."""
-
-    row_max: jax.Array
-    row_sum: jax.Array
 
 
 def forward(
@@ -101,7 +93,7 @@ def forward(
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
     rows are real. `scale` is not negative. A causal row i sees the keys j <= i. With
     `mask` it is that and `band` which say what is seen, and `is_causal` is False; a
-    `bias` comes with one.
+    `bias` comes with one. `rescale_threshold` and `repeated_max_factor` are `Recipe`'s.
     """
     batch, padded, query_heads, head_dim = query.shape
     value_dim = value.shape[-1]
@@ -113,6 +105,9 @@ def forward(
     group = query_heads // key.shape[2]
     # What logits are multiplied by in the exponent: capped ones are in units of log2.
     unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
+    softmax = Softmax(
+        *(unit, dtype, mask is not None, rescale_threshold, repeated_max_factor)
+    )
     wide_out = out_dtype == jnp.float32
     keep_low = residual and not wide_out
     consumer_registers, producer_registers = REGISTERS[warpgroups]
@@ -246,21 +241,6 @@ def forward(
                     seen = diagonal if seen is None else jnp.minimum(diagonal, seen)
                 return s if seen is None else hide_from(s, seen)
 
-            def softmax(s, before):
-                """(state, P, correction of what is summed already or None)."""
-                row_max = s.max(axis=1) * unit
-                if before is not None:
-                    row_max = jnp.maximum(before.row_max, row_max)
-                # A row may have seen nothing so far.
-                base = row_max if pairs is None else finite(row_max)
-                p = jnp.exp2(s * unit - along_rows(base, s.shape))
-                row_sum = partial_sum(p)
-                correction = None
-                if before is not None:
-                    correction = jnp.exp2(before.row_max - base)
-                    row_sum += before.row_sum * along_rows(correction, row_sum.shape)
-                return State(row_max, row_sum), p.astype(dtype), correction
-
             def skip_blocks():
                 """Blocks that only the warpgroups below see."""
 
@@ -288,7 +268,10 @@ def forward(
 
                 s = pl.run_scoped(first_logits, accumulator(rows, columns))
                 plgpu.barrier_arrive(k_free.at[slot(start)])
-                state, p, _ = softmax(hide_last(s), None)
+                floor = None
+                if sinks_gmem is not None and rescale_threshold:
+                    floor = sinks_gmem[0, n] * LOG2_E
+                state, p, _ = softmax.add(hide_last(s), None, floor)
                 await_k(start + 1)
 
                 def step(now, carry):
@@ -304,15 +287,14 @@ def forward(
 
                     s = pl.run_scoped(products, accumulator(rows, columns))
                     plgpu.barrier_arrive(k_free.at[slot(now)])
-                    state, p, correction = softmax(hide_pairs(s, listed_as), state)
+                    state, p, correction = softmax.add(hide_pairs(s, listed_as), state)
                     # This wait between the softmax and the wait for P V keeps ptxas
                     # from moving the latter above the exponentials.
                     await_k(now + 1)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(v_free.at[slot(now - 1)])
-                    old = acc[...]
                     assert correction is not None
-                    acc[...] = old * along_rows(correction, old.shape)
+                    acc[...] = softmax.rescaled(acc[...], correction)
                     return state, p, following
 
                 state, p, _ = lax.fori_loop(
@@ -328,7 +310,7 @@ def forward(
 
             acc, state = pl.run_scoped(attend, accumulator(rows, value_dim))
             yield
-            row_sum = state.row_sum.sum(axis=1)
+            row_sum = of_keys = state.row_sum.sum(axis=1)
             row_max, shrink = state.row_max, 1.0
             if sinks is not None:
                 sink = sinks_gmem[0, n] * LOG2_E
@@ -339,13 +321,18 @@ def forward(
                 shrink = jnp.exp2(state.row_max - row_max)
                 row_sum = row_sum * shrink + jnp.exp2(sink - row_max)
             inverse = shrink / row_sum
-            if pairs is not None:
+            # A raised maximum may leave nothing of a row.
+            if pairs is not None or repeated_max_factor is not None:
                 inverse = jnp.where(row_sum == 0.0, 0.0, inverse)
             out = acc * along_rows(inverse, acc.shape)
             lse = row_max * LN_2 + jnp.log(row_sum)
             if pairs is not None and sinks is not None:
                 # To the bit where the sink is all there is: dQ is to be 0 there.
-                lse = jnp.where(state.row_max == -jnp.inf, sinks_gmem[0, n], lse)
+                if rescale_threshold:  # m began with the sink.
+                    alone = of_keys == 0.0
+                else:
+                    alone = state.row_max == -jnp.inf
+                lse = jnp.where(alone, sinks_gmem[0, n], lse)
             lse_gmem[b, n, pl.ds(first_row, rows)] = lse
             if wide_out:
                 # Two FP32 tiles do not fit in shared memory beside K and V.

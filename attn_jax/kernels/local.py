@@ -140,8 +140,8 @@ def backward(
             wide_out += low.astype(jnp.float32)
         products = dout[:, :query_count].astype(jnp.float32) * wide_out
         excess = jnp.sum(products, axis=-1).swapaxes(1, 2)
-    if rules is not None:
-        # Rows that see nothing: their P = exp(S - LSE) is to be 0.
+    if rules is not None or chosen.repeated_max_factor is not None:
+        # Rows that see nothing, or have no weight left: their P = exp(S - LSE) is to be 0.
         empty = jnp.isneginf(lse)
         lse = jnp.where(empty, jnp.inf, lse)
         dlse = None if dlse is None else jnp.where(empty, 0.0, dlse)
