@@ -45,7 +45,7 @@ class Softmax(NamedTuple):
         starts, in place of a state; None: below everything."""
         row_max = s.max(axis=1) * self.unit
         if self.repeated_max_factor is not None:
-            row_max = self._raised(s, row_max)
+            row_max = self._raised(s, row_max, self.repeated_max_factor)
         m = floor if before is None else before.row_max
         if m is not None:
             larger = jnp.maximum(m, row_max)
@@ -61,11 +61,11 @@ class Softmax(NamedTuple):
             row_sum += before.row_sum * along_rows(correction, row_sum.shape)
         return State(row_max, row_sum), p.astype(self.dtype), correction
 
-    def _raised(self, s: jax.Array, row_max: jax.Array) -> jax.Array:
+    def _raised(self, s: jax.Array, row_max: jax.Array, factor: float) -> jax.Array:
         """A block's maxima, those that repeat times the factor or, below 0, as 0."""
         repeated = jnp.where(s * self.unit == along_rows(row_max, s.shape), 1.0, 0.0)
         count = partial_sum(repeated).sum(axis=1)
-        raised = jnp.where(row_max > 0.0, row_max * self.repeated_max_factor, 0.0)
+        raised = jnp.where(row_max > 0.0, row_max * factor, 0.0)
         # Where all is hidden each key repeats -inf.
         raised = jnp.where(row_max == -jnp.inf, row_max, raised)
         return jnp.where(count > 1.0, raised, row_max)

@@ -141,7 +141,7 @@ def backward(
         products = dout[:, :query_count].astype(jnp.float32) * wide_out
         excess = jnp.sum(products, axis=-1).swapaxes(1, 2)
     if rules is not None or chosen.repeated_max_factor is not None:
-        # Rows that see nothing, or have no weight left: their P = exp(S - LSE) is to be 0.
+        # Rows that see nothing, or have no weight: their P = exp(S - LSE) is to be 0.
         empty = jnp.isneginf(lse)
         lse = jnp.where(empty, jnp.inf, lse)
         dlse = None if dlse is None else jnp.where(empty, 0.0, dlse)
