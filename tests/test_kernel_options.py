@@ -70,7 +70,7 @@ class Case:
 
     def given(self) -> dict[str, Any]:
         """What kernels, emulator and reference are given besides."""
-        sinks = None if self.sinks is None else np.array(self.sinks, np.float32)
+        sinks = None if self.sinks is None else jnp.array(self.sinks, jnp.float32)
         scale = self.shape.head_dim**-0.5
         return {"mask": self.mask, "sinks": sinks, "scale": scale}
 
@@ -131,9 +131,10 @@ FURTHER = [
     Case("none fp16 dS", dict(dq_centre="none", dq_dlogits=HALF), "normal", dquery=1.1),
     Case("keys fp16 dS p_dp", dict(dq_centre="keys", dq_dlogits=HALF)
          | dict(delta_source="p_dp"), "offset", dquery=1.1),
+    # Of finer steps, more roundings go the other way.
     Case("fp16 none", dict(dq_centre="none"), "normal", backward="fused",
-         dtype="float16"),
-    Case("fp16 keys", dict(dq_centre="keys"), "offset", dtype="float16"),
+         dtype="float16", same=0.98),
+    Case("fp16 keys", dict(dq_centre="keys"), "offset", dtype="float16", same=0.98),
     Case("row, documents, sinks", ROW, "offset", Shape(1, 150, 200, 2, 1, 64),
          Mask(query_segment_ids=_ids(150), key_value_segment_ids=_ids(200)),
          sinks=(0.5, 2.0), same=0.97),

@@ -149,7 +149,8 @@ def test_options_with_masks_sinks_and_a_soft_cap(has_sinks, soft_cap):
         return attention(query, key, value, scale=0.125, recipe=recipe, **more)
 
     results, dlse = run(attend, inputs)
-    host = jax.tree.map(np.asarray, more)
+    host = jax.tree.map(np.asarray, {"mask": mask, "sinks": more.get("sinks")})
+    host["soft_cap"] = soft_cap
     golden = reference.golden(*inputs, np.asarray(dlse), **host)
     for result, got, exact in names_and_results(results, golden):
         assert unit_error(got, exact, BF16) <= 2.0, result
