@@ -119,10 +119,11 @@ def _ids(length: int) -> np.ndarray:
 
 LONGER = Shape(1, 70, 330, 1, 1, 64)
 CASES = [
-    Case("row p_dp", ROW, "offset"),
+    Case("row p_dp", ROW, "offset", Shape(1, 70, 100, 2, 1, 64)),
     Case("one pass, no cures", NO_CURES, "offset", backward="fused", dquery=None),
 ]
 FURTHER = [
+    Case("row p_dp, two tiles", ROW, "offset"),
     Case("keys o", dict(dq_centre="keys", delta_source="o"), "normal"),
     # P is not exactly 1 at a row's maximum, which delta has and dP has not.
     Case("lazy", dict(rescale_threshold=8.0), "wide", LONGER, Mask(), dquery=None),
@@ -301,7 +302,11 @@ def _lowered(x64: bool, query, key, **options) -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.parametrize("changes", [ROW, dict(dq_centre="keys")], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [ROW, pytest.param(dict(dq_centre="keys"), marks=pytest.mark.thorough)],
+    ids=str,
+)
 def test_options_lower_with_x64_on(changes):
     query = jax.ShapeDtypeStruct((2, 200, 4, 64), "bfloat16")
     changes = changes | dict(rescale_threshold=8.0, repeated_max_factor=2.0)
