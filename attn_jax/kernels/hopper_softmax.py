@@ -26,10 +26,13 @@ class State(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Attributes:
-    unit: what logits are multiplied by in the exponent.
-    dtype: of P as an operand.
-    blind_rows: whether a row may have seen nothing so far.
+    """How blocks are added to a `State`.
+
+    Attributes:
+      unit: what logits are multiplied by in the exponent.
+      dtype: of P as an operand.
+      blind_rows: whether a row may have seen nothing so far.
+      rescale_threshold, repeated_max_factor: those of `Recipe`.
     """
 
     unit: float
@@ -41,8 +44,11 @@ class Softmax(NamedTuple):
     def add(
         self, s: jax.Array, before: State | None, floor: jax.Array | None = None
     ) -> tuple[State, jax.Array, jax.Array | None]:
-        """(state, P, correction of what is summed already or None). `floor`: where m
-        starts, in place of a state; None: below everything."""
+        """(state, P, correction of what is summed already or None).
+
+        `before`: None for the first block. `floor`: where m starts then, a sink's
+        logit in units of log2; None: below everything.
+        """
         row_max = s.max(axis=1) * self.unit
         if self.repeated_max_factor is not None:
             row_max = self._raised(s, row_max, self.repeated_max_factor)
