@@ -15,6 +15,7 @@ from attn_jax.formats import FP16
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, Recipe
 from attn_jax.recipe_checks import check_is_recipe
+from attn_jax.residuals import named_lse, named_out
 
 Implementation = Literal["pallas", "emulated", "reference", "xla", "cudnn"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = typing.get_args(Implementation)
@@ -81,12 +82,22 @@ def dot_product_attention(
       recipe: which roundings `emulated` follows; None: those of `pallas` for the same
         arguments, on the GPU at hand or else on Hopper
         (`kernels.attention.declared_recipe`), and `recipe.ATTN_JAX` where `pallas` has
-        no kernels for them.
+        no kernels for them. Of `pallas`, which of its options are wanted (None: its
+        own): `dq_centre`, `dq_dlogits`, `delta_source`, `rescale_threshold` and
+        `repeated_max_factor`. Blocks, order of keys, name and source are ignored there,
+        and any other difference from `declared_recipe` is refused. For example
+        `dataclasses.replace(RECIPES["attn_jax"], dq_centre="row")`.
       rounding_key: a key of `jax.random` for a recipe that rounds stochastically, and
         only then.
 
     Where each implementation rounds is said in its module (`kernels/hopper_forward.py`,
     `kernels/ampere_forward.py`, `recipe.py`, `reference.py`, `external.py`).
+
+    Under `jax.checkpoint` the output has the name "attn_jax_out" and LSE the name
+    "attn_jax_lse", with what the backward pass reads of them. A policy that saves both,
+    `jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(
+    "attn_jax_out", "attn_jax_lse"))`, keeps `pallas`, `emulated` and `reference` from
+    running their forward pass again; of `xla` and `cudnn` it saves the output.
 
     A query that sees no key gives out 0, LSE -inf and no gradient (`cudnn`: whatever
     cuDNN gives).
@@ -127,9 +138,10 @@ def dot_product_attention(
             f"got {implementation!r}"
         )
     if recipe is not None:
-        if implementation != "emulated":
+        if implementation not in ("emulated", "pallas"):
             raise ValueError(
-                f"recipe= is for implementation='emulated', not {implementation!r}"
+                "recipe= is for implementation='emulated' or 'pallas', not "
+                f"{implementation!r}"
             )
         check_is_recipe(recipe)
     if rounding_key is not None and implementation != "emulated":
@@ -142,7 +154,7 @@ def dot_product_attention(
     def refusal(name: Implementation) -> str | None:
         if name == "pallas":
             return _pallas_refusal(
-                query, key, value, bias, rules, soft_cap, sinks, out_dtype
+                query, key, value, bias, rules, soft_cap, sinks, out_dtype, recipe
             )
         if name in ("xla", "cudnn"):
             return external.unsupported(
@@ -176,6 +188,7 @@ def dot_product_attention(
             sinks=sinks,
             soft_cap=soft_cap,
             out_dtype=out_dtype,
+            recipe=recipe,
         )
     elif implementation in ("xla", "cudnn"):
         out = external.attention(
@@ -207,6 +220,9 @@ def dot_product_attention(
             sinks=sinks,
             out_dtype=out_dtype,
         )
+    if implementation not in ("pallas", "emulated"):  # These name them themselves.
+        out = named_out(out)
+        lse = None if lse is None else named_lse(lse)
     out = out[0] if unbatched else out
     if not return_residual:
         return out
@@ -253,7 +269,7 @@ def _kernels_recipe(query, key, value, bias, mask: Mask, soft_cap) -> Recipe:
 
 
 def _pallas_refusal(
-    query, key, value, bias, mask: Mask, soft_cap, sinks, out_dtype
+    query, key, value, bias, mask: Mask, soft_cap, sinks, out_dtype, recipe
 ) -> str | None:
     try:  # Imported on use: a JAX that the kernels do not know is no harm to the rest.
         from attn_jax.kernels import architecture
@@ -277,4 +293,5 @@ def _pallas_refusal(
         sinks=sinks,
         soft_cap=soft_cap,
         out_dtype=out_dtype,
+        recipe=recipe,
     )

@@ -5,6 +5,7 @@ place of a kernel. That the kernels use it rightly is checked in programs compil
 four H200s: which collectives they hold, and which shapes the kernels see.
 """
 
+import dataclasses
 import functools
 import re
 
@@ -17,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.partition import Layout, partitioned, varying_alike
 from attn_jax.mask import Mask
+from attn_jax.recipe import ATTN_JAX
 from tests.child_process import ChildFailed, in_child_process
 from tests.gpu_compiler import Program, compiled, h200_mesh
 
@@ -351,6 +353,9 @@ def _gpu_program(situation: str, spec: PartitionSpec) -> Program:
         def attend(query, key, value, bias):
             return attention(query, key, value, scale=0.1, bias=bias)
 
+    if situation == "options":
+        recipe = dataclasses.replace(ATTN_JAX, dq_centre="row", delta_source="p_dp")
+        attend = functools.partial(attend, recipe=recipe)
     if situation == "shard_map":
         attend = _in_shard_map(attend, mesh, check_vma=True)
 
@@ -375,9 +380,16 @@ def compile_extra() -> None:
 
 @pytest.mark.usefixtures("compile_extra")
 @pytest.mark.parametrize(
-    "situation", ["jit", pytest.param("shard_map", marks=pytest.mark.thorough)]
+    ("situation", "kernels"),
+    [
+        ("jit", 3),
+        pytest.param("shard_map", 3, marks=pytest.mark.thorough),
+        pytest.param("options", 5, marks=pytest.mark.thorough),
+    ],
 )
-def test_gpu_program_has_no_collective(situation):
+def test_gpu_program_has_no_collective(situation, kernels):
+    """One forward kernel, one for dQ, one for dK and dV; with options one for delta and
+    the forward kernel once more."""
     program = in_child_process(
         _gpu_program, situation, BATCH_AND_HEADS, seconds=TIME_LIMIT
     )
@@ -385,7 +397,7 @@ def test_gpu_program_has_no_collective(situation):
         COLLECTIVES, 0
     )
     calls = re.findall(r"= (.*) custom-call\((.*)\), .*mosaic", program.hlo)
-    assert len(calls) == 3, "one forward kernel, one for dQ, one for dK and dV"
+    assert len(calls) == kernels
     for shapes in calls:
         # Half of the batch, half of the query or key/value heads.
         for shape in re.findall(r"bf16\[([\d,]+)\]", "".join(shapes)):

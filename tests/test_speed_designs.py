@@ -9,7 +9,9 @@ from analysis.speed import in_jax
 from analysis.speed.cases import PRESETS
 from attn_jax.kernels import tuning
 from attn_jax.kernels.architecture import made_for
+from tests.test_residuals import equations
 
+TWICE = ["forward"] * 2
 TOY = {case.mask: case for case in PRESETS["toy"]}
 
 
@@ -42,6 +44,42 @@ def test_designs_of_our_backward_pass_are_timed_by_name(name, mask, kernel):
         assert kernel in program
         said = in_jax._config(name, case, "backward")
         assert ("one pass" in said) == (name == "pallas-fused")
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "kernels"),
+    [
+        ("pallas-no-cures", "causal", ["forward", "backward_fused"]),
+        ("pallas-no-cures", "packed", ["forward", "backward_dkv", "backward_dq"]),
+        (
+            "pallas-row-centre",
+            "full",
+            ["forward"] * 2 + ["backward_dkv", "backward_dq"],
+        ),
+        ("pallas-p-dp", "full", ["forward", "backward_delta", "backward_fused"]),
+        ("pallas-lazy-rescale", "full", ["forward", "backward_fused"]),
+        ("pallas-repeated-max", "packed", ["forward", "backward_dkv", "backward_dq"]),
+    ],
+)
+def test_options_of_our_kernels_are_timed_by_name(name, mask, kernels):
+    """On a card that its pairs of heads fill; `backward_rows` sums for one pass."""
+    case = dataclasses.replace(TOY[mask], H=64, B=66)
+    query, key, value, _, *ids = in_jax._on_device(case, "normal")
+    with made_for("hopper"):
+        attend = in_jax.attention(name, case)
+
+        def gradients(query, key, value, *ids):
+            out, pullback = jax.vjp(lambda *x: attend(*x, *ids), query, key, value)
+            return pullback(out)
+
+        jaxpr = jax.make_jaxpr(gradients)(query, key, value, *ids)
+        said = in_jax._config(name, case, "both")
+    found = (str(e.params.get("name", "")) for e in equations(jaxpr.jaxpr))
+    found = [x.removeprefix("attention_") for x in found if x.startswith("attention_")]
+    assert sorted(set(found) - {"backward_rows"}) == sorted(set(kernels))
+    assert found.count("forward") == kernels.count("forward")
+    assert all(f"{k} {v}" in said for k, v in in_jax.OPTIONS[name].items())
+    assert ("one pass" in said) == ("backward_fused" in kernels)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])

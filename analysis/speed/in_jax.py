@@ -21,7 +21,7 @@ from analysis.speed.errors import TENSORS, Results, inputs_of, pieces
 from attn_jax import dot_product_attention
 from attn_jax.api import Implementation
 from attn_jax.mask import Mask
-from attn_jax.recipe import Architecture
+from attn_jax.recipe import Architecture, Recipe
 from attn_jax.timing import device_time
 
 # Row name -> whether it promises the same bits on every run; None if nothing is said.
@@ -30,6 +30,11 @@ IMPLEMENTATIONS: dict[str, bool | None] = {
     "pallas-fused": True,
     "pallas-two-kernels": True,
     "pallas-ampere": True,
+    "pallas-no-cures": True,
+    "pallas-row-centre": True,
+    "pallas-p-dp": True,
+    "pallas-lazy-rescale": True,
+    "pallas-repeated-max": True,
     "cudnn": False,
     "cudnn-deterministic": True,
     "xla": True,
@@ -45,8 +50,16 @@ DESIGNS = {
 }
 # Ours for one architecture, on whatever GPU there is: Ampere's run on later ones, too.
 MADE_FOR: dict[str, Architecture] = {"pallas-ampere": "ampere"}
+# Ours with options: fields of the kernels' recipe for the case that are another's.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "pallas-no-cures": dict(dq_centre="none", dq_dlogits=None, delta_source="o"),
+    "pallas-row-centre": dict(dq_centre="row", dq_dlogits=None),
+    "pallas-p-dp": dict(delta_source="p_dp"),
+    "pallas-lazy-rescale": dict(rescale_threshold=8.0),
+    "pallas-repeated-max": dict(repeated_max_factor=2.0),
+}
 # Ours with something named, timed on request.
-NAMED = (*(name for name, design in DESIGNS.items() if design), *MADE_FOR)
+NAMED = (*(name for name, design in DESIGNS.items() if design), *MADE_FOR, *OPTIONS)
 # Libraries of others: what they cannot do is theirs.
 PEERS = ("cudnn", "cudnn-deterministic", "xla", "tokamax")
 # Those that keep an array of T x S logits for each head, and the most of them: what is
@@ -75,7 +88,7 @@ def _on_device(case: Case, family: str) -> tuple[Array, ...]:
 
 def attention(name: str, case: Case) -> Attention:
     """The function that is timed under a name, under the case's mask."""
-    if DESIGNS.get(name) or name in MADE_FOR:
+    if name in NAMED:
         return _ours(name, case)
     library = name.removesuffix("-deterministic")
     if library in ("xla", "cudnn"):
@@ -102,8 +115,9 @@ def attention(name: str, case: Case) -> Attention:
 
 
 def _ours(name: str, case: Case) -> Attention:
-    """Our kernels, with one design of the backward pass or as `made_for` chooses, to be
-    traced in the block of `target`; NotImplementedError for what they do not take."""
+    """Our kernels, with one design of the backward pass, with options or as `made_for`
+    chooses, to be traced in the block of `target`; NotImplementedError for what they do
+    not take."""
     # Imported on use: the kernels refuse a JAX that they do not know.
     from attn_jax.kernels import attention as kernels
 
@@ -111,12 +125,14 @@ def _ours(name: str, case: Case) -> Attention:
     if design is not None and _backward_of(name, case) != design:
         raise NotImplementedError("the one-pass kernel does not take this problem")
 
+    recipe = _recipe(name, case)
+
     def attend(query, key, value, *documents):
         ids = documents[0] if documents else None
         rules = dataclasses.replace(
             case.rules, query_segment_ids=ids, key_value_segment_ids=ids
         )
-        options = {"mask": rules, "backward": design}
+        options = {"mask": rules, "backward": design, "recipe": recipe}
         return kernels.attention(query, key, value, scale=case.H**-0.5, **options)[0]
 
     return attend
@@ -131,14 +147,30 @@ def target(name: str) -> contextlib.AbstractContextManager:
     return made_for(MADE_FOR[name])
 
 
+def _recipe(name: str, case: Case) -> Recipe | None:
+    """What our kernels are asked for under a name: their own recipe but for options."""
+    if name not in OPTIONS:
+        return None
+    from attn_jax.kernels.attention import declared_recipe
+
+    declared = declared_recipe(
+        *(case.dtype, case.H, case.S, case.rules),
+        query_length=case.T,
+        pairs=case.B * case.K,
+    )
+    return dataclasses.replace(declared, **OPTIONS[name])
+
+
 def _backward_of(name: str, case: Case) -> str:
     """The design that our kernels take under a name."""
     from attn_jax.kernels import architecture
     from attn_jax.kernels.attention import backward_of
+    from attn_jax.kernels.options import of_recipe
 
+    wanted = of_recipe(_recipe(name, case)).design(DESIGNS.get(name))
     query, value = (case.B, case.T, case.N, case.H), (case.B, case.S, case.K, case.H)
     chosen = architecture.chosen()
-    return backward_of(query, value, chosen, case.rules, wanted=DESIGNS.get(name))
+    return backward_of(query, value, chosen, case.rules, wanted=wanted)
 
 
 def _peer(function: Callable[..., Any], implementation: str, case: Case) -> Attention:
@@ -270,7 +302,7 @@ def _config(name: str, case: Case, of: Pass) -> str:
     }.get(name, [])
     if case.mask == "packed" and name in PEERS:
         said.append("documents as an array of T x S")
-    if name not in DESIGNS and name not in MADE_FOR:
+    if name != "pallas" and name not in NAMED:
         return "; ".join(said)
     from attn_jax.kernels import architecture, tuning
 
@@ -288,6 +320,7 @@ def _config(name: str, case: Case, of: Pass) -> str:
         else:
             said.append(f"dq {tilings.backward_dq}")
             said.append(f"dkv {tilings.backward_dkv}")
+    said += [f"{field} {value}" for field, value in OPTIONS.get(name, {}).items()]
     return "; ".join(said)
 
 

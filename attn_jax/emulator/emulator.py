@@ -26,6 +26,7 @@ from attn_jax.reference import (
     output_dtype,
     python_float,
 )
+from attn_jax.residuals import named_lse, named_out
 from attn_jax.varying import varying_alike
 
 
@@ -90,15 +91,18 @@ def _attention_fwd(static: Static, query, key, value, bias, sinks, mask, noise):
     exact, lse, row_centre = _forward(x)
     recipe = static.recipe
     wide = static.out_dtype is not None and static.out_dtype.itemsize >= 4
-    out = exact if wide else x.round(exact, "output")
+    out = named_out(exact if wide else x.round(exact, "output"))
+    lse = named_lse(lse)
+    row_centre = None if row_centre is None else named_out(row_centre)
     for_delta = None
     if recipe.delta_source == "o":
         for_delta = out
     elif recipe.delta_source == "o_f32":
-        for_delta = exact
+        for_delta = named_out(exact)
     elif recipe.delta_source == "o_hi_lo":
         high = x.round(exact, "output")
-        for_delta = high + x.round(exact - high, "output", site="low")
+        low = x.round(exact - high, "output", site="low")
+        for_delta = named_out(high + low)
     B, K, G, T, H = x.shape
     result = x.ungroup(out).astype(static.out_dtype or query.dtype)
     inputs = query, key, value, bias, sinks

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.formats import FP16
 from attn_jax.kernels import (
     architecture,
     design,
     hopper_backward_fused,
     local,
+    options,
     ring_order,
     tuning,
     visibility,
@@ -27,8 +27,9 @@ from attn_jax.kernels.partition import Layout, partitioned, varying_alike
 from attn_jax.kernels.tuning import Backward, Configuration
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
-from attn_jax.recipe import ATTN_JAX, Architecture, Recipe, Step
+from attn_jax.recipe import ATTN_JAX, Architecture, Recipe
 from attn_jax.reference import check_arguments, default_scale, python_float
+from attn_jax.residuals import named_lse, named_out
 
 # In which the forward kernels visit blocks of keys.
 _KV_ORDER: dict[Architecture, Literal["forward", "reverse"]] = {
@@ -50,15 +51,17 @@ def attention(
     out_dtype: jnp.dtype | None = None,
     backward: Backward | None = None,
     tilings: Configuration | None = None,
+    recipe: Recipe | None = None,
 ) -> tuple[Float[Array, "B T N D"], Float32[Array, "B N T"]]:
     """out = softmax(x) V and LSE = logsumexp(x), natural log; x = scale * Q K^T + bias.
 
     Query head n reads key/value head n // (N / K). H and D are any two of 32, 64, 96,
     128, 192 and 256 (`tuning.HEAD_DIMS`). A query that sees no key gives out 0, LSE
-    -inf (or the sink's logit) and no gradient.
-    Both results are differentiable. Where it rounds is said in `<architecture>_forward`
-    and `<architecture>_backward`; besides, a cotangent wider than the inputs is rounded
-    to their format, and gradients come in that format.
+    -inf (or the sink's logit) and no gradient. Both results are differentiable, and
+    named for `jax.checkpoint` (`residuals`) with what the backward pass has of them.
+    Where it rounds is said in `<architecture>_forward` and `<architecture>_backward`;
+    besides, a cotangent wider than the inputs is rounded to their format, and gradients
+    come in that format.
 
     Args:
       scale: a Python number; it is compiled into the kernel.
@@ -76,6 +79,13 @@ def attention(
       tilings: block sizes and the fused kernel's plan; None: `tuning.configuration`.
         What it is goes to the logger `attn_jax.kernels` at level INFO, once for a
         shape on a device.
+      recipe: which of the algorithm's options are wanted, None: the kernels' own. Its
+        `dq_centre`, `dq_dlogits`, `delta_source`, `rescale_threshold` and
+        `repeated_max_factor` are taken. Name, source, blocks and order of keys are the
+        kernels' own, whatever it says; all else is to be as in `declared_recipe`.
+        What the options say of the backward pass is done there: with dq_centre "row"
+        the forward kernel runs once more, with K for V, and with delta_source "p_dp" a
+        pass over the keys comes before the others.
 
     Raises:
       NotImplementedError: `unsupported` names a reason.
@@ -93,6 +103,8 @@ def attention(
         sinks=sinks,
         soft_cap=soft_cap,
         out_dtype=out_dtype,
+        backward=backward,
+        recipe=recipe,
     )
     if reason is not None:
         raise NotImplementedError(reason)
@@ -111,6 +123,7 @@ def attention(
             is_causal=mask.is_causal,
             listed=not by_itself,
         )
+    chosen = options.of_recipe(recipe)
     static = local.Static(
         target=target,
         scale=scale,
@@ -118,9 +131,10 @@ def attention(
         band=Band(None, None) if by_itself else Band(*mask.band),
         soft_cap=python_float(soft_cap),
         out_dtype=jnp.dtype(query.dtype if out_dtype is None else out_dtype),
-        backward=backward,
+        backward=chosen.design(backward),
         tilings=tilings,
         bias_dtype=None if bias is None else local.bias_dtype(bias.dtype),
+        options=chosen,
     )
     rules = sink_row = None
     if not by_itself:
@@ -145,6 +159,8 @@ def unsupported(
     sinks: Array | None = None,
     soft_cap: float | None = None,
     out_dtype=None,
+    backward: Backward | None = None,
+    recipe: Recipe | None = None,
 ) -> str | None:
     """Why the kernels cannot take these arguments, in one line, or None if they can."""
     dtypes = {jnp.dtype(x.dtype) for x in (query, key, value)}
@@ -173,7 +189,18 @@ def unsupported(
             f"the kernels return {query.dtype} or float32, not {out_dtype}; "
             "cast the result"
         )
-    return None
+    if recipe is None:
+        return None
+    kind = {"soft_cap": soft_cap, "has_bias": bias is not None}
+    shapes = query.shape, value.shape
+    return options.reason_against(
+        recipe,
+        declared_recipe(query.dtype, head_dim, key.shape[1], mask, target, value_dim),
+        target,
+        fused_taken=backward_of(*shapes, target, mask, wanted="fused", **kind)
+        == "fused",
+        wanted=backward,
+    )
 
 
 def backward_of(
@@ -210,6 +237,7 @@ def declared_recipe(
     has_bias: bool = False,
     backward: Backward | None = None,
     pairs: int | None = None,
+    recipe: Recipe | None = None,
 ) -> Recipe:
     """The kernels' recipe for 16-bit inputs of `dtype`, their block sizes included.
 
@@ -217,8 +245,10 @@ def declared_recipe(
     V's head dim; None: that of Q and K. With `query_length` (None: `key_length`),
     `soft_cap`, `has_bias` and `pairs`, a device's batch times its key heads (None:
     enough of them to fill a card), it is that of the kernels that `backward_of` names
-    for `backward`. Running `emulator.attention` under it predicts their results up to
-    the order of additions inside a product; a test holds the two together.
+    for `backward`, with the options of `recipe` (as of `attention`; None: the kernels'
+    own, which are "keys" in one pass, "mean" in two kernels). Running
+    `emulator.attention` under it predicts their results up to the order of additions
+    inside a product; a test holds the two together.
     """
     inputs = local.INPUTS[jnp.dtype(dtype)]
     target = architecture.chosen() if target is None else target
@@ -230,7 +260,7 @@ def declared_recipe(
         is_causal=mask.is_causal,
         listed=has_bias or not visibility.is_static(mask),
     )
-    recipe = dataclasses.replace(
+    declared = dataclasses.replace(
         ATTN_JAX.with_inputs(inputs),
         block_q=forward.rows,
         block_kv=forward.columns,
@@ -242,6 +272,7 @@ def declared_recipe(
     )
     if pairs is None:
         pairs = ring_order.MULTIPROCESSORS
+    chosen = options.of_recipe(recipe)
     made = backward_of(
         (pairs, key_length if query_length is None else query_length, 1, head_dim),
         (pairs, key_length, 1, dims[1]),
@@ -249,19 +280,16 @@ def declared_recipe(
         mask,
         soft_cap=soft_cap,
         has_bias=has_bias,
-        wanted=backward,
+        wanted=chosen.design(backward),
     )
-    if made == "two_kernels":
-        return recipe
-    return dataclasses.replace(
-        recipe,
-        source="the Pallas kernels of this package, backward pass in one kernel",
-        backward_block_q=hopper_backward_fused.QUERIES[head_dim],
-        backward_block_kv=hopper_backward_fused.KEY_TILE,
-        dq_centre="keys",
-        # As it is for FP16 inputs, but scaled.
-        dq_dlogits=None if inputs == FP16 else Step(FP16),
-    )
+    if made == "fused":
+        declared = dataclasses.replace(
+            declared,
+            source="the Pallas kernels of this package, backward pass in one kernel",
+            backward_block_q=hopper_backward_fused.QUERIES[head_dim],
+            backward_block_kv=hopper_backward_fused.KEY_TILE,
+        )
+    return chosen.on(declared, made)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -278,7 +306,9 @@ def _attention_fwd(static, *primals):
     bias = _as_read(static, bias)
     more = _Extra.of(rules, sinks, bias)
     run = _forward_program(static, more.layout, residual=True)
-    out, *low, lse = run(*inputs, *more.arrays)
+    *outs, lse = run(*inputs, *more.arrays)
+    out, *low = map(named_out, outs)
+    lse = named_lse(lse)
     return (out, lse), (inputs, bias, rules, sinks, out, low, lse, wanted)
 
 
@@ -337,7 +367,7 @@ class _Extra(NamedTuple):
 # Cached, so that calls outside `jax.jit` compile once.
 @functools.cache
 def _forward_program(static: local.Static, more, residual: bool):
-    low = ("BTND",) if residual and static.out_dtype != jnp.float32 else ()
+    low = ("BTND",) if residual and static.keeps_low else ()
     program = functools.partial(
         local.forward, static=static, more=more, residual=residual
     )

@@ -16,6 +16,8 @@ multiplies the mean of K, which can be far larger than what dQ should be. So dQ
 subtracts (rowsum(rounded dS) - dLSE) * centre, zero in exact arithmetic, for a `centre`
 near the keys that the row sees. Under a soft cap rows sum to nothing known, so there it
 is what rounding adds to them, rowsum(rounded dS - dS); the error of delta stays.
+
+The same loop makes delta from P and dP on request (`backward_delta`).
 """
 
 import jax
@@ -70,7 +72,7 @@ def backward_dq(
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
     dlse: Float32[Array, "B N T"],
-    centre: Float32[Array, "B K C H"],
+    centre: Float32[Array, "B K C H"] | None,
     *,
     query_count: int,
     key_count: int,
@@ -81,14 +83,70 @@ def backward_dq(
     band: Band = Band(None, None),
     soft_cap: float | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
+    row_centre: Float32[Array, "B T N H"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """dQ. `centre` has one row for all queries (C = 1), one for each `tiling.rows`, or
-    one for each query (C = T, with `mask`).
+    one for each query (C = T, with `mask`); `row_centre`, in its place, one for each
+    query of each query head. Without either nothing is subtracted.
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
     rows are real. With `mask` it is that and `band` which say what is seen, and
     `is_causal` is False; LSE is +inf for queries that see nothing.
     """
+    return _over_keys(
+        *(query, key, value, dout, (lse, delta, dlse), centre, row_centre),
+        query_count=query_count,
+        key_count=key_count,
+        scale=scale,
+        is_causal=is_causal,
+        tiling=tiling,
+        mask=mask,
+        band=band,
+        soft_cap=soft_cap,
+        bias=bias,
+    )
+
+
+def backward_delta(
+    query: Float[Array, "B Tpad N H"],
+    key: Float[Array, "B Spad K H"],
+    value: Float[Array, "B Spad K D"],
+    dout: Float[Array, "B Tpad N D"],
+    lse: Float32[Array, "B N T"],
+    *,
+    query_count: int,
+    key_count: int,
+    scale: float,
+    is_causal: bool,
+    tiling: Tiling,
+    mask: Rules | None = None,
+    band: Band = Band(None, None),
+    soft_cap: float | None = None,
+    bias: Float[Array, "#B #N T S"] | None = None,
+) -> Float32[Array, "B N T"]:
+    """rowsum(P * dP) in FP32, each sum over the keys in the kernel's order: what
+    rowsum(dO * out) is, of the P and dP that dQ, dK and dV are made of. Arguments as of
+    `backward_dq`."""
+    return _over_keys(
+        *(query, key, value, dout, (lse,), None, None),
+        query_count=query_count,
+        key_count=key_count,
+        scale=scale,
+        is_causal=is_causal,
+        tiling=tiling,
+        mask=mask,
+        band=band,
+        soft_cap=soft_cap,
+        bias=bias,
+    )
+
+
+def _over_keys(
+    query, key, value, dout, rows_of, centre, row_centre,
+    *, query_count: int, key_count: int, scale: float, is_causal: bool, tiling: Tiling,
+    mask: Rules | None, band: Band, soft_cap: float | None, bias: Array | None,
+) -> Array:  # fmt: skip
+    """`backward_dq` or, where `rows_of` is LSE alone, `backward_delta`."""
     batch, _, query_heads, head_dim = query.shape
     value_dim = value.shape[-1]
     key_heads = key.shape[2]
@@ -98,14 +156,18 @@ def backward_dq(
     tile_count = pl.cdiv(query_count, tiling.tile)
     saves_registers = (head_dim, value_dim) not in PLENTY_OF_REGISTERS
     unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
-    lse, delta, dlse = (
-        pad_rows(x, tile_count * tiling.tile) for x in (lse, delta, dlse)
-    )
-    own_centres = mask is not None and centre.shape[2] == query_count
-    row_centres = centre.shape[2] > 1 and not own_centres
-    if own_centres:
-        rows_more = tile_count * tiling.tile - query_count
-        centre = jnp.pad(centre, ((0, 0), (0, 0), (0, rows_more), (0, 0)))
+    tile_rows = tile_count * tiling.tile
+    makes_delta = len(rows_of) == 1
+    has_centre = centre is not None or row_centre is not None
+    rows_of = [pad_rows(x, tile_rows) for x in rows_of]
+    row_centres, own_centres, rows_more = False, False, tile_rows - query_count
+    if centre is not None:
+        own_centres = mask is not None and centre.shape[2] == query_count
+        row_centres = centre.shape[2] > 1 and not own_centres
+        if own_centres:
+            centre = jnp.pad(centre, ((0, 0), (0, 0), (0, rows_more), (0, 0)))
+    if row_centre is not None:
+        row_centre = jnp.pad(row_centre, ((0, 0), (0, rows_more), (0, 0), (0, 0)))
     pairs = None
     if mask is not None:
         lists = block_lists(
@@ -121,8 +183,8 @@ def backward_dq(
         bias = whole_tiles(bias, tiling.tile, columns)
 
     def attention_backward_dq(
-        q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, dlse_gmem, centre_gmem,
-        pairs, bias_gmem, dq_gmem, smem, barriers,
+        q_gmem, k_gmem, v_gmem, dout_gmem, rows_gmem, centre_gmem, row_centre_gmem,
+        pairs, bias_gmem, result_gmem, smem, barriers,
     ):  # fmt: skip
         q_smem, dout_smem, k_smem, v_smem, row_smem, centre_smem = smem
         tile_ready, k_ready, v_ready, k_free, v_free = barriers
@@ -153,29 +215,47 @@ def backward_dq(
             q_slice = (b, pl.ds(first_row, rows), n)
             plgpu.copy_gmem_to_smem(q_gmem.at[q_slice], q_tile, ready)
             plgpu.copy_gmem_to_smem(dout_gmem.at[q_slice], dout_tile, ready)
-            for i, gmem in enumerate((lse_gmem, delta_gmem, dlse_gmem)):
+            for i, gmem in enumerate(rows_gmem):
                 plgpu.copy_gmem_to_smem(
                     gmem.at[b, n, pl.ds(first_row, rows)],
                     row_smem.at[warpgroup, i],
                     ready,
                 )
-            centre_index = jnp.int32(0)
-            if row_centres:
-                centre_index = tile * warpgroups + warpgroup
-            plgpu.copy_gmem_to_smem(
-                centre_gmem.at[b, kv_head, centre_index],
-                centre_smem.at[warpgroup],
-                ready,
-            )
+            if centre_gmem is not None:
+                centre_index = jnp.int32(0)
+                if row_centres:
+                    centre_index = tile * warpgroups + warpgroup
+                plgpu.copy_gmem_to_smem(
+                    centre_gmem.at[b, kv_head, centre_index],
+                    centre_smem.at[warpgroup],
+                    ready,
+                )
             plgpu.barrier_wait(ready)
 
             def load_rows(i):
                 return plgpu.load(row_smem.at[warpgroup, i], layout=ROWS)
 
-            row_lse, row_delta = load_rows(0) * LOG2_E, load_rows(1)
+            row_lse = load_rows(0) * LOG2_E
+            row_delta = None if makes_delta else load_rows(1)
+
+            def centred(dq, ds_sum):
+                """dq less what rounding left in the row sums, times the centre."""
+                own = None
+                if own_centres:
+                    own = centre_gmem.at[b, kv_head, pl.ds(first_row, rows)]
+                elif row_centre_gmem is not None:
+                    own = row_centre_gmem.at[q_slice]
+                if own is not None:
+                    layout = plgpu.Layout.WGMMA
+                    centres = plgpu.load(own, layout=layout, optimized=False)
+                else:
+                    centre_row = plgpu.load(centre_smem.at[warpgroup], layout=COLUMNS)
+                    centres = along_columns(centre_row, dq.shape)
+                excess = ds_sum if soft_cap is not None else ds_sum - load_rows(2)
+                return dq - along_rows(excess, dq.shape) * centres
 
             def accumulate(dq_acc):
-                def step(j, ds_sum):
+                def step(j, row_sum):
                     now = slot(j)
 
                     if pairs is None:
@@ -225,7 +305,8 @@ def backward_dq(
                         s = lax.cond(whole, lambda s: s, hide_some, s)
                         p = jnp.exp2(s * unit - along_rows(row_lse, s.shape))
                         # All that P is for here is dS = P (dP - delta) slope.
-                        p = p if slope is None else p * slope
+                        if slope is not None and not makes_delta:
+                            p = p * slope
 
                         # As in the forward pass, this wait keeps ptxas from moving the
                         # wait for dP above the exponentials.
@@ -238,39 +319,39 @@ def backward_dq(
                     block = accumulator(rows, columns)
                     p, dp = pl.run_scoped(products, block, block)
                     plgpu.barrier_arrive(v_free.at[now])
+                    if row_delta is None:
+                        plgpu.barrier_arrive(k_free.at[now])
+                        return row_sum + partial_sum(p * dp)
                     exact = p * (dp - along_rows(row_delta, dp.shape))
                     ds = exact.astype(dtype)
                     plgpu.wgmma(dq_acc, ds, k_smem.at[now])
-                    added = widen(ds)
-                    if soft_cap is not None:
-                        added -= exact
-                    ds_sum = ds_sum + partial_sum(added)
+                    if has_centre:
+                        added = widen(ds)
+                        if soft_cap is not None:
+                            added -= exact
+                        row_sum = row_sum + partial_sum(added)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(k_free.at[now])
-                    return ds_sum
+                    return row_sum
 
                 plgpu.barrier_wait(k_ready.at[0])
-                ds_sum = plgpu.layout_cast(
+                row_sum = plgpu.layout_cast(
                     jnp.zeros((rows, GROUP), jnp.float32), plgpu.Layout.WGMMA
                 )
-                ds_sum = lax.fori_loop(jnp.int32(0), blocks, step, ds_sum)
-                return dq_acc[...], ds_sum.sum(axis=1)
+                row_sum = lax.fori_loop(jnp.int32(0), blocks, step, row_sum)
+                dq = None if makes_delta else dq_acc[...]
+                return dq, row_sum.sum(axis=1)
 
+            if makes_delta:
+                _, row_sum = accumulate(None)
+                result_gmem[b, n, pl.ds(first_row, rows)] = row_sum
+                return
             dq, ds_sum = pl.run_scoped(accumulate, accumulator(rows, head_dim))
-            if own_centres:
-                centres = plgpu.load(
-                    centre_gmem.at[b, kv_head, pl.ds(first_row, rows)],
-                    layout=plgpu.Layout.WGMMA,
-                    optimized=False,
-                )
-            else:
-                centre_row = plgpu.load(centre_smem.at[warpgroup], layout=COLUMNS)
-                centres = along_columns(centre_row, dq.shape)
-            excess = ds_sum if soft_cap is not None else ds_sum - load_rows(2)
-            dq -= along_rows(excess, dq.shape) * centres
+            if has_centre:
+                dq = centred(dq, ds_sum)
             q_tile[...] = (dq * scale).astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_tile, dq_gmem.at[q_slice])
+            plgpu.copy_smem_to_gmem(q_tile, result_gmem.at[q_slice])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == warpgroups)
@@ -291,9 +372,16 @@ def backward_dq(
             )
 
     free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
-    dq = plgpu.kernel(
+    out_type = jax.ShapeDtypeStruct(query.shape, dtype)
+    if makes_delta:
+        # A plain store, which does not stop at an array's end.
+        out_type = jax.ShapeDtypeStruct((batch, query_heads, tile_rows), jnp.float32)
+        attention_backward_dq.__name__ = "attention_backward_delta"
+    copies = 2 + len(rows_of) + (centre is not None)
+    centre_smem = plgpu.SMEM((warpgroups, head_dim), jnp.float32)
+    result = plgpu.kernel(
         attention_backward_dq,
-        out_type=jax.ShapeDtypeStruct(query.shape, dtype),
+        out_type=out_type,
         scratch_types=[
             (
                 # S = Q K^T and dS K, a sum over `columns`, both read K.
@@ -301,11 +389,11 @@ def backward_dq(
                 smem_tile((warpgroups, rows, value_dim), dtype),
                 smem_tile((stages, columns, head_dim), dtype, columns),
                 smem_tile((stages, columns, value_dim), dtype),
-                plgpu.SMEM((warpgroups, 3, rows), jnp.float32),
-                plgpu.SMEM((warpgroups, head_dim), jnp.float32),
+                plgpu.SMEM((warpgroups, len(rows_of), rows), jnp.float32),
+                None if centre is None else centre_smem,
             ),
             (
-                plgpu.Barrier(num_arrivals=6, num_barriers=warpgroups),
+                plgpu.Barrier(num_arrivals=copies, num_barriers=warpgroups),
                 plgpu.Barrier(num_barriers=stages),
                 plgpu.Barrier(num_barriers=stages),
                 free,
@@ -317,5 +405,5 @@ def backward_dq(
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query, key, value, dout, lse, delta, dlse, centre, pairs, bias)
-    return dq[:, :query_count]
+    )(query, key, value, dout, rows_of, centre, row_centre, pairs, bias)
+    return result[:, :, :query_count] if makes_delta else result[:, :query_count]

@@ -27,6 +27,9 @@ rounding errors then meets keys of mean near zero. c is zero in columns whose me
 below a quarter of their spread, and has few digits, so that most differences are exact
 (`attn_jax.centre`).
 
+On request c is zero, or dS and K' have the inputs' format and are not scaled
+(`dq_dtype`): one pass without either cure has both.
+
 Where it rounds (16 bit: the inputs' format):
   S, P, dP, dS, delta and the accumulators of a tile are FP32;
   P is rounded to 16 bit as the operand of P^T dO, dS as that of dS^T Q;
@@ -129,9 +132,11 @@ def backward_fused(
     scale: float,
     is_causal: bool,
     plan: tuning.Plan | None = None,
+    dq_dtype: jnp.dtype = jnp.dtype(jnp.float16),
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """(dQ, dK, dV). `row_sum` is what rows of dS sum to (None: 0), `numbers` are those
     of `hopper_fused_range.range_of`. `plan`: None, for `tuning.fused`.
+    `dq_dtype`: of dS and K' as dQ's operands, FP16 or the inputs' type.
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
     rows are real.
@@ -160,6 +165,7 @@ def backward_fused(
         scale=scale,
         is_causal=is_causal,
         plan=plan,
+        dq_dtype=dq_dtype,
     )
     # One after the other: their product may lie beyond FP32's range.
     for exponent in (numbers.row_exponent, numbers.key_exponent):
@@ -176,7 +182,7 @@ def backward_fused(
 def _sums(
     query, key, value, dout, lse2, delta, numbers: Range,
     *, query_count: int, key_count: int, scale: float, is_causal: bool,
-    plan: tuning.Plan,
+    plan: tuning.Plan, dq_dtype: jnp.dtype,
 ):  # fmt: skip
     """(sum over keys of dS K' in FP32, scaled, dK, dV), padded. `lse2` is LSE in units
     of log2, less log2 of what dS is scaled by."""
@@ -278,7 +284,7 @@ def _sums(
                 here = opaque(warpgroup)
                 for i in range(queries // 64):
                     piece = lax.slice(ds, (0, i * 64), (KEYS, (i + 1) * 64))
-                    smem.ds[buffer(step), here, i] = piece.astype(jnp.float16)
+                    smem.ds[buffer(step), here, i] = piece.astype(dq_dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(barriers.ds_ready.at[buffer(step)])
 
@@ -304,7 +310,7 @@ def _sums(
                 )
                 wide = wide - along_columns(row, wide.shape)
                 wide = wide * key_factor[item.b, item.kv_head]
-                smem.keys[here] = wide.astype(jnp.float16)
+                smem.keys[here] = wide.astype(dq_dtype)
                 plgpu.commit_smem()
 
             block_acc = accumulator(KEYS, queries)
@@ -391,8 +397,8 @@ def _sums(
 
             def put(x, targets, gmem, out):
                 """Stores a tile, through shared memory that takes it by columns. That
-                is FP16's, so the bits go as such."""
-                low = lax.bitcast_convert_type(x.astype(dtype), jnp.float16)
+                has dQ's operands' type, so the bits go as such."""
+                low = lax.bitcast_convert_type(x.astype(dtype), dq_dtype)
                 width = head_dim // len(targets)
                 for i, smem in enumerate(targets):
                     smem[...] = lax.slice(low, (0, i * width), (KEYS, (i + 1) * width))
@@ -418,7 +424,7 @@ def _sums(
             plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
             store(work, plan, smem, barriers, dq_gmem)
 
-    dkv = jax.ShapeDtypeStruct(key.shape, jnp.float16)
+    dkv = jax.ShapeDtypeStruct(key.shape, dq_dtype)
     # Of all queries and, apart, of those that see a short tile.
     firsts = [0, ring.long_tiles * KEY_TILE] if ring.apart else [0]
     dqs = [
@@ -430,7 +436,7 @@ def _sums(
     kernel = plgpu.kernel(
         attention_backward_fused,
         out_type=[*dqs, dkv, dkv],
-        scratch_types=[Memory.scratch(shapes, dtype), Barriers.scratch(plan)],
+        scratch_types=[Memory.scratch(shapes, dtype, dq_dtype), Barriers.scratch(plan)],
         grid=(ring.count * ring.size,),
         grid_names=("cta",),
         num_threads=WARPGROUPS + 2,

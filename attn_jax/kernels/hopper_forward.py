@@ -17,17 +17,12 @@ Where it rounds (16 bit: the inputs' format):
   P is rounded to 16 bit as the operand of P V; l sums the unrounded P;
   out is rounded once. With `residual`, what that rounding dropped is kept as a second
   16-bit tensor: out + out_low carries about 16 bits into the backward pass.
-exp2 with scale * log2(e) folded in replaces exp, so m is kept in units of log2.
-
-The tensor cores cut the accumulator off toward zero at every addition
-(`attn_jax.on_tensor_cores`): where P V adds up to something, out shrinks in proportion
-to the number of keys, for U[0, 1) values and 16 384 keys by 0.16 units of BF16's
-rounding, in all kernels that sum so. Here no more than `CHAIN` keys are summed in one
-accumulator; the sums of such links are added to nearest.
+exp2 with scale * log2(e) folded in replaces exp, so m is kept in units of log2. What
+options change is said in `hopper_softmax`. P V of more than `hopper_links.KEYS` keys is
+summed in parts.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -36,19 +31,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.kernels import schedule
+from attn_jax.kernels import hopper_links, schedule
+from attn_jax.kernels.hopper_softmax import Softmax
 from attn_jax.kernels.tiles import (
-    GROUP,
-    LN_2,
     LOG2_E,
-    ROWS,
     accumulator,
     along_rows,
     capped,
-    finite,
     head_of,
     hide_from,
-    partial_sum,
     read_tile,
     row_positions,
     smem_tile,
@@ -70,18 +61,8 @@ MULTIPROCESSORS = 132
 # Registers a thread (consumers, producer) by number of consumer warpgroups: setmaxnreg
 # moves them from the loading warpgroup to the others.
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
-# Keys in one accumulator.
-CHAIN = 4096
 # What a tile costs besides its blocks of keys, in blocks: loading Q, storing out.
 TILE_COST = 1
-
-
-class State(NamedTuple):
-    """Softmax of each row over the blocks so far: m in units of log2, and l, whose sum
-    over a row's threads is still to be taken (`partial_sum`)."""
-
-    row_max: jax.Array
-    row_sum: jax.Array
 
 
 def forward(
@@ -101,6 +82,8 @@ def forward(
     sinks: Float32[Array, "1 N"] | None = None,
     soft_cap: float | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
+    rescale_threshold: float = 0.0,
+    repeated_max_factor: float | None = None,
 ) -> tuple[
     Float[Array, "B T N D"], Float[Array, "B T N D"] | None, Float32[Array, "B N T"]
 ]:
@@ -109,7 +92,7 @@ def forward(
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
     rows are real. `scale` is not negative. A causal row i sees the keys j <= i. With
     `mask` it is that and `band` which say what is seen, and `is_causal` is False; a
-    `bias` comes with one.
+    `bias` comes with one. `rescale_threshold` and `repeated_max_factor` are `Recipe`'s.
     """
     batch, padded, query_heads, head_dim = query.shape
     value_dim = value.shape[-1]
@@ -121,13 +104,16 @@ def forward(
     group = query_heads // key.shape[2]
     # What logits are multiplied by in the exponent: capped ones are in units of log2.
     unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
+    softmax = Softmax(
+        *(unit, dtype, mask is not None, rescale_threshold, repeated_max_factor)
+    )
     wide_out = out_dtype == jnp.float32
     keep_low = residual and not wide_out
     consumer_registers, producer_registers = REGISTERS[warpgroups]
     stored = tiling.stored(value_dim)
     # Blocks in a link of the sum, and whether there can be more than one link.
-    link_blocks = CHAIN // columns
-    is_chained = key_blocks > link_blocks
+    link_blocks = hopper_links.KEYS // columns
+    in_links = key_blocks > link_blocks
 
     pairs = None
     if mask is not None:
@@ -253,21 +239,6 @@ def forward(
                     seen = diagonal if seen is None else jnp.minimum(diagonal, seen)
                 return s if seen is None else hide_from(s, seen)
 
-            def softmax(s, before):
-                """(state, P, correction of what is summed already or None)."""
-                row_max = s.max(axis=1) * unit
-                if before is not None:
-                    row_max = jnp.maximum(before.row_max, row_max)
-                # A row may have seen nothing so far.
-                base = row_max if pairs is None else finite(row_max)
-                p = jnp.exp2(s * unit - along_rows(base, s.shape))
-                row_sum = partial_sum(p)
-                correction = None
-                if before is not None:
-                    correction = jnp.exp2(before.row_max - base)
-                    row_sum += before.row_sum * along_rows(correction, row_sum.shape)
-                return State(row_max, row_sum), p.astype(dtype), correction
-
             def skip_blocks():
                 """Blocks that only the warpgroups below see."""
 
@@ -290,7 +261,11 @@ def forward(
                 plgpu.barrier_arrive(q_free)
                 return q
 
-            def attend(acc, q, first, last, before):
+            floor = None
+            if sinks_gmem is not None and rescale_threshold:
+                floor = sinks_gmem[0, n] * LOG2_E
+
+            def attend(q, acc, first, last, before):
                 """(sum of P V, state) of the blocks first, ..., last, with the state
                 of those before them."""
 
@@ -307,7 +282,7 @@ def forward(
 
                 s = pl.run_scoped(first_logits, accumulator(rows, columns))
                 plgpu.barrier_arrive(k_free.at[slot(first)])
-                state, p, _ = softmax(hide_first(s, first), before)
+                state, p, _ = softmax.add(hide_first(s, first), before, floor)
                 await_k(first + 1)
 
                 def step(now, carry):
@@ -323,21 +298,20 @@ def forward(
 
                     s = pl.run_scoped(products, accumulator(rows, columns))
                     plgpu.barrier_arrive(k_free.at[slot(now)])
-                    state, p, correction = softmax(hide_pairs(s, listed_as), state)
+                    state, p, correction = softmax.add(hide_pairs(s, listed_as), state)
                     # This wait between the softmax and the wait for P V keeps ptxas
                     # from moving the latter above the exponentials.
                     await_k(now + 1)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(v_free.at[slot(now - 1)])
-                    old = acc[...]
                     assert correction is not None
-                    acc[...] = old * along_rows(correction, old.shape)
+                    acc[...] = softmax.rescaled(acc[...], correction)
                     return state, p, following
 
                 state, p, _ = lax.fori_loop(
                     first + 1, last + 1, step, (state, p, entry(first + 1))
                 )
-                if not tiling.q_registers and not is_chained:
+                if not tiling.q_registers and not in_links:
                     plgpu.barrier_arrive(q_free)
                 plgpu.barrier_wait(v_ready.at[slot(last)])
                 plgpu.wgmma(acc, p, v_smem.at[slot(last)])
@@ -345,66 +319,28 @@ def forward(
                 plgpu.barrier_arrive(v_free.at[slot(last)])
                 return acc[...], state
 
-            def attend_all():
-                if not is_chained:
-                    return pl.run_scoped(
-                        lambda acc: attend(acc, load_q(), start, last, None),
-                        accumulator(rows, value_dim),
-                    )
+            if in_links:
                 q = load_q()
-                sums = sums_gmem.at[cta, warpgroup]
-
-                def link(number, before):
-                    first = start + number * link_blocks
-                    end = jnp.minimum(first + (link_blocks - 1), last)
-                    attending = functools.partial(
-                        attend, q=q, first=first, last=end, before=before
-                    )
-                    acc, state = pl.run_scoped(attending, accumulator(rows, value_dim))
-                    base = state.row_max if pairs is None else finite(state.row_max)
-                    shrink = along_rows(jnp.exp2(before.row_max - base), (rows, GROUP))
-                    is_sum = along_rows(before.row_max, shrink.shape) > -jnp.inf
-                    # In groups, for the registers.
-                    for column in range(0, value_dim, GROUP):
-                        part = lax.slice(acc, (0, column), (rows, column + GROUP))
-                        old = read_tile(sums, 0, column, part.shape)
-                        # There is nothing to add before there is a maximum.
-                        part += jnp.where(is_sum, old * shrink, 0.0)
-                        sums[:, pl.ds(column, GROUP)] = part
-                    return state
-
-                nothing = State(
-                    plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), ROWS),
-                    plgpu.layout_cast(
-                        jnp.zeros((rows, GROUP), jnp.float32), plgpu.Layout.WGMMA
-                    ),
+                acc, state = hopper_links.attend_in_links(
+                    functools.partial(attend, q),
+                    sums_gmem.at[cta, warpgroup],
+                    start,
+                    last,
+                    link_steps=link_blocks,
+                    blind_rows=pairs is not None,
+                    floor=floor,
                 )
-                links = lax.div(last - start + link_blocks, jnp.int32(link_blocks))
-                state = lax.fori_loop(jnp.int32(0), links, link, nothing)
                 if not tiling.q_registers:
                     plgpu.barrier_arrive(q_free)
-                return read_tile(sums, 0, 0, (rows, value_dim)), state
-
-            acc, state = attend_all()
+            else:
+                acc, state = pl.run_scoped(
+                    lambda acc: attend(load_q(), acc, start, last, None),
+                    accumulator(rows, value_dim),
+                )
             yield
-            row_sum = state.row_sum.sum(axis=1)
-            row_max, shrink = state.row_max, 1.0
-            if sinks is not None:
-                sink = sinks_gmem[0, n] * LOG2_E
-                row_max = jnp.maximum(row_max, sink)
-            if pairs is not None:
-                row_max = finite(row_max)
-            if sinks is not None:
-                shrink = jnp.exp2(state.row_max - row_max)
-                row_sum = row_sum * shrink + jnp.exp2(sink - row_max)
-            inverse = shrink / row_sum
-            if pairs is not None:
-                inverse = jnp.where(row_sum == 0.0, 0.0, inverse)
+            sink = None if sinks is None else sinks_gmem[0, n]
+            inverse, lse = softmax.finished(state, sink)
             out = acc * along_rows(inverse, acc.shape)
-            lse = row_max * LN_2 + jnp.log(row_sum)
-            if pairs is not None and sinks is not None:
-                # To the bit where the sink is all there is: dQ is to be 0 there.
-                lse = jnp.where(state.row_max == -jnp.inf, sinks_gmem[0, n], lse)
             lse_gmem[b, n, pl.ds(first_row, rows)] = lse
             if wide_out:
                 # Two FP32 tiles do not fit in shared memory beside K and V.
@@ -531,7 +467,7 @@ def forward(
             jax.ShapeDtypeStruct((batch, out_rows, query_heads, value_dim), out_dtype),
             low if keep_low else None,
             jax.ShapeDtypeStruct((batch, query_heads, tile_rows), jnp.float32),
-            jax.ShapeDtypeStruct(sums, jnp.float32) if is_chained else None,
+            jax.ShapeDtypeStruct(sums, jnp.float32) if in_links else None,
         ],
         scratch_types=[
             (

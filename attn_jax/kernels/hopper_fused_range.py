@@ -4,7 +4,7 @@ centre of the keys, and the powers of two that bring dS and K' into FP16's range
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from attn_jax.centre import centre_from
 from attn_jax.formats import FP16, FP32, NumberFormat
@@ -31,9 +31,13 @@ def range_of(
     dlse: Float32[Array, "B N T"] | None,
     key_count: int,
     inputs: NumberFormat,
+    *,
+    centred: bool = True,
+    scaled: bool = True,
 ) -> Range:
     """From one reading of the inputs; `dlse`: None for 0. For FP16 inputs nothing is
-    scaled: P, which has dS's power of two, too, is rounded to their format."""
+    scaled: P, which has dS's power of two, too, is rounded to their format. c is 0 if
+    not `centred`."""
     batch, _, key_heads, _ = sums.key_sums.shape
     largest = sums.key_largest.max(axis=1)
     centre = centre_from(
@@ -42,7 +46,9 @@ def range_of(
         largest,
         inputs,
     )
-    if inputs == FP16:
+    if not centred:
+        centre = jnp.zeros_like(centre)
+    if inputs == FP16 or not scaled:
         zero = jnp.zeros((batch, key_heads), jnp.int32)
         return Range(centre, zero, zero)
 
@@ -58,6 +64,13 @@ def range_of(
     # |K - c| is at most twice the largest key. Doubled, that might overflow.
     keys = _into_range(largest.max(axis=2), doublings=1)
     return Range(centre, keys, _into_range(bound))
+
+
+def no_range(key: Float[Array, "B S K H"]) -> Range:
+    """No centre, and nothing scaled."""
+    batch, _, heads, head_dim = key.shape
+    zero = jnp.zeros((batch, heads), jnp.int32)
+    return Range(jnp.zeros((batch, heads, head_dim), jnp.float32), zero, zero)
 
 
 def _into_range(

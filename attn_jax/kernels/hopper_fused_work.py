@@ -69,20 +69,20 @@ class Memory(NamedTuple):
     dq: Any
 
     @classmethod
-    def scratch(cls, shapes: Shapes, dtype) -> "Memory":
+    def scratch(cls, shapes: Shapes, dtype, dq_dtype) -> "Memory":
         queries, head_dim = shapes.queries, shapes.head_dim
         tile = smem_tile((WARPGROUPS, KEYS, head_dim), dtype)
         block = smem_tile((STAGES, queries, head_dim), dtype)
-        # dS and K' for dQ, in FP16 whatever the inputs are.
+        # dS and K' for dQ have a type of their own.
         ds = (DS_BUFFERS, WARPGROUPS, queries // 64, KEYS, 64)
         return cls(
             k=tile,
             v=tile,
-            keys=smem_tile((WARPGROUPS, KEYS, head_dim), jnp.float16),
+            keys=smem_tile((WARPGROUPS, KEYS, head_dim), dq_dtype),
             q=block,
             dout=block,
             rows=plgpu.SMEM((2, STAGES, queries), jnp.float32),
-            ds=smem_tile(ds, jnp.float16),
+            ds=smem_tile(ds, dq_dtype),
             dq=smem_tile((WARPGROUPS, 64, 64), jnp.float32),
         )
 

@@ -201,8 +201,12 @@ def _interpret_arithmetic(self: JaxprInterpreter, eqn, get_invals):
 
 
 def _interpret_inline(self: JaxprInterpreter, eqn, token, get_invals):
-    """Gap: inlined code. Ours changes the layout, of which the interpreter has none, or
-    hides from the compiler what it returns."""
+    """Gap: inlined code. Ours changes the layout, of which the interpreter has none,
+    hides from the compiler what it returns, or asks the threads of a warp; there is
+    one answer for a warpgroup here."""
+    if eqn.params["mgpu_fn"] is tiles.vote:
+        (x,) = get_invals()
+        return token, [jnp.any(x != 0).astype(jnp.int32)]
     known = (ampere_tiles.rename_accumulator_to_left, tiles.first_lane)
     if eqn.params["mgpu_fn"] not in known:
         return _stock_inline(self, eqn, token, get_invals)

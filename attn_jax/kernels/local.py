@@ -27,7 +27,8 @@ from attn_jax.kernels import (
     tuning,
     visibility,
 )
-from attn_jax.kernels.hopper_fused_range import range_of
+from attn_jax.kernels.hopper_fused_range import no_range, range_of
+from attn_jax.kernels.options import DEFAULT, Options
 from attn_jax.kernels.tuning import Backward, Configuration, Tiling
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.recipe import Architecture
@@ -56,6 +57,13 @@ class Static(NamedTuple):
     backward: Backward | None
     tilings: Configuration
     bias_dtype: jnp.dtype | None = None
+    options: Options = DEFAULT
+
+    @property
+    def keeps_low(self) -> bool:
+        """Whether what rounding drops from out goes to the backward pass."""
+        narrow = self.out_dtype != jnp.float32
+        return narrow and self.options.delta_source == "o_hi_lo"
 
 
 def bias_dtype(dtype) -> jnp.dtype:
@@ -82,8 +90,9 @@ def forward(query, key, value, *arrays, static: Static, more, residual):
         is_causal=static.is_causal,
         tiling=static.tilings.forward,
         out_dtype=static.out_dtype,
-        residual=residual,
+        residual=residual and static.keeps_low,
         **options,
+        **_of_softmax(static),
         **({} if sinks is None else {"sinks": sinks}),
     )
     return (out, lse) if low is None else (out, low, lse)
@@ -112,28 +121,48 @@ def backward(
     dtype = query.dtype
     query_count, key_count = query.shape[1], key.shape[1]
     made = _design(query.shape, value.shape, static, listed=rules is not None)
+    chosen = static.options
+    centre_kind = chosen.dq_centre or ("keys" if made == "fused" else "mean")
+    # One pass without cures of dQ needs no sums but the rows'.
+    wants_sums = made == "fused" and (centre_kind == "keys" or chosen.half_dq)
     # The barrier keeps XLA from using the unrounded dout for delta while the products
     # see the rounded one: rows of dS would no longer sum to zero.
     dout = lax.optimization_barrier(dout.astype(dtype))
     unpadded_key = key
     query, key, value, dout = map(_pad_sequence, (query, key, value, dout))
-    if made == "fused":
+    sums = excess = None
+    if wants_sums:
         padded_low = None if low is None else _pad_sequence(low)
         sums = hopper_backward_rows.backward_rows(
             _pad_sequence(out), padded_low, dout, key, value
         )
         excess = sums.excess[:, :, :query_count]
-    else:
+    elif chosen.delta_source != "p_dp":
         wide_out = out.astype(jnp.float32)
         if low is not None:
             wide_out += low.astype(jnp.float32)
         products = dout[:, :query_count].astype(jnp.float32) * wide_out
         excess = jnp.sum(products, axis=-1).swapaxes(1, 2)
-    if rules is not None:
-        # Rows that see nothing: their P = exp(S - LSE) is to be 0.
+    if rules is not None or chosen.repeated_max_factor is not None:
+        # Rows that see nothing, or have no weight: their P = exp(S - LSE) is to be 0.
         empty = jnp.isneginf(lse)
         lse = jnp.where(empty, jnp.inf, lse)
         dlse = None if dlse is None else jnp.where(empty, 0.0, dlse)
+    lengths = {"query_count": query_count, "key_count": key_count}
+    options = {"scale": static.scale, "is_causal": is_causal} | lengths
+    of_pairs = {}
+    if rules is not None:
+        of_pairs |= {"mask": rules, "band": static.band}
+    if static.soft_cap is not None:
+        of_pairs |= {"soft_cap": static.soft_cap}
+    if bias is not None:
+        of_pairs |= {"bias": _for_all_pairs(bias, query_count, key_count)}
+    dq_tiling = static.tilings.backward_dq
+    if chosen.delta_source == "p_dp":
+        excess = hopper_backward_dq.backward_delta(
+            *(query, key, value, dout, lse), tiling=dq_tiling, **options, **of_pairs
+        )
+    assert excess is not None
     delta = excess if dlse is None else excess - dlse
     dsinks = jnp.zeros((query.shape[0], query.shape[2]), jnp.float32)
     row_sum = dlse  # of dS over the keys
@@ -143,18 +172,30 @@ def backward(
         dsinks = of_sink.sum(axis=-1)
         row_sum = -of_sink if dlse is None else dlse - of_sink
     operands = (query, key, value, dout, lse, delta)
-    lengths = {"query_count": query_count, "key_count": key_count}
-    options = {"scale": static.scale, "is_causal": is_causal} | lengths
     if made == "fused":
+        if sums is None:
+            numbers = no_range(key)
+        else:
+            numbers = range_of(
+                *(sums, dlse, key_count, INPUTS[jnp.dtype(dtype)]),
+                centred=centre_kind == "keys",
+                scaled=chosen.half_dq,
+            )
         gradients = hopper_backward_fused.backward_fused(
-            *(*operands, row_sum),
-            range_of(sums, dlse, key_count, INPUTS[jnp.dtype(dtype)]),
+            *(*operands, row_sum, numbers),
             plan=static.tilings.backward_fused,
+            dq_dtype=jnp.dtype(jnp.float16) if chosen.half_dq else jnp.dtype(dtype),
             **options,
         )
         return *gradients, dsinks
-    dq_tiling = static.tilings.backward_dq
-    if rules is None:
+    options |= of_pairs
+    centre, own = None, {}
+    if centre_kind == "row":
+        own["row_centre"] = _row_centre(query, key, value, sinks, static, options)
+    elif centre_kind == "none":
+        if target != "hopper":
+            centre = jnp.zeros((*key.shape[::2], 1, key.shape[3]), jnp.float32)
+    elif rules is None:
         # On Ampere not those that no query sees. Hopper's last tile counts the keys of
         # rows past the last query, too; any centre is right, and that one keeps its
         # bits.
@@ -165,15 +206,10 @@ def backward(
         centre = visibility.mean_key(
             unpadded_key, rules, static.band, query_count, dq_tiling.rows
         )
-        options |= {"mask": rules, "band": static.band}
-    if static.soft_cap is not None:
-        options |= {"soft_cap": static.soft_cap}
-    if bias is not None:
-        options |= {"bias": _for_all_pairs(bias, query_count, key_count)}
     if row_sum is None:
         row_sum = jnp.zeros_like(delta)
     dq = _BACKWARD_DQ[target].backward_dq(
-        *(*operands, row_sum, centre), tiling=dq_tiling, **options
+        *(*operands, row_sum, centre), tiling=dq_tiling, **options, **own
     )
     dk, dv = _BACKWARD_DKV[target].backward_dkv(
         *operands, tiling=static.tilings.backward_dkv, **options
@@ -191,6 +227,46 @@ def backward(
         **lengths,
     )
     return dq, dk, dv, dsinks, dbias
+
+
+def _row_centre(
+    query: Float[Array, "B Tpad N H"],
+    key: Float[Array, "B Spad K H"],
+    value: Float[Array, "B Spad K D"],
+    sinks: Float32[Array, "1 N"] | None,
+    static: Static,
+    options: dict,
+) -> Float32[Array, "B T N H"]:
+    """sum_j P_ij K_j in FP32: the forward kernel, with K for V. `options`: those of the
+    backward kernels."""
+    tilings, head_dim = static.tilings, key.shape[3]
+    if value.shape[3] != head_dim:
+        tilings = tuning.configuration(
+            *(static.target, head_dim, head_dim, options["key_count"]),
+            is_causal=static.is_causal,
+            listed="mask" in options,
+        )
+    centre, _, _ = _FORWARD[static.target].forward(
+        *(query, key, key),
+        tiling=tilings.forward,
+        out_dtype=jnp.dtype(jnp.float32),
+        residual=False,
+        sinks=sinks,
+        **options,
+        **_of_softmax(static),
+    )
+    return centre
+
+
+def _of_softmax(static: Static) -> dict:
+    """Options of the forward kernel; Ampere's has none."""
+    chosen = static.options
+    if chosen.rescale_threshold == 0 and chosen.repeated_max_factor is None:
+        return {}
+    return {
+        "rescale_threshold": chosen.rescale_threshold,
+        "repeated_max_factor": chosen.repeated_max_factor,
+    }
 
 
 def _design(

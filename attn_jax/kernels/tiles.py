@@ -16,6 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -270,6 +272,36 @@ def first_lane(_, value):
         "shfl.sync.idx.b32 $0, $1, 0, 31, -1;",
         register,
         result_types=register.type,
+        has_side_effects=True,
+        convergent=True,
+    )
+    return FragmentedArray.splat(asked, (), is_signed=True)
+
+
+def any_of_warp(x: jax.Array) -> jax.Array:
+    """1 if some number of a warp's rows is not 0, else 0, for int32 by `ROWS`.
+
+    A branch on it may differ between the warps of a warpgroup, so there must be nothing
+    in it that all of them are to do together.
+    """
+    return plgpu.inline_mgpu(
+        arg_types=(ROWS,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
+    )(vote)(x)
+
+
+def vote(_, value):
+    """The code of `any_of_warp`; on its own, so that the interpreter knows it."""
+    i32 = ir.IntegerType.get_signless(32)
+    numbers = [
+        vector.extract(register, dynamic_position=[], static_position=[0])
+        for register in value.registers.flat
+    ]
+    asked = mgpu_utils.inline_ptx(
+        "{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, -1; "
+        "selp.b32 $0, 1, 0, p;}",
+        functools.reduce(arith.ori, numbers),
+        result_types=i32,
         has_side_effects=True,
         convergent=True,
     )

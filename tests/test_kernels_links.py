@@ -6,7 +6,7 @@ import pytest
 
 from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.kernels import attention as kernels
-from attn_jax.kernels import hopper_forward, tuning
+from attn_jax.kernels import hopper_links, tuning
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.internals import interpreted
 from attn_jax.mask import Mask
@@ -36,7 +36,7 @@ def _forward(head_dim: int, name: str):
     ).forward.columns
     results = []
     for chain in (key.shape[1], 2 * columns):
-        hopper_forward.CHAIN = chain
+        hopper_links.KEYS = chain
         kernels._forward_program.cache_clear()
         with made_for("hopper"), interpreted():
             run = jax.jit(

@@ -1,0 +1,75 @@
+"""A long sum of P V, in links.
+
+The tensor cores cut an accumulator off toward zero at every addition
+(`attn_jax.on_tensor_cores`): where P V adds up to something, the sum shrinks in
+proportion to the number of keys, for U[0, 1) values and 16 384 keys by 0.16 units of
+BF16's rounding, in all kernels that sum so. Here no more than `KEYS` keys are summed in
+one accumulator; the sums of such links are added to nearest, in global memory, where a
+warpgroup has one place for all its tiles.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from attn_jax.kernels.hopper_softmax import State
+from attn_jax.kernels.tiles import (
+    GROUP,
+    ROWS,
+    accumulator,
+    along_rows,
+    finite,
+    read_tile,
+)
+
+# In one accumulator.
+KEYS = 4096
+
+
+def attend_in_links(
+    attend: Callable[..., tuple[jax.Array, State]],
+    sums,
+    first_step: jax.Array,
+    last_step: jax.Array,
+    *,
+    link_steps: int,
+    blind_rows: bool,
+    floor: jax.Array | None,
+) -> tuple[jax.Array, State]:
+    """(sum of P V, state) of the steps first_step, ..., last_step.
+
+    `attend(acc, first, last, before)` gives those of some steps, with the state of the
+    steps before them. `sums` [rows, D] is FP32 in global memory. `blind_rows`: whether
+    a row may have seen nothing; `floor`: where its maximum starts, if not at -inf.
+    """
+    rows, value_dim = sums.shape
+    # In groups of columns, for the registers.
+    group_shape = rows, GROUP
+    starts = range(0, value_dim, GROUP)
+    zeros = plgpu.layout_cast(jnp.zeros(group_shape, jnp.float32), plgpu.Layout.WGMMA)
+    for start in starts:
+        sums[:, pl.ds(start, GROUP)] = zeros
+
+    def link(number, before):
+        first = first_step + number * link_steps
+        last = jnp.minimum(first + (link_steps - 1), last_step)
+        acc, state = pl.run_scoped(
+            lambda acc: attend(acc, first, last, before), accumulator(rows, value_dim)
+        )
+        base = finite(state.row_max) if blind_rows else state.row_max
+        shrink = along_rows(jnp.exp2(before.row_max - base), group_shape)
+        for start in starts:
+            part = lax.slice(acc, (0, start), (rows, start + GROUP))
+            old = read_tile(sums, 0, start, group_shape)
+            sums[:, pl.ds(start, GROUP)] = old * shrink + part
+        return state
+
+    least = jnp.full((rows,), -jnp.inf if floor is None else floor, jnp.float32)
+    nothing = State(plgpu.layout_cast(least, ROWS), zeros)
+    links = lax.div(last_step - first_step + link_steps, jnp.int32(link_steps))
+    state = lax.fori_loop(jnp.int32(0), links, link, nothing)
+    return read_tile(sums, 0, 0, (rows, value_dim)), state

@@ -1,0 +1,124 @@
+"""Softmax of a block of logits in Hopper's forward kernel, and what it does to the sums
+so far.
+
+`Recipe` defines the options. A row's maximum m, in units of log2, is renewed only where
+it grows by more than `rescale_threshold` (FlashAttention-4, arXiv 2603.05451), and what
+is summed is then rescaled only by warps that have such a row. `repeated_max_factor`
+raises the maximum of a block that has it more than once (Qiu & Yao, arXiv 2510.04212),
+which takes one more comparison for each logit.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attn_jax.kernels.tiles import (
+    LN_2,
+    LOG2_E,
+    along_rows,
+    any_of_warp,
+    finite,
+    partial_sum,
+)
+
+
+class State(NamedTuple):
+    """Softmax of each row over the blocks so far: m in units of log2, and l, whose sum
+    over a row's threads is still to be taken (`partial_sum`)."""
+
+    row_max: jax.Array
+    row_sum: jax.Array
+
+
+class Softmax(NamedTuple):
+    """How blocks are added to a `State`.
+
+    Attributes:
+      unit: what logits are multiplied by in the exponent.
+      dtype: of P as an operand.
+      blind_rows: whether a row may have seen nothing so far.
+      rescale_threshold, repeated_max_factor: those of `Recipe`.
+    """
+
+    unit: float
+    dtype: jnp.dtype
+    blind_rows: bool
+    rescale_threshold: float = 0.0
+    repeated_max_factor: float | None = None
+
+    def add(
+        self, s: jax.Array, before: State | None, floor: jax.Array | None = None
+    ) -> tuple[State, jax.Array, jax.Array | None]:
+        """(state, P, correction of what is summed already or None).
+
+        `before`: None for the first block. `floor`: where m starts then, a sink's
+        logit in units of log2; None: below everything.
+        """
+        row_max = s.max(axis=1) * self.unit
+        if self.repeated_max_factor is not None:
+            row_max = self._raised(s, row_max, self.repeated_max_factor)
+        m = floor if before is None else before.row_max
+        if m is not None:
+            larger = jnp.maximum(m, row_max)
+            row_max = larger
+            if self.rescale_threshold:
+                row_max = jnp.where(larger - m <= self.rescale_threshold, m, larger)
+        base = finite(row_max) if self.blind_rows else row_max
+        p = jnp.exp2(s * self.unit - along_rows(base, s.shape))
+        row_sum = partial_sum(p)
+        correction = None
+        if before is not None:
+            correction = jnp.exp2(before.row_max - base)
+            row_sum += before.row_sum * along_rows(correction, row_sum.shape)
+        return State(row_max, row_sum), p.astype(self.dtype), correction
+
+    def _raised(self, s: jax.Array, row_max: jax.Array, factor: float) -> jax.Array:
+        """A block's maxima, those that repeat times the factor or, below 0, as 0."""
+        repeated = jnp.where(s * self.unit == along_rows(row_max, s.shape), 1.0, 0.0)
+        count = partial_sum(repeated).sum(axis=1)
+        raised = jnp.where(row_max > 0.0, row_max * factor, 0.0)
+        # Where all is hidden each key repeats -inf.
+        raised = jnp.where(row_max == -jnp.inf, row_max, raised)
+        return jnp.where(count > 1.0, raised, row_max)
+
+    def rescaled(self, total: jax.Array, correction: jax.Array) -> jax.Array:
+        """What is summed already, times the correction of its rows."""
+
+        def rescale(total):
+            return total * along_rows(correction, total.shape)
+
+        if not self.rescale_threshold:
+            return rescale(total)
+        moved = jnp.where(correction == 1.0, 0, 1)
+        return lax.cond(any_of_warp(moved) > 0, rescale, lambda x: x, total)
+
+    def finished(
+        self, state: State, sink: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """(what P V of all blocks is multiplied by, LSE in natural log) of each row.
+
+        `sink`: the logit of one more key, without a value. Where it is all there is,
+        LSE is the sink to the bit: dQ is to be 0 there.
+        """
+        row_sum = of_keys = state.row_sum.sum(axis=1)
+        row_max, shrink = state.row_max, 1.0
+        if sink is not None:
+            row_max = jnp.maximum(row_max, sink * LOG2_E)
+        if self.blind_rows:
+            row_max = finite(row_max)
+        if sink is not None:
+            shrink = jnp.exp2(state.row_max - row_max)
+            row_sum = row_sum * shrink + jnp.exp2(sink * LOG2_E - row_max)
+        inverse = shrink / row_sum
+        # A raised maximum may leave nothing of a row.
+        if self.blind_rows or self.repeated_max_factor is not None:
+            inverse = jnp.where(row_sum == 0.0, 0.0, inverse)
+        lse = row_max * LN_2 + jnp.log(row_sum)
+        if self.blind_rows and sink is not None:
+            # With a threshold m began with the sink.
+            by_sum = bool(self.rescale_threshold)
+            alone = of_keys == 0.0 if by_sum else state.row_max == -jnp.inf
+            lse = jnp.where(alone, sink, lse)
+        return inverse, lse

@@ -1,0 +1,150 @@
+"""Options of the kernels: what a `Recipe` may ask them for, and what they refuse."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from attn_jax.formats import BF16, FP16
+from attn_jax.kernels.tuning import Backward
+from attn_jax.recipe import Architecture, Recipe, Step
+
+DeltaSource = Literal["o", "o_hi_lo", "o_f32", "p_dp"]
+DqCentre = Literal["none", "mean", "row", "keys"]
+
+
+class Options(NamedTuple):
+    """Variants of the algorithm, as fields of `Recipe` define them.
+
+    Attributes:
+      dq_centre: None: "keys" in the one-pass kernel and "mean" in two.
+      half_dq: the one-pass kernel makes dQ of FP16 dS and K', each scaled into range
+        for its head (`dq_dlogits`), and not of such as the inputs are. FP16 inputs are
+        not scaled: for them it is True.
+    """
+
+    dq_centre: DqCentre | None = None
+    half_dq: bool = True
+    delta_source: DeltaSource = "o_hi_lo"
+    rescale_threshold: float = 0.0
+    repeated_max_factor: float | None = None
+
+    def design(self, wanted: Backward | None) -> Backward | None:
+        """The design of the backward pass: that which has these options, or `wanted`
+        where both have."""
+        if self.dq_centre in ("mean", "row"):
+            return "two_kernels"
+        if self.dq_centre == "keys" or self.dq_centre == "none" and self.half_dq:
+            return "fused"
+        return wanted
+
+    def on(self, declared: Recipe, made: Backward) -> Recipe:
+        """The recipe of the kernels of a design, `declared` but for the options."""
+        centre = self.dq_centre or ("keys" if made == "fused" else "mean")
+        scaled = made == "fused" and self.half_dq and declared.inputs != FP16
+        return dataclasses.replace(
+            declared,
+            dq_centre=centre,
+            dq_dlogits=Step(FP16) if scaled else None,
+            delta_source=self.delta_source,
+            rescale_threshold=self.rescale_threshold,
+            repeated_max_factor=self.repeated_max_factor,
+        )
+
+
+DEFAULT = Options()
+# What kernels have, by field.
+_HAVE: dict[Architecture, dict[str, tuple]] = {
+    "ampere": {
+        "dq_centre": ("mean", "none"),
+        "delta_source": ("o_hi_lo", "o"),
+        "rescale_threshold": (0.0,),
+        "repeated_max_factor": (None,),
+        "dq_dlogits": (None,),
+    },
+    "hopper": {
+        "dq_centre": ("keys", "mean", "row", "none"),
+        "delta_source": ("o_hi_lo", "o", "p_dp"),
+        "dq_dlogits": (None, Step(FP16)),
+    },
+}
+_OPTIONS = {field for have in _HAVE.values() for field in have}
+# The kernels' own, whatever a recipe says.
+_THEIR_OWN = {"name", "source", "kv_order", "loop_order"}
+_THEIR_OWN |= {"block_q", "block_kv", "backward_block_q", "backward_block_kv"}
+
+
+def of_recipe(recipe: Recipe | None) -> Options:
+    """What a recipe asks for that `reason_against` has nothing against."""
+    if recipe is None:
+        return DEFAULT
+    if recipe.inputs == FP16:
+        # Both designs have "none", and neither another dS for dQ.
+        half = recipe.dq_centre == "keys"
+    else:
+        half = recipe.dq_dlogits is not None
+    return Options(
+        recipe.dq_centre,
+        half,
+        recipe.delta_source,
+        recipe.rescale_threshold,
+        recipe.repeated_max_factor,
+    )
+
+
+def reason_against(
+    recipe: Recipe,
+    declared: Recipe,
+    target: Architecture,
+    *,
+    fused_taken: bool,
+    wanted: Backward | None = None,
+) -> str | None:
+    """Why the kernels cannot follow a recipe, in one line, or None if they can.
+
+    `declared` is that of the kernels for the same arguments, `fused_taken` whether the
+    one-pass kernel takes those, `wanted` a design that was asked for besides.
+    """
+    for field in dataclasses.fields(Recipe):
+        name = field.name
+        if name in _THEIR_OWN or name.startswith("ring_") and recipe.ring_size == 1:
+            continue
+        asked, theirs = getattr(recipe, name), getattr(declared, name)
+        if name in _OPTIONS:
+            if asked in _HAVE[target].get(name, (asked,)):
+                continue
+            have = " or ".join(_said(x) for x in _HAVE[target][name])
+        elif asked == theirs:
+            continue
+        else:
+            have = _said(theirs)
+        return _refusal(
+            recipe, name, f"the kernels for {target.capitalize()} have {have}"
+        )
+    centre = recipe.dq_centre
+    if recipe.dq_dlogits is not None:
+        if centre in ("mean", "row"):
+            why = f"with dq_centre={centre!r} the kernels have None"
+            return _refusal(recipe, "dq_dlogits", why)
+        if recipe.inputs != BF16:
+            return _refusal(
+                recipe, "dq_dlogits", "for FP16 inputs the kernels have None"
+            )
+    needed = of_recipe(recipe).design(None)
+    field = "dq_dlogits" if centre == "none" else "dq_centre"
+    if needed == "fused" and not fused_taken:
+        why = "it is the one-pass kernel's, which does not take these arguments; two "
+        why += "kernels have dq_centre 'mean', 'row' or 'none', and dq_dlogits None"
+        return _refusal(recipe, field, why)
+    if None not in (needed, wanted) and needed != wanted:
+        return _refusal(recipe, field, f"backward={wanted!r} does not have it")
+    return None
+
+
+def _refusal(recipe: Recipe, field: str, why: str) -> str:
+    asked = _said(getattr(recipe, field))
+    return f"recipe {recipe.name!r} on 'pallas': {field}={asked}, but {why}"
+
+
+def _said(value) -> str:
+    if isinstance(value, Step):
+        return f"Step({value.format.name}, {value.rounding.value})"
+    return getattr(value, "name", None) or repr(value)

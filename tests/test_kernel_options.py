@@ -1,0 +1,450 @@
+"""Options that a recipe asks Hopper's kernels for: what they compute, in the
+interpreter, what they are compiled to, and what is refused."""
+
+import dataclasses
+import re
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from attn_jax import RECIPES, dot_product_attention, emulator, reference
+from attn_jax.audit.error import unit_error
+from attn_jax.audit.inputs import Inputs, Shape, make_inputs
+from attn_jax.bounds import bound
+from attn_jax.formats import BF16, FP16
+from attn_jax.kernels import architecture
+from attn_jax.kernels.architecture import made_for
+from attn_jax.kernels.attention import attention, declared_recipe, unsupported
+from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.tuning import Backward
+from attn_jax.mask import Mask
+from attn_jax.recipe import ATTN_JAX, FLASH2, FLASH4, QIU_YAO, Recipe
+from attn_jax.recipe_schema import Step
+from tests.bounds_outcome import errors, excess
+from tests.child_process import in_child_process
+from tests.gpu_compiler import Program, compiled
+from tests.test_residuals import equations
+
+TIME_LIMIT = 120  # seconds; a case takes three to seven alone on a core
+NO_CURES = dict(dq_centre="none", delta_source="o")
+ROW = dict(dq_centre="row", delta_source="p_dp")
+HALF = Step(FP16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`changes`: of ATTN_JAX. `same`: the least share of bits that are the emulator's.
+    `dquery`: the most units of it, None where there is no such promise."""
+
+    name: str
+    changes: dict[str, Any]
+    family: str
+    shape: Shape = Shape(1, 130, 130, 2, 1, 64)
+    mask: Mask = Mask(is_causal=True)
+    sinks: tuple[float, ...] | None = None
+    backward: Backward | None = None
+    dtype: str = "bfloat16"
+    same: float = 1 - 2**-8
+    dquery: float | None = 1.7
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def recipe(self) -> Recipe:
+        inputs = ATTN_JAX.with_inputs(FP16) if self.dtype == "float16" else ATTN_JAX
+        return dataclasses.replace(inputs, **self.changes)
+
+    def inputs(self) -> Inputs:
+        half = np.float16 if self.dtype == "float16" else ml_dtypes.bfloat16
+        return make_inputs(self.family, 0, self.shape, half)
+
+    def dlse(self) -> np.ndarray:
+        rows = self.shape.batch, self.shape.heads, self.shape.query_length
+        return np.random.default_rng(1).standard_normal(rows).astype(np.float32)
+
+    def given(self) -> dict[str, Any]:
+        """What kernels, emulator and reference are given besides."""
+        sinks = None if self.sinks is None else jnp.array(self.sinks, jnp.float32)
+        scale = self.shape.head_dim**-0.5
+        return {"mask": self.mask, "sinks": sinks, "scale": scale}
+
+
+class Results(NamedTuple):
+    out: np.ndarray
+    lse: np.ndarray
+    dquery: np.ndarray
+    dkey: np.ndarray
+    dvalue: np.ndarray
+
+
+def _results(attend, case: Case) -> Results:
+    @jax.jit
+    def both(query, key, value, dout, dlse):
+        results, backward = jax.vjp(attend, query, key, value)
+        return Results(*results, *backward((dout, dlse)))
+
+    results = both(*case.inputs(), case.dlse())
+    return Results(*(np.asarray(x) for x in results))
+
+
+def _kernels(case: Case, races: bool = False) -> Results:
+    def attend(*qkv):
+        options = {"recipe": case.recipe, "backward": case.backward}
+        return attention(*qkv, **case.given(), **options)
+
+    with made_for("hopper"), interpreted(detect_races=races):
+        return _results(attend, case)
+
+
+def _declared(case: Case) -> Recipe:
+    shape = case.shape
+    with made_for("hopper"):
+        return declared_recipe(
+            *(case.dtype, shape.head_dim, shape.key_length, case.mask),
+            query_length=shape.query_length,
+            backward=case.backward,
+            recipe=case.recipe,
+        )
+
+
+def _ids(length: int) -> np.ndarray:
+    return (np.arange(length, dtype=np.int32) // 60)[None]
+
+
+LONGER = Shape(1, 70, 330, 1, 1, 64)
+CASES = [
+    Case("row p_dp", ROW, "offset", Shape(1, 70, 100, 2, 1, 64)),
+    Case("one pass, no cures", NO_CURES, "offset", backward="fused", dquery=None),
+]
+FURTHER = [
+    Case("row p_dp, two tiles", ROW, "offset"),
+    Case("keys o", dict(dq_centre="keys", delta_source="o"), "normal"),
+    # P is not exactly 1 at a row's maximum, which delta has and dP has not.
+    Case("lazy", dict(rescale_threshold=8.0), "wide", LONGER, Mask(), dquery=None),
+    Case("mean p_dp", dict(delta_source="p_dp"), "uniform"),
+    Case("none", NO_CURES, "offset", backward="two_kernels", dquery=None),
+    Case("none fp16 dS", dict(dq_centre="none", dq_dlogits=HALF), "normal", dquery=1.1),
+    Case("keys fp16 dS p_dp", dict(dq_centre="keys", dq_dlogits=HALF)
+         | dict(delta_source="p_dp"), "offset", dquery=1.1),
+    # Of finer steps, more roundings go the other way.
+    Case("fp16 none", dict(dq_centre="none"), "normal", backward="fused",
+         dtype="float16", same=0.98),
+    Case("fp16 keys", dict(dq_centre="keys"), "offset", dtype="float16", same=0.98),
+    Case("row, documents, sinks", ROW, "offset", Shape(1, 150, 200, 2, 1, 64),
+         Mask(query_segment_ids=_ids(150), key_value_segment_ids=_ids(200)),
+         sinks=(0.5, 2.0), same=0.97),
+    Case("lazy, window, sinks", dict(rescale_threshold=1.0, dq_centre="row"), "normal",
+         Shape(1, 150, 290, 2, 1, 64), Mask(window=(64, 0)), sinks=(1.5, -2.0)),
+    Case("lazy and repeated", dict(rescale_threshold=4.0, repeated_max_factor=1.5)
+         | ROW, "wide", LONGER, Mask(), sinks=(0.5,), same=0.98),
+
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    CASES + [pytest.param(case, marks=pytest.mark.thorough) for case in FURTHER],
+    ids=str,
+)
+def test_kernels_follow_their_recipe_under_options(case):
+    """The emulator's bits but for the order of additions (as said in
+    tests/test_kernels_interpret.py), its errors, within the bounds."""
+    results = in_child_process(_kernels, case, seconds=TIME_LIMIT)
+    recipe = _declared(case)
+    assert {k: getattr(recipe, k) for k in case.changes} == case.changes
+    emulated = _results(
+        lambda *qkv: emulator.attention(*qkv, recipe=recipe, **case.given()), case
+    )
+    arguments = *case.inputs(), case.dlse()
+    golden = reference.golden(*arguments, **case.given())
+    fmt = FP16 if case.dtype == "float16" else BF16
+    for name in ("out", "dquery", "dkey", "dvalue"):
+        got, predicted = getattr(results, name), getattr(emulated, name)
+        assert np.mean(got == predicted) >= case.same, name
+        exact = getattr(golden, name)
+        units = unit_error(got, exact, fmt)
+        assert abs(units - unit_error(predicted, exact, fmt)) <= 0.03, name
+        bar = {"dquery": case.dquery, "dkey": None}.get(name, 1.7)
+        assert bar is None or units <= bar, name
+    found = {k: np.asarray(v, np.float64) for k, v in results._asdict().items()}
+    limits = bound(recipe, *arguments, **case.given())
+    assert max(excess(errors(found, golden), limits).values()) <= 1
+
+
+def _forward(case: Case):
+    def attend(*qkv):
+        return attention(*qkv, **case.given(), recipe=case.recipe)
+
+    with made_for("hopper"), interpreted():
+        return jax.device_get(jax.jit(attend)(*case.inputs()[:3]))
+
+
+def _emulated(case: Case):
+    def attend(*qkv):
+        return emulator.attention(*qkv, recipe=_declared(case), **case.given())
+
+    return jax.device_get(jax.jit(attend)(*case.inputs()[:3]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "family"),
+    [
+        (dict(rescale_threshold=8.0), "wide"),
+        (dict(repeated_max_factor=2.0), "repeated_max"),
+    ],
+    ids=str,
+)
+def test_the_maximum_is_the_recipes(changes, family):
+    """Of the first family maxima grow by less than 8 from block to block as well as by
+    more; two keys of the second share it. LSE, which has m in it, is the emulator's to
+    its last bits."""
+    case = Case("", changes, family, LONGER, Mask())
+    out, lse = in_child_process(_forward, case, seconds=TIME_LIMIT)
+    want, want_lse = _emulated(case)
+    assert np.mean(out == want) >= case.same
+    np.testing.assert_allclose(lse, want_lse, rtol=2.0**-21)
+    plain = dataclasses.replace(case, changes={})
+    assert np.mean(out == _emulated(plain)[0]) < case.same
+    golden = reference.golden(*case.inputs(), **case.given())
+    assert unit_error(out, golden.out, BF16) <= 1.7
+
+
+@pytest.mark.thorough
+def test_what_a_factor_leaves_nothing_of_is_zero():
+    """Logits near -130 where the maximum repeats and is taken for 0."""
+    case = Case("", dict(repeated_max_factor=2.0), "lse-130", LONGER, Mask())
+    results = in_child_process(_kernels, case, seconds=TIME_LIMIT)
+    gone = np.isneginf(results.lse)
+    assert gone.any() and not gone.all()
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in results[2:])
+    assert not results.out.swapaxes(1, 2)[gone].any()
+    assert not results.dquery.swapaxes(1, 2)[gone].any()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", [*CASES, FURTHER[-1]], ids=str)
+def test_no_races_under_options(case):
+    in_child_process(_kernels, case, True, seconds=TIME_LIMIT)
+
+
+# ------------------------------------------------------------------ what is compiled
+
+
+def _compiled(
+    changes: dict, head_dim: int, is_causal: bool, gradients: bool
+) -> Program:
+    query = jax.ShapeDtypeStruct((1, 1000, 4, head_dim), "bfloat16")
+    key = jax.ShapeDtypeStruct((1, 1100, 2, head_dim), "bfloat16")
+
+    def attend(*qkv):
+        mask, recipe = (
+            Mask(is_causal=is_causal),
+            dataclasses.replace(ATTN_JAX, **changes),
+        )
+        return attention(*qkv, scale=0.1, mask=mask, recipe=recipe)
+
+    def program(*qkv):
+        if not gradients:
+            return attend(*qkv)
+        results, backward = jax.vjp(attend, *qkv)
+        return backward(jax.tree.map(jnp.ones_like, results))[0]
+
+    return compiled(program, query, key, key)
+
+
+@pytest.mark.parametrize(
+    ("changes", "head_dim", "is_causal", "kernels"),
+    [
+        (ROW, 128, True, ["delta", "dq", "forward", "forward"]),
+        (dict(rescale_threshold=8.0), 128, False, ["forward"]),
+        pytest.param(
+            *(ROW, 64, False, ["delta", "dq", "forward", "forward"]),
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            *(dict(rescale_threshold=8.0), 64, True, ["forward"]),
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            *(dict(repeated_max_factor=2.0), 128, True, ["forward"]),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_options_compile_without_spills_and_overlap(
+    changes, head_dim, is_causal, kernels
+):
+    pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
+    arguments = changes, head_dim, is_causal, len(kernels) > 1
+    program = in_child_process(_compiled, *arguments, seconds=TIME_LIMIT)
+    names = [k.name.removeprefix("attention_") for k in program.kernels]
+    assert sorted(x.removeprefix("backward_") for x in names) == kernels
+    for kernel in program.kernels:
+        assert kernel.spilled_bytes == 0 and not kernel.serialised, kernel
+        assert re.search("M1e+0", kernel.order), kernel
+
+
+def _lowered(x64: bool, query, key, **options) -> jax.stages.Lowered:
+    def program(*qkv):
+        results, backward = jax.vjp(
+            lambda *qkv: attention(*qkv, scale=0.1, **options), *qkv
+        )
+        return backward(jax.tree.map(jnp.ones_like, results))
+
+    with jax.enable_x64(x64):
+        traced = jax.jit(program).trace(query, key, key)
+        return traced.lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [ROW, pytest.param(dict(dq_centre="keys"), marks=pytest.mark.thorough)],
+    ids=str,
+)
+def test_options_lower_with_x64_on(changes):
+    query = jax.ShapeDtypeStruct((2, 200, 4, 64), "bfloat16")
+    changes = changes | dict(rescale_threshold=8.0, repeated_max_factor=2.0)
+    recipe = dataclasses.replace(ATTN_JAX, **changes)
+    gradients = _lowered(True, query, query, recipe=recipe).out_info
+    assert all(g.dtype == jnp.bfloat16 for g in gradients)
+
+
+# ------------------------------------------------------------- what runs, and refusals
+
+
+def _kernel_names(changes: dict | None, backward=None, out_dtype=None) -> list[str]:
+    query = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    recipe = None if changes is None else dataclasses.replace(ATTN_JAX, **changes)
+
+    def attend(x):
+        options = {"backward": backward, "out_dtype": out_dtype, "recipe": recipe}
+        return jax.vmap(
+            lambda x: attention(x[None], x[None], x[None], scale=0.125, **options)[0]
+        )(x)
+
+    def gradient(x):
+        out, backward = jax.vjp(attend, x)
+        return backward(out)
+
+    jaxpr = jax.make_jaxpr(gradient)(query)
+    names = [str(e.params.get("name", "")) for e in equations(jaxpr.jaxpr)]
+    prefix = "attention_"
+    names = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
+    return [n.removeprefix("backward_") for n in names]
+
+
+@pytest.mark.parametrize(
+    ("changes", "backward", "kernels"),
+    [
+        (None, "fused", ["forward", "rows", "fused"]),
+        ({}, None, ["forward", "dq", "dkv"]),
+        (dict(dq_centre="keys"), None, ["forward", "rows", "fused"]),
+        (NO_CURES, "fused", ["forward", "fused"]),
+        (NO_CURES, None, ["forward", "dq", "dkv"]),
+        (dict(dq_centre="none", dq_dlogits=HALF), None, ["forward", "rows", "fused"]),
+        (ROW, None, ["forward", "delta", "forward", "dq", "dkv"]),
+        (NO_CURES | dict(delta_source="p_dp"), "fused", ["forward", "delta", "fused"]),
+    ],
+)
+def test_options_choose_the_kernels(changes, backward, kernels):
+    with made_for("hopper"):
+        assert _kernel_names(changes, backward) == kernels
+
+
+def test_out_low_is_kept_for_both_parts_alone():
+    query = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+
+    def kept(source):
+        recipe = dataclasses.replace(ATTN_JAX, delta_source=source)
+
+        def pullback(*qkv):
+            return jax.vjp(lambda *x: attention(*x, scale=0.1, recipe=recipe), *qkv)[1]
+
+        return jax.tree.leaves(jax.eval_shape(pullback, query, query, query))
+
+    assert len(kept("o_hi_lo")) == len(kept("o")) + 1 == len(kept("p_dp")) + 1
+
+
+SHORT = Mask(key_value_lengths=np.array([7], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        (
+            FLASH4,
+            {},
+            "'flash4' on 'pallas': exponential='exp2_polynomial', but .*'exp2'",
+        ),
+        (QIU_YAO, {}, "scale_at='logits'.*'exponent'"),
+        (FLASH2, {}, None),
+        (dataclasses.replace(FLASH2, ring_size=2), {}, "ring_size=2.* have 1"),
+        (dict(delta_source="o_f32"), {}, "delta_source='o_f32'.*'o_hi_lo' or 'o' or"),
+        (dict(dq_dlogits=Step(BF16)), {}, "dq_dlogits=Step.bf16.*None or Step.fp16"),
+        (dict(dq_dlogits=HALF), {}, "with dq_centre='mean' the kernels have None"),
+        (dict(dq_centre="keys"), {}, None),
+        (dict(dq_centre="keys"), {"mask": SHORT}, "one-pass kernel's.*does not take"),
+        (dict(dq_centre="keys"), {"soft_cap": 3.0}, "one-pass kernel's"),
+        (dict(dq_centre="keys"), {"backward": "two_kernels"}, "backward='two_kernels'"),
+        (dict(dq_centre="row"), {"backward": "fused"}, "backward='fused' does not"),
+        (dict(dq_centre="none"), {"backward": "fused"}, None),
+        (dict(dq_centre="row"), {"mask": SHORT, "soft_cap": 3.0}, None),
+        (ATTN_JAX.with_inputs(FP16), {}, "inputs=fp16.*bf16"),
+    ],
+)
+def test_what_kernels_lack_is_refused_in_one_line(recipe, options, message):
+    if isinstance(recipe, dict):
+        recipe = dataclasses.replace(ATTN_JAX, **recipe)
+    query = jnp.zeros((1, 256, 2, 64), jnp.bfloat16)
+    with made_for("hopper"):
+        reason = unsupported(query, query, query, recipe=recipe, **options)
+    if message is None:
+        assert reason is None
+    else:
+        assert re.search(message, reason) and "\n" not in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (NO_CURES, None),
+        (dict(dq_centre="row"), "dq_centre='row', but the kernels for Ampere have"),
+        (dict(delta_source="p_dp"), "delta_source='p_dp'.*Ampere"),
+        (dict(rescale_threshold=8.0), "rescale_threshold=8.0.*Ampere have 0.0"),
+        (dict(repeated_max_factor=2.0), "repeated_max_factor=2.0.*Ampere have None"),
+    ],
+    ids=str,
+)
+def test_ampere_has_fewer_options(changes, message):
+    with made_for("ampere"):
+        if message is None:
+            assert _kernel_names(changes) == ["forward", "dq", "dkv"]
+            return
+        with pytest.raises(NotImplementedError, match=message) as error:
+            _kernel_names(changes)
+    assert "\n" not in str(error.value)
+
+
+def test_users_ask_by_a_recipe(monkeypatch):
+    device = SimpleNamespace(compute_capability="9.0", device_kind="some GPU")
+    monkeypatch.setattr(architecture, "default_device", lambda: device)
+    query = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+
+    def attend(recipe, implementation="pallas"):
+        options = {"implementation": implementation, "recipe": recipe}
+        return jax.eval_shape(
+            lambda q: dot_product_attention(q, q, q, **options), query
+        )
+
+    row = dataclasses.replace(RECIPES["attn_jax"], dq_centre="row")
+    assert attend(row).shape == query.shape
+    with pytest.raises(NotImplementedError, match="exp2_polynomial"):
+        attend(FLASH4)
+    with pytest.raises(ValueError, match="'emulated' or 'pallas'"):
+        attend(row, "xla")
