@@ -261,7 +261,7 @@ def _compiled(
 @pytest.mark.parametrize(
     ("changes", "head_dim", "is_causal", "kernels"),
     [
-        (ROW, 128, True, ["delta", "dq", "forward", "forward"]),
+        (dict(dq_centre="row"), 128, True, ["dq", "forward", "forward"]),
         (dict(rescale_threshold=8.0), 128, False, ["forward"]),
         pytest.param(
             *(ROW, 64, False, ["delta", "dq", "forward", "forward"]),
