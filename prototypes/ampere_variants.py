@@ -1,6 +1,7 @@
 """Variants of the Ampere kernels, each a switch of `Options`, for measure_ampere.py."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -23,6 +24,7 @@ from attn_jax.kernels.tuning import Tiling
 # Blocks in shared memory, and columns of the strips that tiles are read in.
 STAGES = 2
 SWIZZLED = 64
+_store_rows = functools.partial(tiles.store_rows, strip=SWIZZLED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,14 +175,10 @@ def forward(
             part = pl.ds(k, SWIZZLED)
             whole = lax.slice(out, (0, k), (rows, k + SWIZZLED))
             rounded = whole.astype(dtype)
-            tiles.store_rows(
-                rounded, q_smem.at[:, part], q_rows(out_gmem).at[:, part], SWIZZLED
-            )
+            _store_rows(rounded, q_smem.at[:, part], q_rows(out_gmem).at[:, part])
             if keep_low:
                 low = (whole - rounded.astype(jnp.float32)).astype(dtype)
-                tiles.store_rows(
-                    low, q_smem.at[:, part], q_rows(low_gmem).at[:, part], SWIZZLED
-                )
+                _store_rows(low, q_smem.at[:, part], q_rows(low_gmem).at[:, part])
 
     kv_smem = smem_tile((stages, columns, head_dim), dtype)
     out, low, lse = plgpu.kernel(
@@ -324,9 +322,7 @@ def backward_dq(
         )
         excess = tiles.along_rows(ds_sum - load_rows(dlse_gmem), dq.shape)
         dq -= excess * tiles.along_columns(centre_row, dq.shape)
-        tiles.store_rows(
-            (dq * scale).astype(dtype), q_smem, own_rows(dq_gmem), SWIZZLED
-        )
+        _store_rows((dq * scale).astype(dtype), q_smem, own_rows(dq_gmem))
 
     tile_smem = smem_tile((rows, head_dim), dtype)
     block_smem = smem_tile((STAGES, columns, head_dim), dtype)
@@ -448,10 +444,8 @@ def backward_dkv(
         _, _, dk, dv = lax.fori_loop(
             jnp.int32(0), steps, step, (first_head, first, zero, zero)
         )
-        tiles.store_rows(
-            (dk * scale).astype(dtype), k_smem, own_rows(dk_gmem), SWIZZLED
-        )
-        tiles.store_rows(dv.astype(dtype), v_smem, own_rows(dv_gmem), SWIZZLED)
+        _store_rows((dk * scale).astype(dtype), k_smem, own_rows(dk_gmem))
+        _store_rows(dv.astype(dtype), v_smem, own_rows(dv_gmem))
 
     tile_smem = smem_tile((rows, head_dim), dtype)
     block_smem = smem_tile((STAGES, columns, head_dim), dtype)
