@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from attn_jax.audit.inputs import Inputs, Shape
-from attn_jax.formats import number_format
+from attn_jax.formats import BF16, number_format
 from attn_jax.recipe import EXACT_FP32, Step
 
 SHAPE = Shape(1, 16, 32, 2, 1, 4)
@@ -68,3 +68,12 @@ EXACT = dataclasses.replace(
 def exact_dlse():
     B, T, _, N, _, _ = dataclasses.astuple(SHAPE)
     return np.random.default_rng(1).integers(-1, 2, (B, N, T)).astype(float)
+
+
+# Op by op, the shape and tiles of the exact cases save compiling programs of one op.
+SMALL = dataclasses.replace(EXACT_FP32, inputs=BF16, **BLOCKS)
+
+
+def random_dlse(shape: Shape) -> np.ndarray:
+    B, T, _, N, _, _ = dataclasses.astuple(shape)
+    return np.random.default_rng(1).standard_normal((B, N, T))

@@ -164,6 +164,7 @@ def test_masked_kernels_follow_their_recipe(head_dim, value_dim, name):
     check = Check(head_dim, value_dim, name, queries=300, keys=500)
     case = check.case
     query, key, value, dout, dlse, mask, _, bias = checks._inputs(check)
+    dout, dlse = jnp.asarray(dout), jnp.asarray(dlse)
     recipe = declared_recipe(
         *(case.dtype, head_dim, check.keys, mask, "ampere", value_dim),
         soft_cap=case.soft_cap,

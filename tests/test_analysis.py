@@ -236,9 +236,14 @@ def test_exact_attention_measures_one_unit(x64):
     # float64 -> bfloat16 goes through float32 and may round twice, but only within
     # 2**-24 of a tie, where either neighbour is equally far.
     arms = {"reference": "reference"}
-    for row in measure([TOY], arms, ["normal", "uniform"], seeds=2):
+    masked = [problem for problem in PRESETS["toy"] if problem.window or problem.packed]
+    assert len(masked) == 2
+    for row in measure([TOY, *masked], arms, ["normal", "uniform"], seeds=2):
         for tensor in ("out", "dq", "dk", "dv"):
             assert row[tensor] == pytest.approx(1, abs=1e-4), (row["family"], tensor)
+            # Two roundings may turn one of some thousand results the other way.
+            for name in ("bias", "growth"):
+                assert abs(row[f"{tensor}_{name}"]) < 1e-3
         assert row["lse"] < 1e-12
         assert row["same_bits"] and row["degenerate"] == ""
 

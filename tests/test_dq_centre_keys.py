@@ -22,9 +22,8 @@ from attn_jax.formats import BF16, E4M3FN, FP16, Rounding
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, EXACT_FP32, Step
 from tests.bounds_outcome import computed, errors, excess
-from tests.oracle_inputs import SHAPE
+from tests.oracle_inputs import SHAPE, SMALL, random_dlse
 from tests.oracle_outcome import Outcome
-from tests.test_oracle import SMALL, random_dlse
 
 KEYS = dataclasses.replace(ATTN_JAX, dq_centre="keys")
 # Nothing is rounded but the inputs, and K'.

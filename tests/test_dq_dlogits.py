@@ -16,10 +16,9 @@ from attn_jax.formats import BF16, E4M3FN, FP16, TF32, Rounding, number_format
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, EXACT_FP32, Recipe, Step
 from tests.bounds_outcome import RESULTS, computed, errors, excess
-from tests.oracle_inputs import SHAPE
+from tests.oracle_inputs import SHAPE, random_dlse
 from tests.oracle_outcome import Outcome
 from tests.test_oracle import SMALL as SMALL_BLOCKS
-from tests.test_oracle import random_dlse
 
 SMALL = Shape(1, 24, 36, 4, 2, 16)
 

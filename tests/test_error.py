@@ -9,6 +9,7 @@ from attn_jax.audit.error import (
     DIRECTIONALITY_NULL_95,
     correctly_rounded,
     measure,
+    signed_bias,
     unit,
     unit_error,
 )
@@ -134,3 +135,16 @@ def test_sign_and_direction_tell_a_bias_from_noise():
     assert fair.p999 < fair.maximum and not fair.degenerate
     one = measure(golden[:1, :, :1], golden[:1, :, :1], BF16)
     assert one.units == one.directionality == 0 and one.signed_mean_ci == np.inf
+
+
+def test_a_bias_that_rows_share_does_not_narrow_its_interval():
+    """What all entries of a row have in common counts once."""
+    rng = np.random.default_rng(0)
+    by_row = np.broadcast_to(rng.standard_normal((4, 64, 4, 1)), (4, 64, 4, 16))
+    mean, half = signed_bias(by_row + 0.5, 2.0)
+    # 1024 rows of unit variance, in units of 2; a sample's deviation is off by a
+    # 45th itself, and the mean by 4 deviations once in 16 000 times.
+    np.testing.assert_allclose(half, 1.96 / 32 / 2, rtol=4 / 45)
+    assert abs(mean - 0.25) < 4 / 32 / 2
+    assert signed_bias(np.zeros((1, 3, 2, 4)), 0.0) == (0.0, 0.0)
+    assert signed_bias(np.ones((1, 1, 1, 4)), 1.0) == (1.0, np.inf)

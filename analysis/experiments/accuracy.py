@@ -5,9 +5,10 @@ computed once, on the inputs as rounded, and shared by all implementations. `out
 `dk` and `dv` are in units of the unavoidable rounding: relative RMS error divided by
 that of the exact result rounded once to the input format, pooled over heads and seeds;
 1 is the best that a kernel can do. `lse` is the largest absolute error of log-sum-exp.
-`*_bias` is the mean error in the same units and `*_bias_ci` half the width of its 95 %
-interval (`audit.error.signed_bias`); `*_growth` and `*_growth_ci` are those of the
-error times the sign of the exact result: below zero, results are too small.
+`*_bias` is the mean difference from the exact result rounded once, in the same units,
+and `*_bias_ci` half the width of its 95 % interval (`audit.error.signed_bias`);
+`*_growth` and `*_growth_ci` are those of the difference times the sign of the exact
+result: below zero, results are too small.
 """
 
 import argparse
@@ -333,9 +334,10 @@ def _rows(
 ) -> list[Row]:
     """The rows of one cell: one for each arm."""
     fmt = FORMATS[problem.dtype]
-    targets, sizes, degenerate = {}, {}, []
+    targets, rounded, sizes, degenerate = {}, {}, {}, []
     for name, field in _FIELDS.items():
         targets[name] = getattr(exact, field)
+        rounded[name] = error.correctly_rounded(targets[name], fmt)
         absolute = None if sums is None else getattr(sums, field)
         sizes[name], by_sums = error.unit(targets[name], fmt, absolute)
         if by_sums:
@@ -350,7 +352,13 @@ def _rows(
             row["refused"] = result
             continue
         for tensor in _FIELDS:
-            row |= _figures(tensor, result[tensor], targets[tensor], sizes[tensor])
+            row |= _figures(
+                tensor,
+                result[tensor],
+                targets[tensor],
+                rounded[tensor],
+                sizes[tensor],
+            )
         if "lse" in result:
             # Rows that see nothing have -inf in both.
             off = np.zeros(exact.lse.shape)
@@ -362,11 +370,17 @@ def _rows(
 
 
 def _figures(
-    tensor: str, found: np.ndarray, target: np.ndarray, size: float
+    tensor: str,
+    found: np.ndarray,
+    target: np.ndarray,
+    rounded: np.ndarray,
+    size: float,
 ) -> dict[str, float]:
     """A tensor's RMS error, bias and growth, in units of error."""
-    e = found.astype(np.float64) - target
-    figures = {tensor: error.in_units(float(np.sqrt(np.mean(np.square(e)))), size)}
+    wide = found.astype(np.float64)
+    rms = float(np.sqrt(np.mean(np.square(wide - target))))
+    figures = {tensor: error.in_units(rms, size)}
+    e = wide - rounded
     for name, signed in (("bias", e), ("growth", np.copysign(1.0, target) * e)):
         mean, half = error.signed_bias(signed, size)
         figures |= {f"{tensor}_{name}": mean, f"{tensor}_{name}_ci": half}

@@ -98,10 +98,11 @@ def unit_error(
 def signed_bias(e: np.ndarray, size: float) -> tuple[float, float]:
     """Mean of e over `size`, and half the width of its 95 % interval.
 
-    e [..., H] is a difference from the exact result. Its rows, the vectors along the
-    last axis, are taken as independent: entries of a row share what is summed and
-    weighted, other rows only inputs, which are exact. |mean| + half width below a
-    margin is the test of equivalence to no bias at that margin, at 97.5 %.
+    e [..., H] is a difference, signed as one likes: from the exact result rounded once,
+    which has a bias of its own where results lie about a power of two. Rows, the
+    vectors along the last axis, are taken as independent: entries of a row share what
+    is summed and weighted, other rows only inputs. |mean| + half width below a margin
+    is a test of equivalence to no bias at that margin, at 97.5 %.
     """
     means = e.mean(-1).ravel()
     spread = means.std(ddof=1) / means.size**0.5 if means.size > 1 else np.inf

@@ -320,6 +320,7 @@ def forward(
                 return acc[...], state
 
             if in_links:
+                assert sums_gmem is not None
                 q = load_q()
                 acc, state = hopper_links.attend_in_links(
                     functools.partial(attend, q),
@@ -338,7 +339,7 @@ def forward(
                     accumulator(rows, value_dim),
                 )
             yield
-            sink = None if sinks is None else sinks_gmem[0, n]
+            sink = None if sinks_gmem is None else sinks_gmem[0, n]
             inverse, lse = softmax.finished(state, sink)
             out = acc * along_rows(inverse, acc.shape)
             lse_gmem[b, n, pl.ds(first_row, rows)] = lse
