@@ -113,7 +113,8 @@ def test_units_of_every_family():
         above = {name: u**2 - 1 for name, u in units.items()}
         assert above["row"] < above["before"] / 64 + 0.01, (family, units)
         assert units["row"] <= 1.05, (family, units)
-        assert (units["mean"] <= 1.2) == (family != "repeated_max"), (family, units)
+        is_cured = family not in ("repeated_max", "drift")
+        assert (units["mean"] <= 1.2) == is_cured, (family, units)
 
 
 def test_heads_are_scaled_by_the_norm_of_the_columns_maxima():

@@ -191,7 +191,11 @@ def test_fp64_carrier(x64):
 # ---------------------------------------------------------------- rounding as told
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "repeated_max"])
+# Families that a mean over many keys does not cure, and dQ's error is at least.
+_UNCURED = {"repeated_max": 100, "drift": 1.7}
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in _UNCURED])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_our_recipe_meets_its_bar(family, head_dim):
     # Few entries carry most of an outlier head's error: one head is one draw of noise.
@@ -200,13 +204,15 @@ def test_our_recipe_meets_its_bar(family, head_dim):
     assert max(units) <= 1.7, dict(zip(RESULTS, units))
 
 
-def test_only_a_row_s_own_centre_holds_where_a_key_repeats():
-    """Two equal keys share all weight: no mean over many keys comes near them."""
+@pytest.mark.parametrize("family", _UNCURED)
+def test_only_a_row_s_own_centre_holds_where_weighted_keys_are_far_off(family):
+    """Where two equal keys share all weight, or the mean moves with the position, no
+    mean over many keys comes near that of a row."""
     shape = Shape(1, 1024, 1024, 2, 2, 64)
     by_row = dataclasses.replace(ATTN_JAX, dq_centre="row")
-    assert max(measured(by_row, "repeated_max", shape)) <= 1.7
+    assert max(measured(by_row, family, shape)) <= 1.7
     # A known limit of the default: mend the docstring of Recipe when this changes.
-    assert measured(ATTN_JAX, "repeated_max", shape)[1] > 100
+    assert measured(ATTN_JAX, family, shape)[1] > _UNCURED[family]
 
 
 @pytest.mark.parametrize("family", ["normal", "uniform", "offset", "lse-130", "sink"])

@@ -135,7 +135,7 @@ def _knob(name: str):
     return pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", map(_knob, KNOBS))
+@pytest.mark.parametrize("name", [_knob(name) for name in KNOBS])
 def test_every_knob_on_random_numbers(name):
     mask, changes = KNOBS[name]
     recipe = dataclasses.replace(SMALL, **changes)
