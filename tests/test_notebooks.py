@@ -39,9 +39,10 @@ def test_quickstart():
         flash2 = units["emulated/flash2", family]
         ours = units["emulated/attn_jax", family]
         # The text's "3 units and more", and the project's bar of 1.7 for "as good as".
-        if family not in ("normal", "outlier"):
+        if family not in ("normal", "outlier", "own_means"):
             assert flash2["dq"] > 3, family
-        # The text names the one family in which both fail.
-        assert (ours["dq"] < 1.7) == (family != "repeated_max"), family
+        # The text names the families in which both fail.
+        fails = family in ("repeated_max", "drift")
+        assert (ours["dq"] < 1.7) == (not fails), family
         for row in (flash2, ours):
             assert row["out"] < 1.7 and row["dv"] < 1.7, family
