@@ -261,7 +261,10 @@ def _compiled(
 @pytest.mark.parametrize(
     ("changes", "head_dim", "is_causal", "kernels"),
     [
-        (dict(dq_centre="row"), 128, True, ["dq", "forward", "forward"]),
+        pytest.param(
+            *(dict(dq_centre="row"), 128, True, ["dq", "forward", "forward"]),
+            marks=pytest.mark.thorough,
+        ),
         (dict(rescale_threshold=8.0), 128, False, ["forward"]),
         pytest.param(
             *(ROW, 64, False, ["delta", "dq", "forward", "forward"]),

@@ -55,7 +55,7 @@ def _forward(head_dim: int, name: str):
     ("head_dim", "name"),
     [
         (64, "causal"),
-        (128, "full"),
+        pytest.param(128, "full", marks=pytest.mark.thorough),
         pytest.param(64, "window", marks=pytest.mark.thorough),
         pytest.param(64, "full", marks=pytest.mark.thorough),
     ],
