@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -296,3 +297,17 @@ def test_accuracy_takes_no_bug_of_ours_for_a_refusal(monkeypatch, implementation
     else:
         with pytest.raises(ValueError, match="broken"):
             accuracy._compile(*arguments)
+
+
+def test_a_kernel_that_breaks_is_no_row_without_memory():
+    def ending(with_what):
+        def program(*_):
+            raise jax.errors.JaxRuntimeError(with_what)
+
+        return program
+
+    inputs = accuracy._draw(TOY, "normal", 1, 1.0)
+    full = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate"
+    assert accuracy._run(ending(full), inputs) == full
+    with pytest.raises(jax.errors.JaxRuntimeError, match="illegal address"):
+        accuracy._run(ending("INTERNAL: illegal address"), inputs)
