@@ -214,10 +214,15 @@ def _folder(name: str, options: argparse.Namespace) -> Path:
         return options.out
     if options.inputs is None:
         return Path("results", name)
-    path = run_path(options).resolve()
+    return Path("results", f"{name}-{run_name(run_path(options))}")
+
+
+def run_name(path: Path) -> str:
+    """What results on inputs of a run, or of a file of captures, are called by."""
+    path = path.resolve()
     if path.name == CAPTURE:
         path = path.parent
-    return Path("results", f"{name}-{path.name.removesuffix('.npz')}")
+    return path.name.removesuffix(".npz")
 
 
 def run_path(options: argparse.Namespace) -> Path:

@@ -66,12 +66,12 @@ VARIANTS = {
         128: ["128x64 2", "128x32 2", "64x64 pipe"],
     },
     "dq": {
-        64: ["128x32 registers=01 packed"],
-        128: ["64x32 registers=01 packed", "128x32 packed peeled"],
+        64: ["128x32 registers=01 packed", "128x64 4 split", "256x16 4 split"],
+        128: ["64x32 registers=01 packed", "128x32 packed peeled", "128x32 4 split"],
     },
     "dkv": {
-        64: ["128x32 registers=0", "64x64 2"],
-        128: ["64x64", "64x32 registers=0"],
+        64: ["128x32 registers=0", "64x64 2", "128x64 3 split", "256x16 4 split late"],
+        128: ["64x64", "64x32 registers=0", "128x16 4 split late", "128x32 3 split"],
     },
 }  # fmt: skip
 # Of `backward` at other lengths than 4096: so many of the first.
@@ -97,6 +97,8 @@ def shapes(case):
 
 def program(kernel, case, name):
     """(function of arrays, its arguments' shapes)"""
+    import ampere_split_dkv
+    import ampere_split_dq
     import jax.numpy as jnp
     from ampere_variants import Options
     from ampere_variants import backward_dkv as dkv_variant
@@ -123,14 +125,18 @@ def program(kernel, case, name):
     for word in words:
         if word.startswith("registers="):
             options["registers"] = tuple(map(int, word.partition("=")[2]))
+    options |= {"late": True} if "late" in words else {}
+    split = "split" in words
     varied = bool(options) or "pipe" in words
     if size != "base":
         rows, columns = map(int, size.split("x"))
         stages = next((int(word) for word in words if word.isdigit()), 2)
-        own = Tiling(rows, columns, 1, stages)
+        own = Tiling(rows, columns, 1 + split, stages, 1 + split)
     common = {"query_count": length, "key_count": length, "scale": head_dim**-0.5}
     common |= {"is_causal": is_causal, "tiling": own}
-    if varied:
+    if split:
+        common |= options
+    elif varied:
         common["variant"] = Options(**options)
     big, row, centre = shapes(case)
     if kernel == "forward":
@@ -144,11 +150,13 @@ def program(kernel, case, name):
         return function, (big,) * 3
     if kernel == "dq":
         run = dq_variant if varied else ampere_backward_dq.backward_dq
+        run = ampere_split_dq.backward_dq if split else run
         return (
             lambda *x: (run(*x, **common),),
             (big,) * 4 + (row,) * 3 + (centre,),
         )
     run = dkv_variant if varied else ampere_backward_dkv.backward_dkv
+    run = ampere_split_dkv.backward_dkv if split else run
     return (lambda *x: run(*x, **common)), (big,) * 4 + (row,) * 2
 
 

@@ -6,13 +6,17 @@ import subprocess
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import pytest
 
+from analysis import capture_file
 from analysis.__main__ import main
 from analysis.agreement import same_bits
 from analysis.experiments import EXPERIMENTS, accuracy, emulator_speed, memory
-from analysis.experiments.accuracy import PRESETS, Problem, measure
+from analysis.experiments.accuracy import PRESETS, Cell, Problem, measure
+from attn_jax.audit.inputs import Inputs, Shape, make_inputs
 from train import record
+from train.config import Config
 
 TOY = Problem(T=64, S=48, N=4, K=2, H=64, is_causal=False, dtype="bfloat16")
 # Experiment -> options that run it in seconds on a CPU.
@@ -24,6 +28,13 @@ TOY_OPTIONS = {
     "emulator-speed": ["--lengths", "512", "2048", "--heads", "1"],
     "memory": ["--lengths", "256", "512", "--heads", "2", "--head-dim", "32"],
 }
+
+
+def measured(problems, arms, families, *, draws):
+    """The rows of every problem and family, inputs drawn."""
+    cells = [Cell(problem, f, draws) for problem in problems for f in families]
+    found = measure(cells, arms, lambda cell: accuracy._draw(cell, 1.0))
+    return [cell.key | row for cell, rows in found for row in rows]
 
 
 def one_line(text: str) -> bool:
@@ -232,6 +243,51 @@ def test_implementation_that_runs_nowhere_is_an_error(tmp_path, capsys):
     assert all(row["refused"] for row in rows if row["implementation"] == "cudnn")
 
 
+def test_accuracy_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch):
+    options = ["accuracy", "--preset", "toy", "--seeds", "1", "--out", str(tmp_path)]
+    options += ["--implementations", "reference", "--families", "normal"]
+
+    def stopped(cells, *arguments):
+        yield from measure(cells[:2], *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(accuracy, "measure", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        main(options)
+    left = []
+
+    def noted(cells, *arguments):
+        left.extend(cells)
+        return measure(cells, *arguments)
+
+    monkeypatch.setattr(accuracy, "measure", noted)
+    assert main(options) == 0
+    assert [cell.problem for cell in left] == list(PRESETS["toy"][2:])
+    with open(tmp_path / "cpu-toy.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(PRESETS["toy"]) and all(row["out"] for row in rows)
+    # Rows of other implementations are no part of this table.
+    assert main([*options, "--implementations", "xla"]) == 2
+    assert "other settings" in capsys.readouterr().err
+
+
+def test_accuracy_on_the_inputs_of_a_run(tmp_path):
+    inputs = Inputs(
+        *make_inputs("normal", 0, Shape(2, 8, 6, 4, 2, 3), ml_dtypes.bfloat16)
+    )
+    one = capture_file.Capture(step=3, layer=1, loss=1.0, inputs=inputs)
+    path = tmp_path / "mine.npz"
+    capture_file.save([one], Config(), path)
+    options = ["accuracy", "--implementations", "reference", "--out", str(tmp_path)]
+    assert main([*options, "--inputs", f"run:{path}"]) == 0
+    with open(tmp_path / "cpu-mine.csv") as file:
+        (row,) = csv.DictReader(file)
+    assert row["family"] == "step 3, layer 1" and row["seeds"] == "2"
+    assert (row["T"], row["S"], row["N"], row["K"], row["H"]) == tuple("86423")
+    # Rounded once from FP32, which is near one unit.
+    assert 0.9 < float(row["dq"]) < 1.5
+
+
 def test_exact_attention_measures_one_unit(x64):
     # Under x64 the reference computes in FP64 and rounds once, which is the unit.
     # float64 -> bfloat16 goes through float32 and may round twice, but only within
@@ -239,7 +295,7 @@ def test_exact_attention_measures_one_unit(x64):
     arms = {"reference": "reference"}
     masked = [problem for problem in PRESETS["toy"] if problem.window or problem.packed]
     assert len(masked) == 2
-    for row in measure([TOY, *masked], arms, ["normal", "uniform"], seeds=2):
+    for row in measured([TOY, *masked], arms, ["normal", "uniform"], draws=2):
         for tensor in ("out", "dq", "dk", "dv"):
             assert row[tensor] == pytest.approx(1, abs=1e-4), (row["family"], tensor)
             # Two roundings may turn one of some thousand results the other way.
@@ -251,8 +307,8 @@ def test_exact_attention_measures_one_unit(x64):
 
 def test_the_table_tells_the_backward_passes_apart():
     arms = {"emulated/flash2": "emulated", "emulated/attn_jax": "emulated"}
-    flash2, ours, *vanishing = measure(
-        [TOY], arms, ["uniform", "zero_k_one_v"], seeds=4
+    flash2, ours, *vanishing = measured(
+        [TOY], arms, ["uniform", "zero_k_one_v"], draws=4
     )
     # delta from the rounded O costs flash2 an order of magnitude on these inputs.
     assert flash2["dq"] > 5 * ours["dq"]
@@ -306,7 +362,7 @@ def test_a_kernel_that_breaks_is_no_row_without_memory():
 
         return program
 
-    inputs = accuracy._draw(TOY, "normal", 1, 1.0)
+    inputs = accuracy._draw(Cell(TOY, "normal", 1), 1.0)
     full = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate"
     assert accuracy._run(ending(full), inputs) == full
     with pytest.raises(jax.errors.JaxRuntimeError, match="illegal address"):

@@ -9,13 +9,16 @@ that of the exact result rounded once to the input format, pooled over heads and
 and `*_bias_ci` half the width of its 95 % interval (`audit.error.signed_bias`);
 `*_growth` and `*_growth_ci` are those of the difference times the sign of the exact
 result: below zero, results are too small.
+
+What was measured is kept, cell by cell, and a second call goes on; with `--inputs` the
+inputs are those of a training run (`analysis.capture`), its examples for draws.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +31,7 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 from jaxtyping import Array
 
-from analysis import ExperimentError
+from analysis import ExperimentError, capture, store, sweep
 from analysis.agreement import FORMATS, VANISHING, Problem, same_bits
 from analysis.record import Row, check_writable, environment, show, write
 from attn_jax import IMPLEMENTATIONS, RECIPES, dot_product_attention
@@ -122,6 +125,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what 'emulated' emulates",
     )
     add("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    add(
+        "--inputs",
+        metavar="run:PATH",
+        help="inputs captured from a training run, in place of a preset's; without a "
+        "mask, as the model attends",
+    )
     add("--seeds", type=int, default=4, help="number of draws pooled (default 4)")
     add(
         "--float16-cotangent",
@@ -130,37 +139,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="factor on dO, a power of two, where the inputs are float16",
     )
     add("--out", type=Path, default=Path("results", "accuracy"), help="folder")
+    add("--fresh", action="store_true", help="measure again what is there already")
+
+
+class Store(store.Store):
+    """Of rows of implementations."""
+
+    needed = ("implementation",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What is measured together: a problem on inputs of a family, or those captured
+    at a step and layer; `draws` are pooled."""
+
+    problem: Problem
+    family: str
+    draws: int
+
+    @property
+    def key(self) -> Row:
+        """Columns of its rows, which tell it from others."""
+        described = dataclasses.asdict(self.problem)
+        return described | {"family": self.family, "seeds": self.draws}
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
-    """Measures, writes table and environment, prints the largest errors.
+    """Measures what is missing, writes the table, prints the largest errors.
 
     Raises:
-      UsageError: an option has no usable value.
+      UsageError: an option has no usable value, or the folder holds rows of others.
       ExperimentError: an implementation ran nowhere, or one that promises the same
         bits on every run did not give them. The table is written all the same.
     """
     if options.seeds < 1:
         raise UsageError(f"--seeds must be at least 1, got {options.seeds}")
     arms = _arms(options.implementations, options.recipes)
-    families = list(dict.fromkeys(options.families))
-    began = time.monotonic()
+    cotangent = options.float16_cotangent
+    if options.inputs is None:
+        name = options.preset
+        families = dict.fromkeys(options.families)
+        cells = [
+            Cell(problem, family, options.seeds)
+            for problem in PRESETS[name]
+            for family in families
+        ]
+
+        def draw(cell: Cell) -> Inputs:
+            return _draw(cell, cotangent)
+
+    else:
+        path = sweep.run_path(options)
+        name, inputs = sweep.run_name(path), capture.load(path).arrays()
+        cells = [_captured(label, one) for label, one in inputs.items()]
+
+        def draw(cell: Cell) -> Inputs:
+            return inputs[cell.family]
+
     described = environment(command)
     device = str(described["device"]).lower().replace(" ", "-")
-    check_writable(options.out / f"{device}-{options.preset}")
-    rows: list[Row] = []
-    files: list[Path] = []
-    for row in measure(
-        PRESETS[options.preset],
-        arms,
-        families,
-        seeds=options.seeds,
-        float16_cotangent=options.float16_cotangent,
-    ):
-        rows.append(row)
-        if len(rows) % len(arms) == 0:  # A run that is stopped keeps what it has.
-            described["seconds"] = round(time.monotonic() - began, 1)
-            files = write(rows, described, options.out / f"{device}-{options.preset}")
+    stem = options.out / f"{device}-{name}"
+    check_writable(stem)
+    settings = {"experiment": "accuracy", "arms": list(arms), "cotangent": cotangent}
+    path = stem.with_suffix(".jsonl")
+    with contextlib.closing(Store(path, settings, fresh=options.fresh)) as kept:
+        missing = [cell for cell in cells if cell.key not in kept]
+        if missing:
+            kept.describe(described)
+        for cell, found in measure(missing, arms, draw):
+            kept.add(cell.key, found)
+        rows = kept.rows([cell.key for cell in cells])
+        beside = {"settings": settings, "measured": kept.environments}
+        files = write(rows, described | beside, stem)
     show(largest(rows), "Largest error over all shapes, in units of the final rounding")
     for arm in arms:
         of_arm = [row for row in rows if row["implementation"] == arm]
@@ -171,6 +221,18 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         ):
             raise ExperimentError(f"{arm}: two runs differ in their bits")
     return {"rows": len(rows), "files": [str(path) for path in files]}
+
+
+def _captured(label: str, inputs: Inputs) -> Cell:
+    """A cell for what one layer was given at one step."""
+    examples, queries, heads, head_dim = inputs.query.shape
+    keys, key_heads = inputs.key.shape[1:3]
+    problem = Problem(
+        *(queries, keys, heads, key_heads, head_dim),
+        is_causal=False,
+        dtype=inputs.query.dtype.name,
+    )
+    return Cell(problem, label, examples)
 
 
 def _arms(
@@ -193,56 +255,47 @@ _CELLS_AHEAD = 4
 
 
 def measure(
-    problems: Sequence[Problem],
+    cells: Sequence[Cell],
     arms: dict[str, Implementation],
-    families: Sequence[str],
-    *,
-    seeds: int,
-    float16_cotangent: float = 1.0,
-) -> Iterator[Row]:
-    """One row for each problem, family and arm; `refused` holds what an arm cannot do.
+    draw: Callable[[Cell], Inputs],
+) -> Iterator[tuple[Cell, list[Row]]]:
+    """The rows of each cell, one for each arm; `refused` holds what an arm cannot do.
 
-    The device is used by this thread alone. Inputs and error figures, which are
-    NumPy's and take as long, are made beside it for a few cells at a time.
+    Cells of one problem follow each other. The device is used by this thread alone.
+    Inputs and error figures, which are NumPy's and take as long, are made beside it for
+    a few cells at a time.
     """
     drawn: deque[Future[Inputs]] = deque()
-    measured: deque[Future[list[Row]]] = deque()
-    cells = [(problem, family) for problem in problems for family in families]
+    measured: deque[tuple[Cell, Future[list[Row]]]] = deque()
     programs: dict[str, Program] = {}
+    before = None
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-
-        def draw(cell: tuple[Problem, str]) -> None:
-            scale = float16_cotangent if cell[0].dtype == "float16" else 1.0
-            drawn.append(pool.submit(_draw, *cell, seeds, scale))
-
         for cell in cells[:_CELLS_AHEAD]:
-            draw(cell)
-        for number, (problem, family) in enumerate(cells):
-            if number % len(families) == 0:
-                done = f"{number // len(families) + 1}/{len(problems)}"
-                print(f"{done} {problem}", file=sys.stderr)
+            drawn.append(pool.submit(draw, cell))
+        for number, cell in enumerate(cells):
+            problem = cell.problem
+            if (problem, cell.draws) != before:
+                before = problem, cell.draws
+                print(f"{number + 1}/{len(cells)} {problem}", file=sys.stderr)
                 programs = {
-                    name: _compile(problem, seeds, implementation, name)
+                    name: _compile(problem, cell.draws, implementation, name)
                     for name, implementation in arms.items()
                 }
             inputs = drawn.popleft().result()
             if number + _CELLS_AHEAD < len(cells):
-                draw(cells[number + _CELLS_AHEAD])
-            common: Row = {"family": family, "seeds": seeds}
-            common["cotangent"] = (
-                float16_cotangent if problem.dtype == "float16" else 1.0
-            )
+                drawn.append(pool.submit(draw, cells[number + _CELLS_AHEAD]))
             found = {name: _run(program, inputs) for name, program in programs.items()}
-            mask = problem.mask_of(seeds)
+            mask = problem.mask_of(cell.draws)
             exact = golden(*inputs, mask=mask)
             sums = None
-            if family == VANISHING:
+            if cell.family == VANISHING:
                 sums = golden(*inputs, mask=mask, absolute=True)
-            measured.append(pool.submit(_rows, problem, common, found, exact, sums))
+            measured.append((cell, pool.submit(_rows, problem, found, exact, sums)))
             if len(measured) > _CELLS_AHEAD:
-                yield from measured.popleft().result()
-        for future in measured:
-            yield from future.result()
+                done, rows = measured.popleft()
+                yield done, rows.result()
+        for done, rows in measured:
+            yield done, rows.result()
 
 
 def _compile(
@@ -299,16 +352,18 @@ def _shape(problem: Problem, seeds: int) -> Shape:
     return Shape(seeds, problem.T, problem.S, problem.N, problem.K, problem.H)
 
 
-def _draw(problem: Problem, family: str, seeds: int, cotangent: float) -> Inputs:
-    """Independent draws stacked along the batch axis; dO times `cotangent`."""
+def _draw(cell: Cell, float16_cotangent: float) -> Inputs:
+    """Independent draws stacked along the batch axis; dO of FP16 times a factor."""
+    dtype = jnp.dtype(cell.problem.dtype).type
     draws = (
-        make_inputs(family, seed, _shape(problem, 1), jnp.dtype(problem.dtype).type)
-        for seed in range(seeds)
+        make_inputs(cell.family, seed, _shape(cell.problem, 1), dtype)
+        for seed in range(cell.draws)
     )
     query, key, value, dout = (
         np.concatenate(arrays) for arrays in zip(*draws, strict=True)
     )
-    dout = (dout.astype(np.float32) * cotangent).astype(dout.dtype)
+    factor = float16_cotangent if cell.problem.dtype == "float16" else 1.0
+    dout = (dout.astype(np.float32) * factor).astype(dout.dtype)
     return Inputs(query, key, value, dout)
 
 
@@ -330,7 +385,6 @@ def _run(program: Program, inputs: Inputs) -> dict[str, Any] | str:
 
 def _rows(
     problem: Problem,
-    common: Row,
     found: dict[str, dict[str, Any] | str],
     exact: Golden,
     sums: Golden | None,
@@ -347,7 +401,7 @@ def _rows(
             degenerate.append(name)
     rows = []
     for name, result in found.items():
-        row: Row = {"implementation": name, **dataclasses.asdict(problem), **common}
+        row: Row = {"implementation": name}
         row |= dict.fromkeys((*_FIELDS, "lse", "same_bits", "degenerate", "refused"))
         row |= dict.fromkeys(_BIASES)
         rows.append(row)

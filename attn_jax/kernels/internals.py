@@ -49,31 +49,18 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
         race_states.append(GPURaceDetectionState(**options))
         return race_states[-1]
 
-    with (
-        _replaced(JaxprInterpreter, "interpret", _interpret),
-        _replaced(JaxprInterpreter, "_interpret_swap_p", _interpret_swap),
-        _replaced(JaxprInterpreter, "_interpret_wgmma_ref_p", _interpret_wgmma),
-        _replaced(JaxprInterpreter, "_interpret_copy_gmem_to_smem_p", _interpret_copy),
-        _replaced(JaxprInterpreter, "_interpret_wait_smem_to_gmem_p", _interpret_wait),
-        _replaced(JaxprInterpreter, "_interpret_copy_smem_to_gmem_p", _interpret_store),
-        _replaced(JaxprInterpreter, "_interpret_inline_mgpu_p", _interpret_inline),
-        _replaced(
-            JaxprInterpreter, "_interpret_arithmetic_primitive", _interpret_arithmetic
-        ),
-        # The interpreter's callbacks are ordered effects, and JAX fails to lower those
-        # inside a custom_partitioning. There is one device to run on.
-        _replaced(custom_partitioning, "__call__", lambda self, *args: self.fun(*args)),
-        # Semaphores of all CTAs. CTAs run one after the other here, so a kernel is
-        # right if none waits for a later one: where they would, there is to be one.
-        _replaced(ring_order, "MULTIPROCESSORS", 1),
-        _replaced(turns, "semaphores", lambda count: _Semaphores()),
-        _replaced(turns, "await_count", lambda *_: None),
-        _replaced(turns, "count_up", lambda *_: None),
-        _replaced(gpu_callbacks, "GPURaceDetectionState", recorded_race_state),
-        plgpu.force_gpu_interpret_mode(
-            plgpu.InterpretGPUParams(detect_races=detect_races)
-        ),
-    ):
+    replaced = [
+        *_gaps(),
+        (gpu_callbacks, "GPURaceDetectionState", recorded_race_state),
+    ]
+    with contextlib.ExitStack() as stack:
+        for entry in replaced:
+            stack.enter_context(_replaced(*entry))
+        stack.enter_context(
+            plgpu.force_gpu_interpret_mode(
+                plgpu.InterpretGPUParams(detect_races=detect_races)
+            )
+        )
         try:
             yield
             jax.effects_barrier()
@@ -82,6 +69,29 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
             gpu_callbacks.reset_gpu_interpret_mode_state()
     if any(state.races_found for state in race_states):
         raise RuntimeError("the interpreter found a data race; it is printed above")
+
+
+def _gaps() -> list[tuple[object, str, object]]:
+    """What stands in for something while kernels are interpreted: owner, name, it."""
+    return [
+        (JaxprInterpreter, "interpret", _interpret),
+        (JaxprInterpreter, "_interpret_swap_p", _interpret_swap),
+        (JaxprInterpreter, "_interpret_wgmma_ref_p", _interpret_wgmma),
+        (JaxprInterpreter, "_interpret_copy_gmem_to_smem_p", _interpret_copy),
+        (JaxprInterpreter, "_interpret_wait_smem_to_gmem_p", _interpret_wait),
+        (JaxprInterpreter, "_interpret_copy_smem_to_gmem_p", _interpret_store),
+        (JaxprInterpreter, "_interpret_inline_mgpu_p", _interpret_inline),
+        (JaxprInterpreter, "_interpret_arithmetic_primitive", _interpret_arithmetic),
+        # The interpreter's callbacks are ordered effects, and JAX fails to lower those
+        # inside a custom_partitioning. There is one device to run on.
+        (custom_partitioning, "__call__", lambda self, *args: self.fun(*args)),
+        # Semaphores of all CTAs. CTAs run one after the other here, so a kernel is
+        # right if none waits for a later one: where they would, there is to be one.
+        (ring_order, "MULTIPROCESSORS", 1),
+        (turns, "semaphores", lambda count: _Semaphores()),
+        (turns, "await_count", lambda *_: None),
+        (turns, "count_up", lambda *_: None),
+    ]
 
 
 class _Semaphores:
