@@ -95,6 +95,8 @@ class Recipe:
     probability_scale)), and output(O) is returned; asked for in 32 or 64 bits, O is
     returned as it is. Divisions by l = 0 divide by 1: O = 0 where nothing is seen.
     E in e is the polynomial for 'exp2_polynomial'; in c and for a sink it is exact.
+    Where probability is FP16 and inputs are BF16, kernels have V as FP16 numbers, times
+    one power of two for a head: exact down to 2^-31 of its largest. Here V is V.
 
     BACKWARD, dO rounded like an input and dLSE not:
         x = as in the forward pass, from the same roundings

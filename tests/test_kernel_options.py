@@ -20,6 +20,7 @@ from attn_jax.formats import BF16, FP16
 from attn_jax.kernels import architecture
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention, declared_recipe, unsupported
+from attn_jax.kernels.hopper_half_values import P_SCALE, half_values
 from attn_jax.kernels.internals import interpreted
 from attn_jax.kernels.tuning import Backward
 from attn_jax.mask import Mask
@@ -34,6 +35,8 @@ TIME_LIMIT = 120  # seconds; a case takes three to seven alone on a core
 NO_CURES = dict(dq_centre="none", delta_source="o")
 ROW = dict(dq_centre="row", delta_source="p_dp")
 HALF = Step(FP16)
+FINE = dict(probability=HALF, probability_scale=P_SCALE)
+KEYS = dict(dq_centre="keys", dq_dlogits=HALF)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +124,16 @@ LONGER = Shape(1, 70, 330, 1, 1, 64)
 CASES = [
     Case("row p_dp", ROW, "offset", Shape(1, 70, 100, 2, 1, 64)),
     Case("one pass, no cures", NO_CURES, "offset", backward="fused", dquery=None),
+    # Keys and V that have means, here and there others: delta is as good as O.
+    Case(
+        "P in FP16",
+        FINE | KEYS,
+        "drift",
+        Shape(1, 140, 330, 2, 1, 64),
+        Mask(),
+        dquery=1.3,
+        same=0.98,
+    ),
 ]
 FURTHER = [
     Case("row p_dp, two tiles", ROW, "offset"),
@@ -141,6 +154,12 @@ FURTHER = [
          sinks=(0.5, 2.0), same=0.97),
     Case("lazy, window, sinks", dict(rescale_threshold=1.0, dq_centre="row"), "normal",
          Shape(1, 150, 290, 2, 1, 64), Mask(window=(64, 0)), sinks=(1.5, -2.0)),
+    Case("P in FP16, documents, sinks", FINE, "normal", Shape(1, 150, 200, 2, 1, 64),
+         Mask(query_segment_ids=_ids(150), key_value_segment_ids=_ids(200)),
+         sinks=(0.5, 2.0), same=0.95),
+    Case("P in FP16, row", FINE | ROW, "repeated_max", same=0.98),
+    Case("P in FP16, repeated", FINE | ROW | dict(repeated_max_factor=2.0),
+         "repeated_max", LONGER, Mask(), same=0.98),
     Case("lazy and repeated", dict(rescale_threshold=4.0, repeated_max_factor=1.5)
          | ROW, "wide", LONGER, Mask(), sinks=(0.5,), same=0.98),
 
@@ -233,6 +252,21 @@ def test_no_races_under_options(case):
     in_child_process(_kernels, case, True, seconds=TIME_LIMIT)
 
 
+@pytest.mark.parametrize("power", [-126, -60, 0, 100, 126])
+def test_values_become_fp16_numbers_without_loss(power):
+    """Down to 2^-31 of a head's largest, wherever that lies; heads for themselves."""
+    rng = np.random.default_rng(0)
+    least = max(-29, -125 - power)
+    exponents = rng.integers(least, 2, (2, 50, 3, 64))
+    value = np.ldexp(1 + rng.integers(0, 128, exponents.shape) / 128, exponents - 1)
+    value = np.ldexp(value, power) * [[1], [0], [-1]]
+    value[0, 0, 0, 0] = np.nan  # such as rows that nobody sees may have
+    half, unscale = half_values(jnp.asarray(value, jnp.bfloat16))
+    assert half.dtype == jnp.float16
+    again = np.asarray(half, np.float64) * np.asarray(unscale)[:, None, :, None]
+    np.testing.assert_array_equal(again, value)
+
+
 # ------------------------------------------------------------------ what is compiled
 
 
@@ -266,6 +300,7 @@ def _compiled(
             marks=pytest.mark.thorough,
         ),
         (dict(rescale_threshold=8.0), 128, False, ["forward"]),
+        (FINE, 128, True, ["forward"]),
         pytest.param(
             *(ROW, 64, False, ["delta", "dq", "forward", "forward"]),
             marks=pytest.mark.thorough,
@@ -398,6 +433,10 @@ SHORT = Mask(key_value_lengths=np.array([7], np.int32))
         (dict(dq_centre="row"), {"backward": "fused"}, "backward='fused' does not"),
         (dict(dq_centre="none"), {"backward": "fused"}, None),
         (dict(dq_centre="row"), {"mask": SHORT, "soft_cap": 3.0}, None),
+        (FINE, {"mask": SHORT, "soft_cap": 3.0}, None),
+        (dict(probability=HALF), {}, "fp16.*have.*bf16.*, or .*_scale 32768.0"),
+        (dict(probability_scale=2.0), {}, "probability_scale=2.0.*1.0, or probability"),
+        (FINE | dict(rescale_threshold=8.0), {}, "rescale_threshold=8.0.*needs 0"),
         (ATTN_JAX.with_inputs(FP16), {}, "inputs=fp16.*bf16"),
     ],
 )
@@ -420,6 +459,7 @@ def test_what_kernels_lack_is_refused_in_one_line(recipe, options, message):
         (dict(dq_centre="row"), "dq_centre='row', but the kernels for Ampere have"),
         (dict(delta_source="p_dp"), "delta_source='p_dp'.*Ampere"),
         (dict(rescale_threshold=8.0), "rescale_threshold=8.0.*Ampere have 0.0"),
+        (FINE, "probability=Step.fp16.*Ampere have Step.bf16"),
         (dict(repeated_max_factor=2.0), "repeated_max_factor=2.0.*Ampere have None"),
     ],
     ids=str,

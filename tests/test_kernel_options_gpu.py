@@ -14,6 +14,7 @@ from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.formats import BF16, FP16
 from attn_jax.kernels.attention import attention, declared_recipe
+from attn_jax.kernels.hopper_half_values import P_SCALE
 from attn_jax.kernels.tuning import Backward
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX
@@ -23,18 +24,22 @@ from tests.test_kernels_gpu import compiled, run
 pytestmark = pytest.mark.gpu(capability="9.0")
 
 SHAPES = [Shape(2, 1000, 1000, 8, 2, 64), Shape(1, 1337, 1337, 4, 4, 128)]
+KEYS = dict(dq_centre="keys", dq_dlogits=Step(FP16))
+FINE = dict(probability=Step(FP16), probability_scale=P_SCALE)
 NO_CURES = dict(dq_centre="none", delta_source="o")
 # Changes of ATTN_JAX, the design where both have them, and units of dQ on families
 # whose mean key is far from zero; None: more than the project's bar.
 OPTIONS: dict[str, tuple[dict[str, Any], Backward | None, float | None]] = {
     "mean": ({}, None, 1.7),
     "keys": (dict(dq_centre="keys"), None, 1.7),
-    "keys FP16": (dict(dq_centre="keys", dq_dlogits=Step(FP16)), None, 1.2),
+    "keys FP16": (KEYS, None, 1.2),
     "row": (dict(dq_centre="row"), None, 1.7),
     "row p_dp": (dict(dq_centre="row", delta_source="p_dp"), None, 1.7),
     "keys p_dp": (dict(dq_centre="keys", delta_source="p_dp"), None, 1.7),
     "no cures": (NO_CURES, "two_kernels", None),
     "one pass, no cures": (NO_CURES, "fused", None),
+    "P in FP16": (FINE, None, 1.7),
+    "P in FP16, FP16 dS": (FINE | KEYS, None, 1.2),
     "lazy": (dict(rescale_threshold=8.0), None, 1.7),
     "repeated": (dict(repeated_max_factor=2.0), None, 1.7),
 }

@@ -57,6 +57,7 @@ def test_designs_of_our_backward_pass_are_timed_by_name(name, mask, kernel):
             ["forward"] * 2 + ["backward_dkv", "backward_dq"],
         ),
         ("pallas-p-dp", "full", ["forward", "backward_delta", "backward_fused"]),
+        ("pallas-fp16-weights", "full", ["forward", "backward_fused"]),
         ("pallas-lazy-rescale", "full", ["forward", "backward_fused"]),
         ("pallas-repeated-max", "packed", ["forward", "backward_dkv", "backward_dq"]),
     ],

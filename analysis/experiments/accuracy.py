@@ -33,6 +33,7 @@ from jaxtyping import Array
 
 from analysis import ExperimentError, capture, store, sweep
 from analysis.agreement import FORMATS, VANISHING, Problem, same_bits
+from analysis.kernel_options import OPTIONS, recipe_of
 from analysis.record import Row, check_writable, environment, show, write
 from attn_jax import IMPLEMENTATIONS, RECIPES, dot_product_attention
 from attn_jax.api import Implementation
@@ -113,9 +114,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--implementations",
         nargs="+",
-        choices=IMPLEMENTATIONS,
+        choices=[*IMPLEMENTATIONS, *OPTIONS],
         default=["pallas", "cudnn", "xla"],
-        help="of dot_product_attention",
+        help="of dot_product_attention; pallas-...: the kernels with an option",
     )
     add(
         "--recipes",
@@ -236,7 +237,7 @@ def _captured(label: str, inputs: Inputs) -> Cell:
 
 
 def _arms(
-    implementations: Sequence[Implementation], recipes: Sequence[str]
+    implementations: Sequence[str], recipes: Sequence[str]
 ) -> dict[str, Implementation]:
     """Row name -> implementation; the emulator stands once for each recipe."""
     arms: dict[str, Implementation] = {}
@@ -244,7 +245,7 @@ def _arms(
         if name == "emulated":
             arms |= {f"emulated/{recipe}": name for recipe in recipes}
         else:
-            arms[name] = name
+            arms[name] = "pallas" if name in OPTIONS else name
     return arms
 
 
@@ -308,6 +309,15 @@ def _compile(
         recipe = RECIPES[name.removeprefix("emulated/")]
         if recipe.inputs == BF16:
             recipe = recipe.with_inputs(FORMATS[problem.dtype])
+    elif name in OPTIONS:
+        recipe = recipe_of(
+            name,
+            dtype=problem.dtype,
+            head_dim=problem.H,
+            lengths=(problem.T, problem.S),
+            pairs=seeds * problem.K,
+            mask=mask,
+        )
     has_lse = implementation not in ("xla", "cudnn")
 
     def attend(q, k, v, return_residual=False):

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from analysis.agreement import same_bits
+from analysis.kernel_options import OPTIONS, recipe_of
 from analysis.record import Row
 from analysis.speed import timing
 from analysis.speed.cases import Case, Pass
@@ -33,6 +34,7 @@ IMPLEMENTATIONS: dict[str, bool | None] = {
     "pallas-no-cures": True,
     "pallas-row-centre": True,
     "pallas-p-dp": True,
+    "pallas-fp16-weights": True,
     "pallas-lazy-rescale": True,
     "pallas-repeated-max": True,
     "cudnn": False,
@@ -50,14 +52,6 @@ DESIGNS = {
 }
 # Ours for one architecture, on whatever GPU there is: Ampere's run on later ones, too.
 MADE_FOR: dict[str, Architecture] = {"pallas-ampere": "ampere"}
-# Ours with options: fields of the kernels' recipe for the case that are another's.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "pallas-no-cures": dict(dq_centre="none", dq_dlogits=None, delta_source="o"),
-    "pallas-row-centre": dict(dq_centre="row", dq_dlogits=None),
-    "pallas-p-dp": dict(delta_source="p_dp"),
-    "pallas-lazy-rescale": dict(rescale_threshold=8.0),
-    "pallas-repeated-max": dict(repeated_max_factor=2.0),
-}
 # Ours with something named, timed on request.
 NAMED = (*(name for name, design in DESIGNS.items() if design), *MADE_FOR, *OPTIONS)
 # Libraries of others: what they cannot do is theirs.
@@ -148,17 +142,14 @@ def target(name: str) -> contextlib.AbstractContextManager:
 
 
 def _recipe(name: str, case: Case) -> Recipe | None:
-    """What our kernels are asked for under a name: their own recipe but for options."""
-    if name not in OPTIONS:
-        return None
-    from attn_jax.kernels.attention import declared_recipe
-
-    declared = declared_recipe(
-        *(case.dtype, case.H, case.S, case.rules),
-        query_length=case.T,
+    return recipe_of(
+        name,
+        dtype=case.dtype,
+        head_dim=case.H,
+        lengths=(case.T, case.S),
         pairs=case.B * case.K,
+        mask=case.rules,
     )
-    return dataclasses.replace(declared, **OPTIONS[name])
 
 
 def _backward_of(name: str, case: Case) -> str:

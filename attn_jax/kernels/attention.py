@@ -80,9 +80,11 @@ def attention(
         What it is goes to the logger `attn_jax.kernels` at level INFO, once for a
         shape on a device.
       recipe: which of the algorithm's options are wanted, None: the kernels' own. Its
-        `dq_centre`, `dq_dlogits`, `delta_source`, `rescale_threshold` and
-        `repeated_max_factor` are taken. Name, source, blocks and order of keys are the
-        kernels' own, whatever it says; all else is to be as in `declared_recipe`.
+        `dq_centre`, `dq_dlogits`, `delta_source`, `rescale_threshold`,
+        `repeated_max_factor` and, as a pair, `probability` and `probability_scale`
+        (FP16, `hopper_half_values.P_SCALE`) are taken. Name, source, blocks and order
+        of keys are the kernels' own, whatever it says; all else is to be as in
+        `declared_recipe`.
         What the options say of the backward pass is done there: with dq_centre "row"
         the forward kernel runs once more, with K for V, and with delta_source "p_dp" a
         pass over the keys comes before the others.

@@ -14,7 +14,7 @@ meets can need a mask, so the loop over the others has no branch.
 
 Where it rounds (16 bit: the inputs' format):
   S, m, l, the correction factors and the accumulator are FP32;
-  P is rounded to 16 bit as the operand of P V; l sums the unrounded P;
+  P is rounded to V's format as the operand of P V; l sums the unrounded P;
   out is rounded once. With `residual`, what that rounding dropped is kept as a second
   16-bit tensor: out + out_low carries about 16 bits into the backward pass.
 exp2 with scale * log2(e) folded in replaces exp, so m is kept in units of log2. What
@@ -32,6 +32,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import hopper_links, schedule
+from attn_jax.kernels.hopper_half_values import LOG2_P_SCALE
 from attn_jax.kernels.hopper_softmax import Softmax
 from attn_jax.kernels.tiles import (
     LOG2_E,
@@ -84,6 +85,7 @@ def forward(
     bias: Float[Array, "#B #N T S"] | None = None,
     rescale_threshold: float = 0.0,
     repeated_max_factor: float | None = None,
+    unscale: Float32[Array, "B K"] | None = None,
 ) -> tuple[
     Float[Array, "B T N D"], Float[Array, "B T N D"] | None, Float32[Array, "B N T"]
 ]:
@@ -93,6 +95,7 @@ def forward(
     rows are real. `scale` is not negative. A causal row i sees the keys j <= i. With
     `mask` it is that and `band` which say what is seen, and `is_causal` is False; a
     `bias` comes with one. `rescale_threshold` and `repeated_max_factor` are `Recipe`'s.
+    `unscale` comes with V from `half_values`: P then is FP16, times `P_SCALE`.
     """
     batch, padded, query_heads, head_dim = query.shape
     value_dim = value.shape[-1]
@@ -105,7 +108,8 @@ def forward(
     # What logits are multiplied by in the exponent: capped ones are in units of log2.
     unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
     softmax = Softmax(
-        *(unit, dtype, mask is not None, rescale_threshold, repeated_max_factor)
+        *(unit, value.dtype, mask is not None, rescale_threshold, repeated_max_factor),
+        log2_scale=0 if unscale is None else LOG2_P_SCALE,
     )
     wide_out = out_dtype == jnp.float32
     keep_low = residual and not wide_out
@@ -154,8 +158,8 @@ def forward(
         return lax.rem(step, jnp.int32(stages))
 
     def attention_forward(
-        q_gmem, k_gmem, v_gmem, table_gmem, pairs, sinks_gmem, bias_gmem, out_gmem,
-        low_gmem, lse_gmem, sums_gmem, smem, barriers,
+        q_gmem, k_gmem, v_gmem, table_gmem, pairs, sinks_gmem, bias_gmem, unscale_gmem,
+        out_gmem, low_gmem, lse_gmem, sums_gmem, smem, barriers,
     ):  # fmt: skip
         q_smem, k_smem, v_smem, out_smem, low_smem = smem
         q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
@@ -183,11 +187,9 @@ def forward(
             turns, first = table_gmem[cta, 0], table_gmem[cta, 1]
             return lax.fori_loop(jnp.int32(0), turns, take, (first, carry))[1]
 
-        def consume_tile(turn, b, n, tile, first_step):
+        def consume_tile(_, b, n, tile, first_step):
             """Attention of a warpgroup's rows; the result is the next first step."""
-            del turn
             first_row = tile * tiling.tile + warpgroup * rows
-            q_slice = (b, pl.ds(first_row, rows), n)
             q_tile = q_smem.at[warpgroup]
             if pairs is None:
                 tile_blocks = blocks_seen((tile + 1) * tiling.tile)
@@ -231,9 +233,7 @@ def forward(
                     return hide_pairs(s, entry(first))
                 s, _ = capped(s, scale, soft_cap)
                 first_key = (blocks - 1 - (first - start)) * columns
-                seen = None
-                if key_count % columns:
-                    seen = key_count - first_key
+                seen = key_count - first_key if key_count % columns else None
                 if is_causal:
                     diagonal = row_positions(rows) + (first_row + 1 - first_key)
                     seen = diagonal if seen is None else jnp.minimum(diagonal, seen)
@@ -340,18 +340,22 @@ def forward(
                 )
             yield
             sink = None if sinks_gmem is None else sinks_gmem[0, n]
-            inverse, lse = softmax.finished(state, sink)
+            inverse, lse_gmem[b, n, pl.ds(first_row, rows)] = softmax.finished(
+                state, sink
+            )
             out = acc * along_rows(inverse, acc.shape)
-            lse_gmem[b, n, pl.ds(first_row, rows)] = lse
+            if unscale_gmem is not None:
+                out *= unscale_gmem[b, lax.div(n, jnp.int32(group))]
             if wide_out:
                 # Two FP32 tiles do not fit in shared memory beside K and V.
-                out_gmem[q_slice] = out
-                yield last + 1
-                return
-            if stored != value_dim:
+                out_gmem[b, pl.ds(first_row, rows), n] = out
+            elif stored == value_dim:
+                store_whole(out, (b, pl.ds(first_row, rows), n))
+            else:
                 store_in_parts(out, b, n, first_row)
-                yield last + 1
-                return
+            yield last + 1
+
+        def store_whole(out, place):
             # The stores of the tile before have been read out of shared memory.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             rounded = out.astype(dtype)
@@ -359,10 +363,9 @@ def forward(
             if keep_low:
                 low_smem[warpgroup] = (out - widen(rounded)).astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[q_slice])
+            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[place])
             if keep_low:
-                plgpu.copy_smem_to_gmem(low_smem.at[warpgroup], low_gmem.at[q_slice])
-            yield last + 1
+                plgpu.copy_smem_to_gmem(low_smem.at[warpgroup], low_gmem.at[place])
 
         def store_in_parts(out, b, n, first_row):
             """out and what rounding drops from it, by way of one small buffer."""
@@ -441,8 +444,7 @@ def forward(
 
                 yield end, b, n, block_of(end - 1)
 
-            zero = jnp.int32(0)
-            end, *before = for_each_tile(produce_tile, (zero, zero, zero, zero))
+            end, *before = for_each_tile(produce_tile, (jnp.int32(0),) * 4)
             load_v(end - 1, *before)
             # Every release is awaited: no barrier may be left with an arrival nobody
             # saw.
@@ -474,7 +476,7 @@ def forward(
             (
                 smem_tile((warpgroups, rows, head_dim), dtype),
                 smem_tile((stages, columns, head_dim), dtype),
-                smem_tile((stages, columns, value_dim), dtype, columns),
+                smem_tile((stages, columns, value_dim), value.dtype, columns),
                 None if wide_out else out_smem,
                 low_smem,
             ),
@@ -492,6 +494,6 @@ def forward(
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query, key, value, table, pairs, sinks, bias)
+    )(query, key, value, table, pairs, sinks, bias, unscale)
     cut = slice(0, query_count)
     return out[:, cut], None if low is None else low[:, cut], lse[:, :, cut]

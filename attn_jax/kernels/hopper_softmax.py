@@ -40,6 +40,7 @@ class Softmax(NamedTuple):
       dtype: of P as an operand.
       blind_rows: whether a row may have seen nothing so far.
       rescale_threshold, repeated_max_factor: those of `Recipe`.
+      log2_scale: log2 of its `probability_scale`, which P and l have.
     """
 
     unit: float
@@ -47,6 +48,7 @@ class Softmax(NamedTuple):
     blind_rows: bool
     rescale_threshold: float = 0.0
     repeated_max_factor: float | None = None
+    log2_scale: int = 0
 
     def add(
         self, s: jax.Array, before: State | None, floor: jax.Array | None = None
@@ -66,7 +68,8 @@ class Softmax(NamedTuple):
             if self.rescale_threshold:
                 row_max = jnp.where(larger - m <= self.rescale_threshold, m, larger)
         base = finite(row_max) if self.blind_rows else row_max
-        p = jnp.exp2(s * self.unit - along_rows(base, s.shape))
+        origin = base - self.log2_scale if self.log2_scale else base
+        p = jnp.exp2(s * self.unit - along_rows(origin, s.shape))
         row_sum = partial_sum(p)
         correction = None
         if before is not None:
@@ -110,15 +113,20 @@ class Softmax(NamedTuple):
             row_max = finite(row_max)
         if sink is not None:
             shrink = jnp.exp2(state.row_max - row_max)
-            row_sum = row_sum * shrink + jnp.exp2(sink * LOG2_E - row_max)
+            of_sink = jnp.exp2(sink * LOG2_E - row_max)
+            row_sum = row_sum * shrink + _scaled(of_sink, self.log2_scale)
         inverse = shrink / row_sum
         # A raised maximum may leave nothing of a row.
         if self.blind_rows or self.repeated_max_factor is not None:
             inverse = jnp.where(row_sum == 0.0, 0.0, inverse)
-        lse = row_max * LN_2 + jnp.log(row_sum)
+        lse = row_max * LN_2 + jnp.log(_scaled(row_sum, -self.log2_scale))
         if self.blind_rows and sink is not None:
             # With a threshold m began with the sink.
             by_sum = bool(self.rescale_threshold)
             alone = of_keys == 0.0 if by_sum else state.row_max == -jnp.inf
             lse = jnp.where(alone, sink, lse)
         return inverse, lse
+
+
+def _scaled(x: jax.Array, exponent: int) -> jax.Array:
+    return x * 2.0**exponent if exponent else x

@@ -28,6 +28,7 @@ from attn_jax.kernels import (
     visibility,
 )
 from attn_jax.kernels.hopper_fused_range import no_range, range_of
+from attn_jax.kernels.hopper_half_values import half_values
 from attn_jax.kernels.options import DEFAULT, Options
 from attn_jax.kernels.tuning import Backward, Configuration, Tiling
 from attn_jax.kernels.visibility import Band, Rules
@@ -82,6 +83,7 @@ def forward(query, key, value, *arrays, static: Static, more, residual):
         options["bias"] = _for_all_pairs(bias, query.shape[1], key.shape[1])
     if static.soft_cap is not None:
         options["soft_cap"] = static.soft_cap
+    value, of_values = _values(value, static)
     out, low, lse = _FORWARD[target].forward(
         *(_pad_sequence(x) for x in (query, key, value)),
         query_count=query.shape[1],
@@ -93,6 +95,7 @@ def forward(query, key, value, *arrays, static: Static, more, residual):
         residual=residual and static.keeps_low,
         **options,
         **_of_softmax(static),
+        **of_values,
         **({} if sinks is None else {"sinks": sinks}),
     )
     return (out, lse) if low is None else (out, low, lse)
@@ -246,16 +249,26 @@ def _row_centre(
             is_causal=static.is_causal,
             listed="mask" in options,
         )
+    values, of_values = _values(key, static)
     centre, _, _ = _FORWARD[static.target].forward(
-        *(query, key, key),
+        *(query, key, values),
         tiling=tilings.forward,
         out_dtype=jnp.dtype(jnp.float32),
         residual=False,
         sinks=sinks,
         **options,
         **_of_softmax(static),
+        **of_values,
     )
     return centre
+
+
+def _values(value: Float[Array, "B S K D"], static: Static) -> tuple[Array, dict]:
+    """V as the forward kernel reads it, and what else it is given of it."""
+    if not static.options.half_weights:
+        return value, {}
+    value, unscale = half_values(value)
+    return value, {"unscale": unscale}
 
 
 def _of_softmax(static: Static) -> dict:

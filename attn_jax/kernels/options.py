@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal, NamedTuple
 
 from attn_jax.formats import BF16, FP16
+from attn_jax.kernels.hopper_half_values import P_SCALE
 from attn_jax.kernels.tuning import Backward
 from attn_jax.recipe import Architecture, Recipe, Step
 
@@ -19,6 +20,8 @@ class Options(NamedTuple):
       half_dq: the one-pass kernel makes dQ of FP16 dS and K', each scaled into range
         for its head (`dq_dlogits`), and not of such as the inputs are. FP16 inputs are
         not scaled: for them it is True.
+      half_weights: P of the forward product is FP16 though the inputs are BF16, and so
+        is V (`hopper_half_values`).
     """
 
     dq_centre: DqCentre | None = None
@@ -26,6 +29,7 @@ class Options(NamedTuple):
     delta_source: DeltaSource = "o_hi_lo"
     rescale_threshold: float = 0.0
     repeated_max_factor: float | None = None
+    half_weights: bool = False
 
     def design(self, wanted: Backward | None) -> Backward | None:
         """The design of the backward pass: that which has these options, or `wanted`
@@ -40,8 +44,10 @@ class Options(NamedTuple):
         """The recipe of the kernels of a design, `declared` but for the options."""
         centre = self.dq_centre or ("keys" if made == "fused" else "mean")
         scaled = made == "fused" and self.half_dq and declared.inputs != FP16
+        weights = _HALF_WEIGHTS if self.half_weights else {}
         return dataclasses.replace(
             declared,
+            **weights,
             dq_centre=centre,
             dq_dlogits=Step(FP16) if scaled else None,
             delta_source=self.delta_source,
@@ -51,6 +57,7 @@ class Options(NamedTuple):
 
 
 DEFAULT = Options()
+_HALF_WEIGHTS = {"probability": Step(FP16), "probability_scale": P_SCALE}
 # What kernels have, by field.
 _HAVE: dict[Architecture, dict[str, tuple]] = {
     "ampere": {
@@ -87,6 +94,7 @@ def of_recipe(recipe: Recipe | None) -> Options:
         recipe.delta_source,
         recipe.rescale_threshold,
         recipe.repeated_max_factor,
+        recipe.inputs == BF16 and recipe.probability.format == FP16,
     )
 
 
@@ -103,6 +111,8 @@ def reason_against(
     `declared` is that of the kernels for the same arguments, `fused_taken` whether the
     one-pass kernel takes those, `wanted` a design that was asked for besides.
     """
+    has_half = target == "hopper" and recipe.inputs == BF16
+    half = has_half and _HALF_WEIGHTS == {k: getattr(recipe, k) for k in _HALF_WEIGHTS}
     for field in dataclasses.fields(Recipe):
         name = field.name
         if name in _THEIR_OWN or name.startswith("ring_") and recipe.ring_size == 1:
@@ -112,13 +122,19 @@ def reason_against(
             if asked in _HAVE[target].get(name, (asked,)):
                 continue
             have = " or ".join(_said(x) for x in _HAVE[target][name])
-        elif asked == theirs:
+        elif asked == theirs or name in _HALF_WEIGHTS and half:
             continue
         else:
             have = _said(theirs)
+            if name in _HALF_WEIGHTS and has_half:
+                both = (f"{k} {_said(x)}" for k, x in _HALF_WEIGHTS.items())
+                have += f", or {' with '.join(both)}"
         return _refusal(
             recipe, name, f"the kernels for {target.capitalize()} have {have}"
         )
+    if half and recipe.rescale_threshold:
+        why = "P as FP16 numbers, times probability_scale, needs 0"
+        return _refusal(recipe, "rescale_threshold", why)
     centre = recipe.dq_centre
     if recipe.dq_dlogits is not None:
         if centre in ("mean", "row"):
