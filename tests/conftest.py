@@ -18,6 +18,8 @@ import jaxtyping
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from tests.quick_compiler import compile_quickly
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 CPU_DEVICES = 8
 
@@ -41,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Nearly two thirds of all time would go into compiling. See `fully_optimised`.
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         jax.config.update("jax_disable_most_optimizations", True)
+        compile_quickly()
 
 
 def _keep_bytecode(config: pytest.Config) -> None:
