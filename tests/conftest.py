@@ -4,6 +4,7 @@ Without --gpu everything runs on the CPU, whatever the machine has, split into e
 virtual devices (meshes of 2 x 2 x 2 fit). With --gpu only tests marked `gpu` run.
 """
 
+import gc
 import os
 import shutil
 import subprocess
@@ -59,6 +60,12 @@ def _keep_bytecode(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = folder
         sys.dont_write_bytecode = False
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: nobody need look through it for garbage again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _gpu_capability() -> str | None:
