@@ -4,6 +4,7 @@ Without --gpu everything runs on the CPU, whatever the machine has, split into e
 virtual devices (meshes of 2 x 2 x 2 fit). With --gpu only tests marked `gpu` run.
 """
 
+import gc
 import os
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ import jax
 import jaxtyping
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+from tests.quick_compiler import compile_quickly
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CPU_DEVICES = 8
@@ -41,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Nearly two thirds of all time would go into compiling. See `fully_optimised`.
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         jax.config.update("jax_disable_most_optimizations", True)
+        compile_quickly()
 
 
 def _keep_bytecode(config: pytest.Config) -> None:
@@ -56,6 +60,12 @@ def _keep_bytecode(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = folder
         sys.dont_write_bytecode = False
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: nobody need look through it for garbage again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _gpu_capability() -> str | None:

@@ -11,6 +11,7 @@ from attn_jax import emulator
 from attn_jax.mask import Mask
 from tests import numpy_oracle
 from tests.enclosure import Arithmetic, Interval
+from tests.oracle_inputs import EXACT, LN2, exact_dlse, powers_of_two
 
 FIELDS = numpy_oracle.Result._fields
 
@@ -77,3 +78,13 @@ class Outcome:
         self.check(fields)
         pinned = {field: self.pinned(field) for field in fields}
         assert set(pinned.values()) == {1.0}, pinned
+
+
+def all_in(x, interval: Interval) -> bool:
+    return bool(((interval.lo <= x) & (x <= interval.hi)).all())
+
+
+def check_exact_arithmetic(jit: bool) -> None:
+    outcome = Outcome(EXACT, powers_of_two(), exact_dlse(), scale=LN2, jit=jit)
+    outcome.check_bits(FIELDS)
+    assert all(np.ptp(outcome.got[field]) > 0 for field in FIELDS if field != "lse")

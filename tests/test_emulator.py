@@ -1,4 +1,4 @@
-"""The emulator: right where nothing is rounded, and rounding exactly as its recipe."""
+"""The emulator: as exact as its recipe, and of the same bits however it is run."""
 
 import dataclasses
 import functools
@@ -19,7 +19,6 @@ from attn_jax.mask import Mask
 from attn_jax.recipe import (
     ATTN_JAX,
     EAGER_BF16,
-    EXACT_FP32,
     EXACT_FP64,
     FLASH1_PAPER,
     FLASH2,
@@ -28,35 +27,11 @@ from attn_jax.recipe import (
     Recipe,
     Step,
 )
+from tests.emulator_runs import SPLIT, B, H, N, T, normal, run, small_arguments
 
 pytestmark = pytest.mark.usefixtures("fully_optimised")
 
 RESULTS = ("out", "dquery", "dkey", "dvalue")
-B, T, S, N, K, H = 2, 9, 13, 4, 2, 8
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def small_arguments(dtype=jnp.float32):
-    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H)
-    return tuple(jnp.asarray(normal(i, *s), dtype) for i, s in enumerate(shapes))
-
-
-@functools.partial(jax.jit, static_argnames=("recipe", "scale", "soft_cap"))
-def run(q, k, v, dout, dlse, extra, *, recipe, scale=None, soft_cap=None):
-    """(out, lse) and the gradients with respect to q, k, v and what `extra` holds."""
-
-    def forward(q, k, v, extra):
-        return emulator.attention(
-            q, k, v, recipe=recipe, scale=scale, soft_cap=soft_cap, **extra
-        )
-
-    mask = extra.pop("mask", Mask())
-    forward_ = lambda q, k, v, e: forward(q, k, v, e | {"mask": mask})  # noqa: E731
-    outputs, pull = jax.vjp(forward_, q, k, v, extra)
-    return outputs, pull((dout, dlse))
 
 
 def measured(recipe: Recipe, family, shape: Shape, mask=Mask(), seed=0, fmt=BF16):
@@ -75,117 +50,6 @@ def measured(recipe: Recipe, family, shape: Shape, mask=Mask(), seed=0, fmt=BF16
         )
         for name, x in zip(RESULTS, (out, *grads[:3]))
     ]
-
-
-# ---------------------------------------------------------------- nothing rounded
-
-SPLIT = dict(block_q=4, block_kv=4, backward_block_q=4, backward_block_kv=5)
-EXACT = {
-    "one block": EXACT_FP32,
-    "blocks that do not fit": dataclasses.replace(EXACT_FP32, **SPLIT),
-    "powers of two": dataclasses.replace(
-        EXACT_FP32,
-        **SPLIT,
-        kv_order="reverse",
-        exponential="exp2",
-        scale_at="exponent",
-        rescale_threshold=8.0,
-        probability_scale=4.0,
-        gradient_scale_at="logits",
-        dlogits_scale=2.0,
-    ),
-    "each step, mean": dataclasses.replace(
-        EXACT_FP32,
-        **SPLIT,
-        normalise="each_step",
-        dq_centre="mean",
-        delta_source="p_dp",
-    ),
-    "row": dataclasses.replace(
-        EXACT_FP32, **SPLIT, dq_centre="row", delta_source="o_f32", exponential="exp2"
-    ),
-    "keys": dataclasses.replace(
-        EXACT_FP32, **SPLIT, dq_centre="keys", exponential="exp2", dlogits_scale=2.0
-    ),
-    "softmax": dataclasses.replace(
-        EXACT_FP32,
-        block_kv=None,
-        backward_block_kv=None,
-        normalise="before_product",
-        probability_from="softmax",
-        delta_source="p_dp",
-    ),
-}
-
-
-def masks():
-    rng = np.random.default_rng(3)
-    dense = rng.random((B, N, T, S)) < 0.6
-    dense[:, :, 4] = False
-    ids = np.sort(rng.integers(0, 3, (B, S)), axis=1).astype(np.int32)
-    return {
-        "none": Mask(),
-        "causal": Mask(is_causal=True),
-        "window": Mask(window=(2, 3)),
-        "dense": Mask(dense=jnp.asarray(dense)),
-        "lengths": Mask(
-            query_lengths=jnp.array([5, 9], jnp.int32),
-            key_value_lengths=jnp.array([0, 7], jnp.int32),
-        ),
-        "segments": Mask(
-            query_segment_ids=jnp.asarray(ids[:, :T]),
-            key_value_segment_ids=jnp.asarray(ids),
-        ),
-    }
-
-
-# Each setting meets each mask once, and each mask each kind of further input.
-CASES = [
-    (setting, mask, ("plain", "sinks and bias", "everything")[(i + j) % 3])
-    for i, setting in enumerate(EXACT)
-    for j, mask in enumerate(masks())
-    if (i + j) % 3 == 0 or mask == "dense"
-]
-
-
-@pytest.mark.parametrize(("setting", "mask", "further"), CASES)
-def test_without_roundings_it_is_the_reference(setting, mask, further):
-    extra: dict = {}
-    soft_cap = None
-    if further != "plain":
-        shape = (B, 1, T, S) if further == "everything" else (1, N, T, 1)
-        extra = dict(bias=jnp.asarray(normal(5, *shape)), sinks=normal(6, N))
-    if further == "everything":
-        soft_cap = 2.5
-    cotangents = normal(7, B, T, N, H), normal(8, B, N, T)
-    args = small_arguments()
-    given = masks()[mask]
-    got = run(
-        *args, *cotangents, extra | {"mask": given}, recipe=EXACT[setting],
-        soft_cap=soft_cap,
-    )  # fmt: skip
-
-    def exact(q, k, v, extra):
-        return reference.attention(q, k, v, mask=given, soft_cap=soft_cap, **extra)
-
-    want, pull = jax.vjp(exact, *args, extra)
-    want = want, pull(cotangents)
-    # FP32 both: at most B T N terms of size about one to ten are summed, each off by a
-    # few 2^-24 (the exponentials, the two products before them).
-    bound = 4 * B * T * N * 2.0**-24
-    chex.assert_trees_all_close(got, want, rtol=bound, atol=bound)
-
-
-def test_fp64_carrier(x64):
-    q, k, v = small_arguments(jnp.float64)
-    dout, dlse = normal(7, B, T, N, H).astype(np.float64), np.zeros((B, N, T))
-    recipe = dataclasses.replace(EXACT_FP64, block_kv=4, backward_block_kv=4)
-    got = run(q, k, v, dout, dlse, {}, recipe=recipe)
-    want = reference.golden(q, k, v, dout)
-    (out, lse), grads = got
-    assert out.dtype == lse.dtype == jnp.float64
-    for a, b in zip((out, lse, *grads[:3]), want):
-        np.testing.assert_allclose(a, b, rtol=0, atol=4 * B * T * N * 2.0**-53)
 
 
 # ---------------------------------------------------------------- rounding as told
@@ -292,7 +156,8 @@ def test_rounding_of_the_logits_is_seen_under_jit():
 
 def test_jax_nn_is_jax_nn_forward():
     i = make_inputs("normal", 0, Shape(2, 256, 256, 4, 4, 64))
-    got, _ = emulator.attention(*map(jnp.asarray, i[:3]), recipe=JAX_NN)
+    attend = jax.jit(functools.partial(emulator.attention, recipe=JAX_NN))
+    got, _ = attend(*map(jnp.asarray, i[:3]))
     want = jax.nn.dot_product_attention(*i[:3], implementation="xla")
     # FP32 sums in another order differ by some 2^-22; a BF16 decision within that of a
     # tie, one in 2^12, may fall the other way, in P or in the output.
@@ -326,58 +191,9 @@ def test_narrow_state_is_bit_equal_to_a_numpy_oracle(block):
     want = narrow_state_oracle(v, block)
     np.testing.assert_array_equal(out, np.broadcast_to(want, out.shape))
     wide = dataclasses.replace(FLASH1_PAPER, accumulator=Step(FP32), row_sum=Step(FP32))
-    wide_out, _ = emulator.attention(q, k, values, recipe=wide)
+    attend = jax.jit(functools.partial(emulator.attention, recipe=wide))
+    wide_out, _ = attend(q, k, values)
     assert (wide_out != out).any()
-
-
-def test_each_step_named_in_a_recipe_changes_the_result():
-    """No knob is silently ignored: a coarse format in any step shows somewhere."""
-    # Many recipes, each used once: op by op, with all tiles alike, they share nearly
-    # all of what is compiled.
-    whole, tile = 8, 4
-    args = [jnp.asarray(normal(i, 1, whole, 1, H), jnp.bfloat16) for i in range(4)]
-    args += [jnp.asarray(normal(8, 1, 1, whole)), {}]
-    base = dataclasses.replace(
-        FLASH2, **dict.fromkeys(SPLIT, tile), dq_centre="none", exponential="exp"
-    )
-    with jax.disable_jit():
-        want = jax.tree.leaves(run(*args, recipe=base))
-    e5m2 = Step(dataclasses.replace(BF16, name="coarse", mantissa_bits=2))
-    changes: list[dict] = [
-        {f.name: e5m2}
-        for f in dataclasses.fields(Recipe)
-        if isinstance(getattr(base, f.name), Step)
-        and not f.name.startswith("ring_")
-        and f.name != "lse"
-    ]
-    changes += [
-        {"lse": e5m2},
-        {"row_sum_of": "rounded"},
-        {"normalise": "each_step", "accumulator": Step(BF16)},
-        {"kv_order": "reverse", "accumulator": Step(BF16)},
-        {"rescale_threshold": 8.0, "probability": e5m2},
-        {"probability_scale": 3.0},
-        {"gradient_scale_at": "logits", "dlogits": e5m2},
-        {"delta_source": "o_f32"},
-        {"delta_source": "o_hi_lo"},
-        {"delta_source": "p_dp"},
-        {"dq_centre": "mean"},
-        {"dq_centre": "row"},
-        {"dq_centre": "keys"},
-        {"dq_dlogits": e5m2},
-        {"dq_dlogits": Step(FP16)},
-        {"probability": Step(BF16, Rounding.TOWARD_ZERO)},
-        {"block_kv": whole, "accumulator": Step(BF16)},
-        {"backward_block_q": whole, "dk_accumulator": e5m2},
-        {"exponential": "exp2", "shifted": e5m2},
-        {"exponential": "exp2_polynomial", "exp2_degree": 2},
-        {"dot_accumulator": e5m2, "dot_chunk": 3},
-    ]
-    for change in changes:
-        with jax.disable_jit():
-            recipe = dataclasses.replace(base, **change)
-            got = jax.tree.leaves(run(*args, recipe=recipe))
-        assert any((a != b).any() for a, b in zip(got, want, strict=True)), change
 
 
 # ---------------------------------------------------------------- transformations
@@ -449,8 +265,9 @@ def test_memory_grows_linearly():
 
 def test_output_types():
     q, k, v = small_arguments(jnp.bfloat16)
-    out, lse = emulator.attention(q, k, v, recipe=ATTN_JAX)
-    wide, _ = emulator.attention(q, k, v, recipe=ATTN_JAX, out_dtype=jnp.float32)
+    attend = functools.partial(emulator.attention, recipe=ATTN_JAX)
+    out, lse = jax.jit(attend)(q, k, v)
+    wide, _ = jax.jit(functools.partial(attend, out_dtype=jnp.float32))(q, k, v)
     assert (out.dtype, lse.dtype, wide.dtype) == (
         jnp.bfloat16,
         jnp.float32,

@@ -7,6 +7,7 @@ hangs. Small shapes: a block of 64 x 128 logits takes some 20 ms.
 import dataclasses
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import patch
 
 import jax
 import ml_dtypes
@@ -31,6 +32,7 @@ from attn_jax.kernels.internals import interpreted
 from attn_jax.kernels.tuning import Backward
 from attn_jax.mask import Mask
 from attn_jax.recipe import Architecture
+from tests.altered_kernels import fresh_programs
 from tests.child_process import in_child_process
 
 TIME_LIMIT = 120  # seconds; a case takes two to ten alone on a core
@@ -221,8 +223,9 @@ def test_kernels_are_as_good_as_correctly_rounded(architecture, case):
 
 
 def _tiled_as_long_ones(case: Case) -> Results:
-    tuning.SHORT_FORWARD["hopper"].clear()
-    return _kernels("hopper", case)
+    short = tuning.SHORT_FORWARD["hopper"]
+    with patch.dict(short, clear=True), fresh_programs():
+        return _kernels("hopper", case)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +233,7 @@ def _tiled_as_long_ones(case: Case) -> Results:
 )
 def test_tiling_for_many_keys_is_as_good(is_causal):
     case = Case("normal", 200, 390, 2, 1, 64, is_causal, backward="two_kernels")
-    limit = {"seconds": TIME_LIMIT, "alone": True}
-    out = in_child_process(_tiled_as_long_ones, case, **limit).out
+    out = in_child_process(_tiled_as_long_ones, case, seconds=TIME_LIMIT).out
     assert unit_error(out, _golden(case).out, BF16) <= 1.7
 
 
@@ -303,9 +305,10 @@ def test_ampere_keeps_what_rounding_drops():
 
 def _waiting_for_less(kernels: ModuleType, case: Case) -> Results:
     """One copy may still be under way wherever the kernels of a module wait."""
-    kernels.tiles = SimpleNamespace(**vars(ampere_tiles))
-    kernels.tiles.wait_for_copies = lambda n: ampere_tiles.wait_for_copies(n + 1)
-    return _kernels("ampere", case)
+    tiles = SimpleNamespace(**vars(ampere_tiles))
+    tiles.wait_for_copies = lambda n: ampere_tiles.wait_for_copies(n + 1)
+    with patch.object(kernels, "tiles", tiles), fresh_programs():
+        return _kernels("ampere", case)
 
 
 def _forward_waiting_for_less(case: Case) -> Results:
@@ -330,7 +333,7 @@ def _dkv_waiting_for_less(case: Case) -> Results:
 )
 def test_interpreter_sees_a_block_that_was_not_waited_for(wait_for_less, wrong):
     case = Case("normal", 64, 256, 1, 1, 64, False)
-    results = in_child_process(wait_for_less, case, seconds=TIME_LIMIT, alone=True)
+    results = in_child_process(wait_for_less, case, seconds=TIME_LIMIT)
     for name in ("out", "dquery", "dkey", "dvalue"):
         lost = np.isnan(getattr(results, name).astype(np.float32))
         assert lost.all() if name in wrong else not lost.any(), name

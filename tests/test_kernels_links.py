@@ -1,5 +1,7 @@
 """Hopper's forward kernel where its sum over the keys has several links."""
 
+from unittest.mock import patch
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.internals import interpreted
 from attn_jax.mask import Mask
 from attn_jax.reference import golden
+from tests.altered_kernels import fresh_programs
 from tests.child_process import in_child_process
 
 TIME_LIMIT = 120
@@ -36,9 +39,12 @@ def _forward(head_dim: int, name: str):
     ).forward.columns
     results = []
     for chain in (key.shape[1], 2 * columns):
-        hopper_links.KEYS = chain
-        kernels._forward_program.cache_clear()
-        with made_for("hopper"), interpreted():
+        with (
+            patch.object(hopper_links, "KEYS", chain),
+            fresh_programs(),
+            made_for("hopper"),
+            interpreted(),
+        ):
             run = jax.jit(
                 lambda *qkv: kernels.attention(
                     *qkv,
@@ -68,8 +74,7 @@ def test_links_are_another_order_of_additions(head_dim, name):
     bit; then P is rounded the other way once in 2**13 times, or for one row in fourteen
     of 600 keys, which moves it by at most 2**-9 of that sum.
     """
-    arguments = _forward, head_dim, name
-    found = in_child_process(*arguments, seconds=TIME_LIMIT, alone=True)
+    found = in_child_process(_forward, head_dim, name, seconds=TIME_LIMIT)
     (whole, lse), (linked, lse_too) = found
     np.testing.assert_array_max_ulp(lse, lse_too, 2)
     assert whole.tobytes() != linked.tobytes()

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import time
+from unittest.mock import patch
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +31,7 @@ from attn_jax.kernels.tune.winners import Measured, new_table
 from attn_jax.kernels.tuning import ForwardTiling, Group, Tiling
 from attn_jax.kernels.worker import Worker, WorkerFailed
 from attn_jax.store import Store, StoreError
+from tests.altered_kernels import fresh_programs
 from tests.child_process import in_child_process
 from tests.tune_fakes import H200, FakeWorker, measured
 
@@ -419,20 +421,21 @@ def test_a_value_where_nothing_is_seen_fails(correct):
 
 def _interpreted(tiling: ForwardTiling) -> tuple[str, ...]:
     """What a causal check of the forward kernel holds against a tiling."""
-    checks.N, checks.K, checks.RUNS = 1, 1, 2
     check = Check(64, 64, "causal", queries=100, keys=128)
     table = tuning.configuration("hopper", 64, 64, 128, is_causal=True, listed=False)
-    with interpreted():
+    with patch.multiple(checks, N=1, K=1, RUNS=2), fresh_programs(), interpreted():
         outcome = checks.run(
             *(check, "hopper", ("out", "lse")),
             tilings=table._replace(forward=tiling),
         )
+    for made in (checks._inputs, checks._exact):
+        made.cache_clear()  # of as many heads
     assert outcome.same_bits
     return outcome.failed
 
 
 def test_a_kernel_that_a_tiling_makes_wrong_is_found():
-    limit = {"seconds": 120, "among": "tune"}
+    limit = {"seconds": 120}
     right = ForwardTiling(rows=64, columns=64, warpgroups=1, stages=2)
     assert in_child_process(_interpreted, right, **limit) == ()
     # A causal mask cuts two blocks of a warpgroup here, and the kernel hides one.
