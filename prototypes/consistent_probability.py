@@ -16,11 +16,13 @@ of the forward product in FP16.
 
 FP64 but for the roundings named; dS in FP16 is scaled by one power of two for the head.
 dK is made of dS in BF16, of the P that is named. Units: RMS error over that of the
-exact result rounded once to BF16; what is rounded at last has at least 1.
+exact result rounded once to BF16; what is rounded at last has at least 1. Of a capture
+first each layer at each step, then all heads.
 """
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -46,14 +48,23 @@ def two_bf16(x: np.ndarray) -> np.ndarray:
     return bf16(x) + bf16(x - bf16(x))
 
 
-def units(found: np.ndarray, exact: np.ndarray) -> float:
-    """After rounding to BF16."""
-    size = np.sqrt(np.mean((bf16(found) - exact) ** 2))
-    return float(size / np.sqrt(np.mean((bf16(exact) - exact) ** 2)))
+# Sums of squares: of the error after rounding to BF16, and of the rounding alone.
+Squares = tuple[float, float]
 
 
-def errors(arrays: Arrays, *, is_causal: bool) -> dict[str, float]:
-    """Of one head, in units."""
+def squares(found: np.ndarray, exact: np.ndarray) -> Squares:
+    error, rounding = bf16(found) - exact, bf16(exact) - exact
+    return float(np.sum(error**2)), float(np.sum(rounding**2))
+
+
+def units(of_heads: Sequence[Squares]) -> float:
+    """Of one head, or of several pooled."""
+    error, rounding = np.sum(of_heads, axis=0)
+    return float(np.sqrt(error / rounding))
+
+
+def errors(arrays: Arrays, *, is_causal: bool) -> dict[str, Squares]:
+    """Of one head."""
     query, key, value, dout = arrays
     logits = query @ key.T / np.sqrt(key.shape[1]) * np.log2(np.e)
     if is_causal:
@@ -83,17 +94,19 @@ def errors(arrays: Arrays, *, is_causal: bool) -> dict[str, float]:
         "FP16 P": (probability, fine),
         "same P": (same, then),
     }
-    found = {f"out, {name}": units(result, out) for name, (_, result) in passes.items()}
+    found = {
+        f"out, {name}": squares(result, out) for name, (_, result) in passes.items()
+    }
     for name, (weight, result) in passes.items():
         ds = weight * (dprobability - (dout * result).sum(axis=1, keepdims=True))
         for format_name, to in (("BF16", bf16), ("FP16", fp16)):
             left = to(ds).sum(axis=1, keepdims=True)
             for centre_name, centre in (("none", 0.0), ("mean", mean)):
                 dq = to(ds) @ key - left * centre
-                found[f"dQ, {name}, {format_name} dS, {centre_name}"] = units(
+                found[f"dQ, {name}, {format_name} dS, {centre_name}"] = squares(
                     dq, exact_dq
                 )
-        found[f"dK, {name}, BF16 dS"] = units(bf16(ds).T @ query, exact_dk)
+        found[f"dK, {name}, BF16 dS"] = squares(bf16(ds).T @ query, exact_dk)
     return found
 
 
@@ -115,21 +128,24 @@ def heads(inputs) -> list[Arrays]:
     ]
 
 
-def captured(path: str) -> Iterator[Arrays]:
-    """The heads of a file of `python -m analysis capture`, BF16."""
+def captured(path: str) -> Iterator[tuple[str, list[Arrays]]]:
+    """Step and layer, and the heads, of a file of `python -m analysis capture`."""
     names = "query", "key", "value", "dout"
     with np.load(path) as arrays:
-        for i in range(sum(name.endswith("_query") for name in arrays.files)):
-            yield from heads(arrays[f"{i}_{x}"].view(ml_dtypes.bfloat16) for x in names)
+        described = json.loads(str(arrays["description"]))
+        for i, one in enumerate(described["captures"]):
+            inputs = (arrays[f"{i}_{x}"].view(ml_dtypes.bfloat16) for x in names)
+            yield f"step {one['step']}, layer {one['layer']}", heads(inputs)
 
 
-def show(title: str, all_errors: list[dict[str, float]]) -> None:
-    print(f"\n{title}: median, nine tenths, worst of {len(all_errors)} heads")
+def show(title: str, all_errors: list[dict[str, Squares]]) -> None:
+    count = len(all_errors)
+    print(f"\n{title}: median, nine tenths, worst of {count} heads; pooled")
     for name in all_errors[0]:
-        x = [found[name] for found in all_errors]
-        print(
-            f"  {name:38} {np.median(x):7.2f} {np.quantile(x, 0.9):7.2f} {max(x):7.2f}"
-        )
+        of_heads = [found[name] for found in all_errors]
+        x = [units([one]) for one in of_heads]
+        quantiles = f"{np.median(x):7.2f} {np.quantile(x, 0.9):7.2f} {max(x):7.2f}"
+        print(f"  {name:38} {quantiles} {units(of_heads):7.2f}")
 
 
 def main(paths: list[str]) -> None:
@@ -144,7 +160,13 @@ def main(paths: list[str]) -> None:
         draws = [drifting(seed) for seed in range(HEADS)]
         show(f"drifting keys, {mask}", [errors(x, is_causal=is_causal) for x in draws])
     for path in paths:
-        show(path, [errors(x, is_causal=False) for x in captured(path)])
+        found = {
+            label: [errors(x, is_causal=False) for x in of_layer]
+            for label, of_layer in captured(path)
+        }
+        for label, of_layer in found.items():
+            show(f"{path}, {label}", of_layer)
+        show(path, [one for of_layer in found.values() for one in of_layer])
 
 
 if __name__ == "__main__":
