@@ -13,6 +13,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pallas-row-centre": dict(dq_centre="row", dq_dlogits=None),
     "pallas-p-dp": dict(delta_source="p_dp"),
     "pallas-fp16-weights": dict(probability=Step(FP16), probability_scale=2.0**15),
+    "pallas-one-pass": dict(dq_centre="keys", dq_dlogits=Step(FP16)),
+    "pallas-one-pass-fp16-weights": dict(dq_centre="keys", dq_dlogits=Step(FP16))
+    | dict(probability=Step(FP16), probability_scale=2.0**15),
     "pallas-lazy-rescale": dict(rescale_threshold=8.0),
     "pallas-repeated-max": dict(repeated_max_factor=2.0),
 }

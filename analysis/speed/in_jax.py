@@ -35,6 +35,8 @@ IMPLEMENTATIONS: dict[str, bool | None] = {
     "pallas-row-centre": True,
     "pallas-p-dp": True,
     "pallas-fp16-weights": True,
+    "pallas-one-pass": True,
+    "pallas-one-pass-fp16-weights": True,
     "pallas-lazy-rescale": True,
     "pallas-repeated-max": True,
     "cudnn": False,
