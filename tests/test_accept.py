@@ -1,9 +1,7 @@
 """The acceptance of a card: what is done, what is left out, what the report says."""
 
-import functools
 import json
 import re
-from unittest.mock import patch
 
 import pytest
 
@@ -21,16 +19,6 @@ A100 = {
     **{"device": "NVIDIA A100-SXM4-80GB", "platform": "gpu", "capability": "8.0"},
     **{"multiprocessors": 108, "versions": {"jax": "0.11.2"}, "driver": "580"},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def masks_made_once():
-    """The name of every check asks for its mask, which at a card's lengths takes 50 ms
-    to make."""
-    made = functools.cache(mask_cases)
-    with patch.object(checks, "mask_cases", made):
-        with patch.object(parts, "mask_cases", made):
-            yield
 
 
 class Clock:

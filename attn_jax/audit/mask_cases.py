@@ -1,6 +1,7 @@
 """Masks, sinks, soft caps and biases that kernels are tried on, for any lengths."""
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import ml_dtypes
@@ -60,7 +61,9 @@ def _dense(queries: int, keys: int, heads: int) -> np.ndarray:
     return seen
 
 
-def mask_cases(queries: int, keys: int, heads: int) -> dict[str, Case]:
+# The last few are kept: a check asks for its case again and again.
+@functools.lru_cache(maxsize=4)
+def mask_cases(queries: int, keys: int, heads: int) -> Mapping[str, Case]:
     """Cases by name; `keys` must be larger than `queries`, both at least 100."""
     sinks = tuple(np.linspace(-2.0, 1.5, heads).tolist())
     last = np.array([keys - queries])  # Aligns the last query with the last key.
