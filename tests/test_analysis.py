@@ -13,7 +13,14 @@ from analysis import capture_file
 from analysis.__main__ import main
 from analysis.agreement import same_bits
 from analysis.experiments import EXPERIMENTS, accuracy, emulator_speed, memory
-from analysis.experiments.accuracy import PRESETS, Cell, Problem, measure
+from analysis.experiments.accuracy import (
+    PRESETS,
+    Cell,
+    Problem,
+    measure,
+    measure_cells,
+)
+from attn_jax.api import Implementation
 from attn_jax.audit.inputs import Inputs, Shape, make_inputs
 from train import record
 from train.config import Config
@@ -28,13 +35,6 @@ TOY_OPTIONS = {
     "emulator-speed": ["--lengths", "512", "2048", "--heads", "1"],
     "memory": ["--lengths", "256", "512", "--heads", "2", "--head-dim", "32"],
 }
-
-
-def measured(problems, arms, families, *, draws):
-    """The rows of every problem and family, inputs drawn."""
-    cells = [Cell(problem, f, draws) for problem in problems for f in families]
-    found = measure(cells, arms, lambda cell: accuracy._draw(cell, 1.0))
-    return [cell.key | row for cell, rows in found for row in rows]
 
 
 def one_line(text: str) -> bool:
@@ -248,19 +248,19 @@ def test_accuracy_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch):
     options += ["--implementations", "reference", "--families", "normal"]
 
     def stopped(cells, *arguments):
-        yield from measure(cells[:2], *arguments)
+        yield from measure_cells(cells[:2], *arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(accuracy, "measure", stopped)
+    monkeypatch.setattr(accuracy, "measure_cells", stopped)
     with pytest.raises(KeyboardInterrupt):
         main(options)
     left = []
 
     def noted(cells, *arguments):
         left.extend(cells)
-        return measure(cells, *arguments)
+        return measure_cells(cells, *arguments)
 
-    monkeypatch.setattr(accuracy, "measure", noted)
+    monkeypatch.setattr(accuracy, "measure_cells", noted)
     assert main(options) == 0
     assert [cell.problem for cell in left] == list(PRESETS["toy"][2:])
     with open(tmp_path / "cpu-toy.csv") as file:
@@ -292,10 +292,10 @@ def test_exact_attention_measures_one_unit(x64):
     # Under x64 the reference computes in FP64 and rounds once, which is the unit.
     # float64 -> bfloat16 goes through float32 and may round twice, but only within
     # 2**-24 of a tie, where either neighbour is equally far.
-    arms = {"reference": "reference"}
+    arms: dict[str, Implementation] = {"reference": "reference"}
     masked = [problem for problem in PRESETS["toy"] if problem.window or problem.packed]
     assert len(masked) == 2
-    for row in measured([TOY, *masked], arms, ["normal", "uniform"], draws=2):
+    for row in measure([TOY, *masked], arms, ["normal", "uniform"], seeds=2):
         for tensor in ("out", "dq", "dk", "dv"):
             assert row[tensor] == pytest.approx(1, abs=1e-4), (row["family"], tensor)
             # Two roundings may turn one of some thousand results the other way.
@@ -306,9 +306,11 @@ def test_exact_attention_measures_one_unit(x64):
 
 
 def test_the_table_tells_the_backward_passes_apart():
-    arms = {"emulated/flash2": "emulated", "emulated/attn_jax": "emulated"}
-    flash2, ours, *vanishing = measured(
-        [TOY], arms, ["uniform", "zero_k_one_v"], draws=4
+    arms: dict[str, Implementation] = {
+        f"emulated/{name}": "emulated" for name in ("flash2", "attn_jax")
+    }
+    flash2, ours, *vanishing = measure(
+        [TOY], arms, ["uniform", "zero_k_one_v"], seeds=4
     )
     # delta from the rounded O costs flash2 an order of magnitude on these inputs.
     assert flash2["dq"] > 5 * ours["dq"]

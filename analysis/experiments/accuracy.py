@@ -17,13 +17,14 @@ inputs are those of a training run (`analysis.capture`), its examples for draws.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -179,16 +180,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     cotangent = options.float16_cotangent
     if options.inputs is None:
         name = options.preset
-        families = dict.fromkeys(options.families)
-        cells = [
-            Cell(problem, family, options.seeds)
-            for problem in PRESETS[name]
-            for family in families
-        ]
-
-        def draw(cell: Cell) -> Inputs:
-            return _draw(cell, cotangent)
-
+        cells = cells_of(PRESETS[name], options.families, options.seeds)
+        draw = functools.partial(_draw, float16_cotangent=cotangent)
     else:
         path = sweep.run_path(options)
         name, inputs = sweep.run_name(path), capture.load(path).arrays()
@@ -207,7 +200,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         missing = [cell for cell in cells if cell.key not in kept]
         if missing:
             kept.describe(described)
-        for cell, found in measure(missing, arms, draw):
+        for cell, found in measure_cells(missing, arms, draw):
             kept.add(cell.key, found)
         rows = kept.rows([cell.key for cell in cells])
         beside = {"settings": settings, "measured": kept.environments}
@@ -245,7 +238,7 @@ def _arms(
         if name == "emulated":
             arms |= {f"emulated/{recipe}": name for recipe in recipes}
         else:
-            arms[name] = "pallas" if name in OPTIONS else name
+            arms[name] = cast(Implementation, "pallas" if name in OPTIONS else name)
     return arms
 
 
@@ -256,15 +249,41 @@ _CELLS_AHEAD = 4
 
 
 def measure(
+    problems: Sequence[Problem],
+    arms: Mapping[str, Implementation],
+    families: Iterable[str],
+    *,
+    seeds: int,
+    float16_cotangent: float = 1.0,
+) -> Iterator[Row]:
+    """One row for each problem, family and arm; `refused` holds what an arm cannot do.
+
+    Arms are names of rows, and what each measures. dO of FP16 inputs is multiplied by
+    `float16_cotangent`.
+    """
+    cells = cells_of(problems, families, seeds)
+    draw = functools.partial(_draw, float16_cotangent=float16_cotangent)
+    for cell, rows in measure_cells(cells, arms, draw):
+        yield from ({**cell.key, **row} for row in rows)
+
+
+def cells_of(
+    problems: Sequence[Problem], families: Iterable[str], seeds: int
+) -> list[Cell]:
+    """Those of one problem follow each other."""
+    names = dict.fromkeys(families)
+    return [Cell(problem, name, seeds) for problem in problems for name in names]
+
+
+def measure_cells(
     cells: Sequence[Cell],
-    arms: dict[str, Implementation],
+    arms: Mapping[str, Implementation],
     draw: Callable[[Cell], Inputs],
 ) -> Iterator[tuple[Cell, list[Row]]]:
-    """The rows of each cell, one for each arm; `refused` holds what an arm cannot do.
+    """The rows of each cell, one for each arm.
 
-    Cells of one problem follow each other. The device is used by this thread alone.
-    Inputs and error figures, which are NumPy's and take as long, are made beside it for
-    a few cells at a time.
+    The device is used by this thread alone. Inputs and error figures, which are NumPy's
+    and take as long, are made beside it for a few cells at a time.
     """
     drawn: deque[Future[Inputs]] = deque()
     measured: deque[tuple[Cell, Future[list[Row]]]] = deque()
