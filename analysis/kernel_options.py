@@ -7,15 +7,18 @@ from attn_jax.formats import FP16
 from attn_jax.mask import Mask
 from attn_jax.recipe import Recipe, Step
 
-# Name -> fields of the kernels' own recipe that are others.
+_FUSED = dict(dq_centre="keys", dq_dlogits=Step(FP16))
+_FP16_WEIGHTS = dict(probability=Step(FP16), probability_scale=2.0**FP16.max_exponent)
+# Name -> fields of the kernels' own recipe that are others. The first two are the
+# designs of the backward pass.
 OPTIONS: dict[str, dict[str, Any]] = {
+    "pallas-fused": _FUSED,
+    "pallas-two-kernels": dict(dq_centre="mean", dq_dlogits=None),
     "pallas-no-cures": dict(dq_centre="none", dq_dlogits=None, delta_source="o"),
     "pallas-row-centre": dict(dq_centre="row", dq_dlogits=None),
     "pallas-p-dp": dict(delta_source="p_dp"),
-    "pallas-fp16-weights": dict(probability=Step(FP16), probability_scale=2.0**15),
-    "pallas-one-pass": dict(dq_centre="keys", dq_dlogits=Step(FP16)),
-    "pallas-one-pass-fp16-weights": dict(dq_centre="keys", dq_dlogits=Step(FP16))
-    | dict(probability=Step(FP16), probability_scale=2.0**15),
+    "pallas-fp16-weights": _FP16_WEIGHTS,
+    "pallas-fused-fp16-weights": _FUSED | _FP16_WEIGHTS,
     "pallas-lazy-rescale": dict(rescale_threshold=8.0),
     "pallas-repeated-max": dict(repeated_max_factor=2.0),
 }
@@ -42,4 +45,7 @@ def recipe_of(
     declared = declared_recipe(
         dtype, head_dim, keys, mask, query_length=queries, pairs=pairs
     )
-    return dataclasses.replace(declared, **OPTIONS[name])
+    recipe = dataclasses.replace(declared, **OPTIONS[name])
+    if recipe.inputs == FP16:  # dS is FP16 as it is.
+        return dataclasses.replace(recipe, dq_dlogits=None)
+    return recipe

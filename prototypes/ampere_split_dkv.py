@@ -29,24 +29,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ampere_tiles as tiles
-from attn_jax.kernels.tiles import (
-    LOG2_E,
-    capped,
-    head_of,
-    pad_rows,
-    read_tile,
-    smem_tile,
-)
+from attn_jax.kernels.ampere_backward_dkv import _by_block
+from attn_jax.kernels.tiles import LOG2_E, smem_tile
 from attn_jax.kernels.tuning import Tiling
-from attn_jax.kernels.visibility import (
-    Band,
-    Pairs,
-    Rules,
-    block_lists,
-    hide,
-    pad_to_tiles,
-    whole_tiles,
-)
 
 
 def backward_dkv(
@@ -62,10 +47,6 @@ def backward_dkv(
     scale: float,
     is_causal: bool,
     tiling: Tiling,
-    mask: Rules | None = None,
-    band: Band = Band(None, None),
-    soft_cap: float | None = None,
-    bias: Float[Array, "#B #N T S"] | None = None,
     late: bool = False,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K D"]]:
     """(dK, dV). Tiles are transposed: keys down the rows, queries along the columns."""
@@ -74,7 +55,7 @@ def backward_dkv(
     dtype = query.dtype
     rows, columns, stages = tiling.rows, tiling.columns, tiling.stages
     head_dim, value_dim = query.shape[-1], value.shape[-1]
-    unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
+    unit = scale * LOG2_E
     # Past the last query everything is zero: P = exp(0 - 0) = 1 meets dO = 0 there, and
     # dS = 1 * (0 - 0) = 0. Past the last key there are only rows of their own, which
     # are cut off. Neither needs a mask.
@@ -83,55 +64,32 @@ def backward_dkv(
     batch, query_blocks = query.shape[0], query.shape[1] // columns
     tile_count = key.shape[1] // rows
     statistics = _by_block(lse, delta, query_blocks, columns)
-    pairs = None
-    if mask is not None:
-        lists = block_lists(
-            mask,
-            band,
-            query_count=query_count,
-            key_count=key_count,
-            query_tile=columns,
-            key_tile=rows,
-            by_key=True,
-            group=group,
-        )
-        pairs = Pairs(pad_to_tiles(mask, columns, rows, by_key=True), lists)
-    if bias is not None:
-        bias = whole_tiles(bias.swapaxes(2, 3), rows, columns)
     strip = tiles.swizzled(dtype, columns, head_dim)
     value_strip = tiles.swizzled(dtype, columns, value_dim)
 
     def attention_backward_dkv(
-        q_gmem, k_gmem, v_gmem, dout_gmem, statistics_gmem, pairs, bias_gmem, dk_gmem,
-        dv_gmem, smem,
+        q_gmem, k_gmem, v_gmem, dout_gmem, statistics_gmem, dk_gmem, dv_gmem, smem,
     ):  # fmt: skip
         k_smem, v_smem, q_smem, dout_smem, statistics_smem, p_smem, point = smem
         b, kv_head = lax.axis_index("batch"), lax.axis_index("head")
         # The first keys are seen by the most queries: heavy tiles come first.
         first_row = lax.axis_index("tile") * rows
-        first, end = jnp.int32(0), query_blocks
+        first = jnp.int32(0)
         if is_causal:  # The block of the tile's first key, if there is one.
             first = jnp.minimum(
                 lax.div(first_row, jnp.int32(columns)), jnp.int32(query_blocks)
             )
-        blocks = jnp.int32(query_blocks) - first
-        if pairs is not None:
-            listed = pairs.entries(b, kv_head, lax.axis_index("tile"))
-            blocks = end = listed[0]
-        steps = blocks * group
+        steps = (jnp.int32(query_blocks) - first) * group
         start_at = kv_head * group, first
 
         def after(position):
             """(head, index) of the block that comes next."""
             head, i = position
-            is_last = i + 1 == end
+            is_last = i + 1 == query_blocks
             return jnp.where(is_last, head + 1, head), jnp.where(is_last, first, i + 1)
 
         def slot(step):
             return lax.rem(step, jnp.int32(stages))
-
-        def block_of(i):
-            return i if pairs is None else lax.div(listed[i + 1], jnp.int32(2))
 
         def own_rows(gmem, dim):
             return tiles.head_rows(gmem, b, first_row, rows, kv_head, dim)
@@ -139,7 +97,6 @@ def backward_dkv(
         def start(step, position, gmem, smem):
             """Starts copying a block of Q or dO, with Q its statistics."""
             head, i = position
-            i = block_of(i)
             block = tiles.head_rows(gmem, b, i * columns, columns, head, smem.shape[-1])
             tiles.start_copy(block, smem.at[slot(step)])
             if smem is q_smem:
@@ -158,33 +115,15 @@ def backward_dkv(
             return jnp.where(seen, s, -jnp.inf)
 
         def shown(position, s):
-            """(capped logits of a block, -inf where hidden; the cap's derivative)."""
-            head, i = position
-            if pairs is None:
-                s, slope = capped(s, scale, soft_cap)
-                if is_causal:
-                    s = lax.cond(
-                        i * columns < first_row + (rows - 1),
-                        lambda s: hide_first(i, s),
-                        lambda s: s,
-                        s,
-                    )
-                return s, slope
-            first_query, added = block_of(i) * columns, None
-            if bias_gmem is not None:
-                added = head_of(bias_gmem, b, head)
-                added = read_tile(added, first_row, first_query, s.shape, tiles.MMA)
-            s, slope = capped(s, scale, soft_cap, added)
-
-            def hide_some(s):
-                assert pairs is not None
-                at = (b, head, first_query, first_row)
-                return hide(
-                    *(s, pairs, band, *at), queries_first=False, fragments=tiles.MMA
-                )
-
-            is_whole = lax.rem(listed[i + 1], jnp.int32(2)) == 0
-            return lax.cond(is_whole, lambda s: s, hide_some, s), slope
+            _, i = position
+            if not is_causal:
+                return s
+            return lax.cond(
+                i * columns < first_row + (rows - 1),
+                lambda s: hide_first(i, s),
+                lambda s: s,
+                s,
+            )
 
         def weights():
             """S, P and dV, by the first warpgroup."""
@@ -201,12 +140,9 @@ def backward_dkv(
                     lambda: start(step + 1, ahead, q_gmem, q_smem)
                 )
                 s = tiles.inner_products(k, q_smem.at[slot(step)], strip)
-                s, slope = shown(position, s)
+                s = shown(position, s)
                 p = jnp.exp2(s * unit - statistic(step, 0, s.shape))
-                exchange.put(
-                    p_smem.at[lax.rem(step, jnp.int32(2))],
-                    p if slope is None else p * slope,
-                )
+                exchange.put(p_smem.at[lax.rem(step, jnp.int32(2))], p)
                 dv = tiles.multiply(dv, p.astype(dtype), dout_smem.at[slot(step)])
                 return ahead, dv
 
@@ -307,23 +243,9 @@ def backward_dkv(
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=tiles.COMPILER_PARAMS,
-    )(query, key, value, dout, statistics, pairs, bias)
+    )(query, key, value, dout, statistics)
 
     def heads(x):
         return x.reshape(*x.shape[:2], key_heads, -1)[:, :key_count]
 
     return heads(dk), heads(dv)
-
-
-def _by_block(
-    lse: Float32[Array, "B N T"], delta: Float32[Array, "B N T"], count: int, size: int
-) -> Float32[Array, "B N count R size"]:
-    """LSE in units of log2 and delta of each of `count` blocks of `size` queries.
-
-    cp.async copies them with all 128 threads, 4 bytes each or a multiple of that, so
-    there are zero rows behind the two where blocks are short.
-    """
-    rows = [pad_rows(x, count * size) for x in (lse * LOG2_E, delta)]
-    rows += [jnp.zeros_like(rows[0])] * (max(2, -(-128 // size)) - 2)
-    blocks = [x.reshape(*x.shape[:2], count, size) for x in rows]
-    return jnp.stack(blocks, axis=3)

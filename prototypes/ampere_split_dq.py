@@ -30,23 +30,11 @@ from attn_jax.kernels import ampere_tiles as tiles
 from attn_jax.kernels.tiles import (
     LOG2_E,
     block_counts,
-    capped,
-    head_of,
     pad_rows,
-    read_tile,
     smem_tile,
     widen,
 )
 from attn_jax.kernels.tuning import Tiling
-from attn_jax.kernels.visibility import (
-    Band,
-    Pairs,
-    Rules,
-    block_lists,
-    hide,
-    pad_to_tiles,
-    whole_tiles,
-)
 
 
 def backward_dq(
@@ -64,52 +52,24 @@ def backward_dq(
     scale: float,
     is_causal: bool,
     tiling: Tiling,
-    mask: Rules | None = None,
-    band: Band = Band(None, None),
-    soft_cap: float | None = None,
-    bias: Float[Array, "#B #N T S"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """dQ. `centre` has one row for all queries (C = 1), one for each `tiling.rows`, or
-    one for each query (C = T, with `mask`).
-
-    `query_count` and `key_count` say how many rows are real; any padding will do. With
-    `mask` it is that and `band` which say what is seen, and `is_causal` is False; LSE
-    is +inf for queries that see nothing.
-    """
+    """dQ. `centre` has one row for all queries (C = 1)."""
     batch, _, query_heads, head_dim = query.shape
     key_heads, value_dim = value.shape[2:]
     dtype = query.dtype
     rows, columns, stages = tiling.rows, tiling.columns, tiling.stages
-    unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
+    unit = scale * LOG2_E
     query, dout = (tiles.join_heads(x[:, :query_count], rows) for x in (query, dout))
     key, value = (tiles.join_heads(x[:, :key_count], columns) for x in (key, value))
     tile_count = query.shape[1] // rows
     lse, delta, dlse = (pad_rows(x, query.shape[1]) for x in (lse, delta, dlse))
-    own_centres = mask is not None and centre.shape[2] == query_count
-    row_centres = centre.shape[2] > 1 and not own_centres
-    if own_centres:
-        rows_more = query.shape[1] - query_count
-        centre = jnp.pad(centre, ((0, 0), (0, 0), (0, rows_more), (0, 0)))
     first_part = head_dim // 2  # of the columns of dQ, the first warpgroup's
     strip = tiles.swizzled(dtype, columns, head_dim, first_part)
     value_strip = tiles.swizzled(dtype, columns, value_dim)
-    pairs = None
-    if mask is not None:
-        lists = block_lists(
-            mask,
-            band,
-            query_count=query_count,
-            key_count=key_count,
-            query_tile=rows,
-            key_tile=columns,
-        )
-        pairs = Pairs(pad_to_tiles(mask, rows, columns), lists)
-    if bias is not None:
-        bias = whole_tiles(bias, rows, columns)
 
     def attention_backward_dq(
         q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, dlse_gmem, centre_gmem,
-        pairs, bias_gmem, dq_gmem, smem,
+        dq_gmem, smem,
     ):  # fmt: skip
         q_smem, dout_smem, k_smem, v_smem, p_smem, ds_smem, sum_smem, point = smem
         b, n = lax.axis_index("batch"), lax.axis_index("head")
@@ -117,13 +77,9 @@ def backward_dq(
         tile = jnp.int32(tile_count - 1) - lax.axis_index("tile")
         first_row = tile * rows
         kv_head = lax.div(n, jnp.int32(query_heads // key_heads))
-        if pairs is None:
-            full_blocks, blocks = block_counts(
-                first_row, rows, columns, key_count, is_causal
-            )
-        else:
-            listed = pairs.entries(b, n, tile)
-            full_blocks, blocks = jnp.int32(0), listed[0]
+        full_blocks, blocks = block_counts(
+            first_row, rows, columns, key_count, is_causal
+        )
 
         def own_rows(gmem, smem):
             return tiles.head_rows(gmem, b, first_row, rows, n, smem.shape[-1])
@@ -131,13 +87,9 @@ def backward_dq(
         def slot(j, stages):
             return lax.rem(j, jnp.int32(stages))
 
-        def first_key(j):
-            block = j if pairs is None else lax.div(listed[j + 1], jnp.int32(2))
-            return block * columns
-
         def start(j, gmem, smem):
             block = tiles.head_rows(
-                gmem, b, first_key(j), columns, kv_head, smem.shape[-1]
+                gmem, b, j * columns, columns, kv_head, smem.shape[-1]
             )
             tiles.start_copy(block, smem.at[slot(j, smem.shape[0])])
 
@@ -154,26 +106,6 @@ def backward_dq(
             seen = tiles.column_index(s.shape) < tiles.along_rows(end, s.shape)
             return jnp.where(seen, s, -jnp.inf)
 
-        def shown(j, s):
-            """(capped logits of block j, -inf where hidden; the cap's derivative)."""
-            if pairs is None:
-                s, slope = capped(s, scale, soft_cap)
-                s = lax.cond(j < full_blocks, lambda s: s, lambda s: hide_last(j, s), s)
-                return s, slope
-            added = None
-            if bias_gmem is not None:
-                added = head_of(bias_gmem, b, n)
-                added = read_tile(added, first_row, first_key(j), s.shape, tiles.MMA)
-            s, slope = capped(s, scale, soft_cap, added)
-
-            def hide_some(s):
-                assert pairs is not None
-                at = (b, n, first_row, first_key(j))
-                return hide(s, pairs, band, *at, fragments=tiles.MMA)
-
-            is_whole = lax.rem(listed[j + 1], jnp.int32(2)) == 0
-            return lax.cond(is_whole, lambda s: s, hide_some, s), slope
-
         def add(dq, j, ds, start, width):
             """dQ of some columns, with block j added."""
             k = k_smem.at[slot(j, stages)]
@@ -182,18 +114,13 @@ def backward_dq(
         def finish(dq, ds_sum, start, width):
             """Takes the centre off, scales, rounds and stores some columns of dQ."""
             own_columns = pl.ds(start, width)
-            if own_centres:
-                of_head = centre_gmem.at[b, kv_head]
-                centres = read_tile(of_head, first_row, start, dq.shape, tiles.MMA)
-            else:
-                centre_index = tile if row_centres else jnp.int32(0)
-                centre_row = plgpu.load(
-                    centre_gmem.at[b, kv_head, centre_index, own_columns],
-                    layout=tiles.COLUMNS,
-                    optimized=False,
-                )
-                centres = tiles.along_columns(centre_row, dq.shape)
-            excess = ds_sum if soft_cap is not None else ds_sum - load_rows(dlse_gmem)
+            centre_row = plgpu.load(
+                centre_gmem.at[b, kv_head, 0, own_columns],
+                layout=tiles.COLUMNS,
+                optimized=False,
+            )
+            centres = tiles.along_columns(centre_row, dq.shape)
+            excess = ds_sum - load_rows(dlse_gmem)
             dq -= tiles.along_rows(excess, dq.shape) * centres
             tiles.store_rows(
                 (dq * scale).astype(dtype),
@@ -223,10 +150,9 @@ def backward_dq(
                 exchange.meet(point)
                 pl.when(j + 1 < blocks)(lambda: start(j + 1, k_gmem, k_smem))
                 s = tiles.inner_products(q, k_smem.at[slot(j, stages)], strip)
-                s, slope = shown(j, s)
+                s = lax.cond(j < full_blocks, lambda s: s, lambda s: hide_last(j, s), s)
                 p = jnp.exp2(s * unit - tiles.along_rows(row_lse, s.shape))
-                # All that P is for here is dS = P (dP - delta) slope.
-                exchange.put(p_smem.at[slot(j, 2)], p if slope is None else p * slope)
+                exchange.put(p_smem.at[slot(j, 2)], p)
                 return late_add(j, dq)
 
             dq = tiles.accumulator(rows, first_part)
@@ -252,14 +178,10 @@ def backward_dq(
                 pl.when(j + 1 < blocks)(lambda: start(j + 1, v_gmem, v_smem))
                 dp = tiles.inner_products(dout, v_smem.at[slot(j, 2)], value_strip)
                 p = exchange.get(p_smem.at[slot(j, 2)], dp.shape, jnp.float32)
-                exact = p * (dp - tiles.along_rows(row_delta, dp.shape))
-                ds = exact.astype(dtype)
+                ds = (p * (dp - tiles.along_rows(row_delta, dp.shape))).astype(dtype)
                 exchange.put(ds_smem.at[slot(j, 2)], ds)
                 dq = add(dq, j, ds, first_part, head_dim - first_part)
-                added = widen(ds)
-                if soft_cap is not None:
-                    added -= exact
-                return dq, ds_sum + added.sum(axis=1)
+                return dq, ds_sum + widen(ds).sum(axis=1)
 
             dq = tiles.accumulator(rows, head_dim - first_part)
             dq, ds_sum = lax.fori_loop(
@@ -295,5 +217,5 @@ def backward_dq(
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=tiles.COMPILER_PARAMS,
-    )(query, key, value, dout, lse, delta, dlse, centre, pairs, bias)
+    )(query, key, value, dout, lse, delta, dlse, centre)
     return dq.reshape(batch, -1, query_heads, head_dim)[:, :query_count]

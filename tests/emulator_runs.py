@@ -10,8 +10,6 @@ from attn_jax import emulator
 from attn_jax.mask import Mask
 
 B, T, S, N, K, H = 2, 9, 13, 4, 2, 8
-
-
 SPLIT = dict(block_q=4, block_kv=4, backward_block_q=4, backward_block_kv=5)
 
 
@@ -28,12 +26,12 @@ def small_arguments(dtype=jnp.float32):
 def run(q, k, v, dout, dlse, extra, *, recipe, scale=None, soft_cap=None):
     """(out, lse) and the gradients with respect to q, k, v and what `extra` holds."""
 
-    def forward(q, k, v, extra):
-        return emulator.attention(
-            q, k, v, recipe=recipe, scale=scale, soft_cap=soft_cap, **extra
-        )
+    differentiated = {name: x for name, x in extra.items() if name != "mask"}
+    options = {"recipe": recipe, "scale": scale, "soft_cap": soft_cap}
+    options["mask"] = extra.get("mask", Mask())
 
-    mask = extra.pop("mask", Mask())
-    forward_ = lambda q, k, v, e: forward(q, k, v, e | {"mask": mask})  # noqa: E731
-    outputs, pull = jax.vjp(forward_, q, k, v, extra)
+    def forward(q, k, v, differentiated):
+        return emulator.attention(q, k, v, **options, **differentiated)
+
+    outputs, pull = jax.vjp(forward, q, k, v, differentiated)
     return outputs, pull((dout, dlse))

@@ -29,7 +29,8 @@ def _field(number: int, value: bytes | int) -> bytes:
 
 
 # `_FLAGS` as CompileOptionsProto has them, in the executable's build options (3), there
-# in the debug options (3). What another XLA may not know it passes over.
+# in the debug options (3), which no binding has, and which `compiler_options` of a
+# program cannot take: they are a map. What another XLA may not know it passes over.
 _OPTIONS = _field(
     3,
     _field(

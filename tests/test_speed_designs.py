@@ -11,7 +11,6 @@ from attn_jax.kernels import tuning
 from attn_jax.kernels.architecture import made_for
 from tests.test_residuals import equations
 
-TWICE = ["forward"] * 2
 TOY = {case.mask: case for case in PRESETS["toy"]}
 
 
@@ -58,6 +57,7 @@ def test_designs_of_our_backward_pass_are_timed_by_name(name, mask, kernel):
         ),
         ("pallas-p-dp", "full", ["forward", "backward_delta", "backward_fused"]),
         ("pallas-fp16-weights", "full", ["forward", "backward_fused"]),
+        ("pallas-fused-fp16-weights", "causal", ["forward", "backward_fused"]),
         ("pallas-lazy-rescale", "full", ["forward", "backward_fused"]),
         ("pallas-repeated-max", "packed", ["forward", "backward_dkv", "backward_dq"]),
     ],

@@ -111,7 +111,7 @@ PRESETS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The experiment's options."""
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="quick", help="which shapes")
+    add("--preset", choices=PRESETS, help="which shapes (default quick)")
     add(
         "--implementations",
         nargs="+",
@@ -126,14 +126,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["attn_jax"],
         help="what 'emulated' emulates",
     )
-    add("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    add("--families", nargs="+", choices=FAMILIES, help="inputs (default all)")
     add(
         "--inputs",
         metavar="run:PATH",
-        help="inputs captured from a training run, in place of a preset's; without a "
-        "mask, as the model attends",
+        help="inputs captured from a training run, in place of --preset, --families "
+        "and --seeds; without a mask, as the model attends",
     )
-    add("--seeds", type=int, default=4, help="number of draws pooled (default 4)")
+    add("--seeds", type=int, help="number of draws pooled (default 4)")
     add(
         "--float16-cotangent",
         type=float,
@@ -174,17 +174,17 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
       ExperimentError: an implementation ran nowhere, or one that promises the same
         bits on every run did not give them. The table is written all the same.
     """
-    if options.seeds < 1:
-        raise UsageError(f"--seeds must be at least 1, got {options.seeds}")
     arms = _arms(options.implementations, options.recipes)
     cotangent = options.float16_cotangent
     if options.inputs is None:
-        name = options.preset
-        cells = cells_of(PRESETS[name], options.families, options.seeds)
+        name = options.preset or "quick"
+        seeds = 4 if options.seeds is None else options.seeds
+        if seeds < 1:
+            raise UsageError(f"--seeds must be at least 1, got {seeds}")
+        cells = cells_of(PRESETS[name], options.families or FAMILIES, seeds)
         draw = functools.partial(_draw, float16_cotangent=cotangent)
     else:
-        path = sweep.run_path(options)
-        name, inputs = sweep.run_name(path), capture.load(path).arrays()
+        name, inputs = _of_run(options)
         cells = [_captured(label, one) for label, one in inputs.items()]
 
         def draw(cell: Cell) -> Inputs:
@@ -215,6 +215,27 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         ):
             raise ExperimentError(f"{arm}: two runs differ in their bits")
     return {"rows": len(rows), "files": [str(path) for path in files]}
+
+
+def _of_run(options: argparse.Namespace) -> tuple[str, Mapping[str, Inputs]]:
+    """What `--inputs` names, and what was captured there, by step and layer.
+
+    Raises:
+      UsageError: options that inputs of a run leave nothing to say, or inputs that are
+        not of 16 bits.
+    """
+    path = sweep.run_path(options)
+    for name in ("preset", "families", "seeds"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--inputs brings its own inputs: give no --{name}")
+    inputs = capture.load(path).arrays()
+    for label, one in inputs.items():
+        kind = one.query.dtype.name
+        if kind not in FORMATS:
+            raise UsageError(
+                f"{path}, {label}: inputs are {kind}, not {' or '.join(FORMATS)}"
+            )
+    return sweep.run_name(path), inputs
 
 
 def _captured(label: str, inputs: Inputs) -> Cell:

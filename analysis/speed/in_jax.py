@@ -35,8 +35,7 @@ IMPLEMENTATIONS: dict[str, bool | None] = {
     "pallas-row-centre": True,
     "pallas-p-dp": True,
     "pallas-fp16-weights": True,
-    "pallas-one-pass": True,
-    "pallas-one-pass-fp16-weights": True,
+    "pallas-fused-fp16-weights": True,
     "pallas-lazy-rescale": True,
     "pallas-repeated-max": True,
     "cudnn": False,
@@ -46,16 +45,10 @@ IMPLEMENTATIONS: dict[str, bool | None] = {
     "emulated": True,
     "reference": True,
 }
-# Ours, with the design of the backward pass named; "pallas" chooses.
-DESIGNS = {
-    "pallas": None,
-    "pallas-fused": "fused",
-    "pallas-two-kernels": "two_kernels",
-}
 # Ours for one architecture, on whatever GPU there is: Ampere's run on later ones, too.
 MADE_FOR: dict[str, Architecture] = {"pallas-ampere": "ampere"}
 # Ours with something named, timed on request.
-NAMED = (*(name for name, design in DESIGNS.items() if design), *MADE_FOR, *OPTIONS)
+NAMED = (*MADE_FOR, *OPTIONS)
 # Libraries of others: what they cannot do is theirs.
 PEERS = ("cudnn", "cudnn-deterministic", "xla", "tokamax")
 # Those that keep an array of T x S logits for each head, and the most of them: what is
@@ -111,24 +104,22 @@ def attention(name: str, case: Case) -> Attention:
 
 
 def _ours(name: str, case: Case) -> Attention:
-    """Our kernels, with one design of the backward pass, with options or as `made_for`
-    chooses, to be traced in the block of `target`; NotImplementedError for what they do
-    not take."""
+    """Our kernels, with options or as `made_for` chooses, to be traced in the block of
+    `target`; NotImplementedError for what they do not take."""
     # Imported on use: the kernels refuse a JAX that they do not know.
     from attn_jax.kernels import attention as kernels
-
-    design = DESIGNS.get(name)
-    if design is not None and _backward_of(name, case) != design:
-        raise NotImplementedError("the one-pass kernel does not take this problem")
+    from attn_jax.kernels.options import of_recipe
 
     recipe = _recipe(name, case)
+    if of_recipe(recipe).design(None) not in (None, _backward_of(name, case)):
+        raise NotImplementedError("the one-pass kernel does not take this problem")
 
     def attend(query, key, value, *documents):
         ids = documents[0] if documents else None
         rules = dataclasses.replace(
             case.rules, query_segment_ids=ids, key_value_segment_ids=ids
         )
-        options = {"mask": rules, "backward": design, "recipe": recipe}
+        options = {"mask": rules, "recipe": recipe}
         return kernels.attention(query, key, value, scale=case.H**-0.5, **options)[0]
 
     return attend
@@ -160,7 +151,7 @@ def _backward_of(name: str, case: Case) -> str:
     from attn_jax.kernels.attention import backward_of
     from attn_jax.kernels.options import of_recipe
 
-    wanted = of_recipe(_recipe(name, case)).design(DESIGNS.get(name))
+    wanted = of_recipe(_recipe(name, case)).design(None)
     query, value = (case.B, case.T, case.N, case.H), (case.B, case.S, case.K, case.H)
     chosen = architecture.chosen()
     return backward_of(query, value, chosen, case.rules, wanted=wanted)

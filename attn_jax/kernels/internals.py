@@ -49,6 +49,7 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
         race_states.append(GPURaceDetectionState(**options))
         return race_states[-1]
 
+    # A stack: a `with` of more than twenty items crashes Python 3.12.1's compiler.
     replaced = [
         *_gaps(),
         (gpu_callbacks, "GPURaceDetectionState", recorded_race_state),
