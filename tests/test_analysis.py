@@ -12,13 +12,8 @@ from analysis import capture_file
 from analysis.__main__ import main
 from analysis.agreement import same_bits
 from analysis.experiments import EXPERIMENTS, accuracy, emulator_speed, memory
-from analysis.experiments.accuracy import (
-    PRESETS,
-    Cell,
-    Problem,
-    measure,
-    measure_cells,
-)
+from analysis.experiments.accuracy import Cell, Problem, measure, measure_cells
+from analysis.problems import PRESETS
 from attn_jax.api import Implementation
 from attn_jax.audit.inputs import Inputs, Shape, make_inputs
 from train import record
