@@ -3,24 +3,25 @@
 import dataclasses
 from typing import Any
 
-from attn_jax.formats import FP16
+from attn_jax.formats import BF16, FP16
 from attn_jax.mask import Mask
 from attn_jax.recipe import Recipe, Step
 
 _FUSED = dict(dq_centre="keys", dq_dlogits=Step(FP16))
-_FP16_WEIGHTS = dict(probability=Step(FP16), probability_scale=2.0**FP16.max_exponent)
+# P of the forward product, which is FP16 where it is differentiated.
+_BF16_WEIGHTS = dict(probability=Step(BF16), probability_scale=1.0)
 # Name -> fields of the kernels' own recipe that are others. The first two are the
 # designs of the backward pass.
 OPTIONS: dict[str, dict[str, Any]] = {
     "pallas-fused": _FUSED,
     "pallas-two-kernels": dict(dq_centre="mean", dq_dlogits=None),
-    "pallas-no-cures": dict(dq_centre="none", dq_dlogits=None, delta_source="o"),
+    "pallas-no-cures": _BF16_WEIGHTS
+    | dict(dq_centre="none", dq_dlogits=None, delta_source="o"),
     "pallas-row-centre": dict(dq_centre="row", dq_dlogits=None),
     "pallas-p-dp": dict(delta_source="p_dp"),
-    "pallas-fp16-weights": _FP16_WEIGHTS,
-    "pallas-fused-fp16-weights": _FUSED | _FP16_WEIGHTS,
-    "pallas-lazy-rescale": dict(rescale_threshold=8.0),
-    "pallas-repeated-max": dict(repeated_max_factor=2.0),
+    "pallas-bf16-weights": _BF16_WEIGHTS,
+    "pallas-lazy-rescale": _BF16_WEIGHTS | dict(rescale_threshold=8.0),
+    "pallas-repeated-max": _BF16_WEIGHTS | dict(repeated_max_factor=2.0),
 }
 
 
@@ -46,6 +47,7 @@ def recipe_of(
         dtype, head_dim, keys, mask, query_length=queries, pairs=pairs
     )
     recipe = dataclasses.replace(declared, **OPTIONS[name])
-    if recipe.inputs == FP16:  # dS is FP16 as it is.
-        return dataclasses.replace(recipe, dq_dlogits=None)
+    if recipe.inputs == FP16:  # dS and P are FP16 as they are.
+        own = dict(dq_dlogits=None, probability=Step(FP16))
+        return dataclasses.replace(recipe, **own)
     return recipe

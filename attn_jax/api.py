@@ -204,10 +204,16 @@ def dot_product_attention(
         if implementation == "reference":
             run = reference.attention
         else:
+            plain = recipe
             if recipe is None:
-                recipe = _kernels_recipe(query, key, value, bias, rules, soft_cap)
+                plain, recipe = _kernels_recipes(
+                    query, key, value, bias, rules, soft_cap
+                )
             run = functools.partial(
-                emulator.attention, recipe=recipe, rounding_key=rounding_key
+                emulator.attention,
+                recipe=recipe,
+                undifferentiated=plain,
+                rounding_key=rounding_key,
             )
         out, lse = run(
             query,
@@ -245,8 +251,11 @@ def _window(size) -> tuple[int | None, int | None] | None:
     return tuple(size) if isinstance(size, list) else size
 
 
-def _kernels_recipe(query, key, value, bias, mask: Mask, soft_cap) -> Recipe:
-    """That of `pallas`, as far as it has kernels for the arguments."""
+def _kernels_recipes(
+    query, key, value, bias, mask: Mask, soft_cap
+) -> tuple[Recipe, Recipe]:
+    """Those of `pallas`, as far as it has kernels for the arguments, for a call that is
+    not differentiated and one that is."""
     try:  # Imported on use, as in `_pallas_refusal`.
         from attn_jax.kernels import attention as kernels
     except ImportError:
@@ -257,15 +266,21 @@ def _kernels_recipe(query, key, value, bias, mask: Mask, soft_cap) -> Recipe:
         )
     if reason is not None:
         half = query.dtype == jnp.float16
-        return ATTN_JAX.with_inputs(FP16) if half else ATTN_JAX
-    return kernels.declared_recipe(
-        *(query.dtype, query.shape[-1], key.shape[1], mask),
-        value_dim=value.shape[-1],
-        query_length=query.shape[1],
-        soft_cap=soft_cap,
-        has_bias=bias is not None,
-        pairs=key.shape[0] * key.shape[2],
+        recipe = ATTN_JAX.with_inputs(FP16) if half else ATTN_JAX
+        return recipe, recipe
+    plain, differentiated = (
+        kernels.declared_recipe(
+            *(query.dtype, query.shape[-1], key.shape[1], mask),
+            value_dim=value.shape[-1],
+            query_length=query.shape[1],
+            soft_cap=soft_cap,
+            has_bias=bias is not None,
+            pairs=key.shape[0] * key.shape[2],
+            differentiated=x,
+        )
+        for x in (False, True)
     )
+    return plain, differentiated
 
 
 def _pallas_refusal(

@@ -287,7 +287,7 @@ def _compiled(
             marks=pytest.mark.thorough,
         ),
         (dict(rescale_threshold=8.0), 128, False, ["forward"]),
-        (FINE, 128, True, ["forward"]),
+        (FINE, 128, True, ["column_sums", "forward"]),
         pytest.param(
             *(ROW, 64, False, ["delta", "dq", "forward", "forward"]),
             marks=pytest.mark.thorough,
@@ -306,13 +306,14 @@ def test_options_compile_without_spills_and_overlap(
     changes, head_dim, is_causal, kernels
 ):
     pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
-    arguments = changes, head_dim, is_causal, len(kernels) > 1
+    arguments = changes, head_dim, is_causal, "dq" in kernels
     program = in_child_process(_compiled, *arguments, seconds=TIME_LIMIT)
     names = [k.name.removeprefix("attention_") for k in program.kernels]
     assert sorted(x.removeprefix("backward_") for x in names) == kernels
     for kernel in program.kernels:
         assert kernel.spilled_bytes == 0 and not kernel.serialised, kernel
-        assert re.search("M1e+0", kernel.order), kernel
+        if not kernel.name.endswith("sums"):
+            assert re.search("M1e+0", kernel.order), kernel
 
 
 def _lowered(x64: bool, query, key, **options) -> jax.stages.Lowered:
@@ -367,12 +368,20 @@ def _kernel_names(changes: dict | None, backward=None, out_dtype=None) -> list[s
 @pytest.mark.parametrize(
     ("changes", "backward", "kernels"),
     [
-        (None, "fused", ["forward", "rows", "fused"]),
+        (None, "fused", ["column_sums", "forward", "row_sums", "fused"]),
         ({}, None, ["forward", "dq", "dkv"]),
-        (dict(dq_centre="keys"), None, ["forward", "rows", "fused"]),
-        (NO_CURES, "fused", ["forward", "fused"]),
+        (
+            dict(dq_centre="keys"),
+            None,
+            ["column_sums", "forward", "row_sums", "fused"],
+        ),
+        (NO_CURES, "fused", ["forward", "row_sums", "fused"]),
         (NO_CURES, None, ["forward", "dq", "dkv"]),
-        (dict(dq_centre="none", dq_dlogits=HALF), None, ["forward", "rows", "fused"]),
+        (
+            dict(dq_centre="none", dq_dlogits=HALF),
+            None,
+            ["column_sums", "forward", "row_sums", "fused"],
+        ),
         (ROW, None, ["forward", "delta", "forward", "dq", "dkv"]),
         (NO_CURES | dict(delta_source="p_dp"), "fused", ["forward", "delta", "fused"]),
     ],

@@ -16,11 +16,11 @@ import pytest
 
 from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Inputs, Shape, make_inputs
-from attn_jax.formats import BF16, FP16
+from attn_jax.formats import BF16, FP16, NumberFormat
 from attn_jax.kernels import hopper_backward_fused as fused
-from attn_jax.kernels import ring_order
-from attn_jax.kernels.hopper_backward_rows import Sums
-from attn_jax.kernels.hopper_fused_range import Range, range_of
+from attn_jax.kernels import hopper_range, ring_order
+from attn_jax.kernels.hopper_column_sums import ColumnSums
+from attn_jax.kernels.hopper_range import Range
 from attn_jax.kernels.internals import interpreted
 from attn_jax.kernels.tuning import Plan
 from attn_jax.mask import Mask
@@ -116,28 +116,29 @@ def _units(case: Case) -> list[float]:
             exact.lse.astype(np.float32),
             delta.astype(np.float32),
             dlse,
-            range_of(_sums(inputs), dlse, shape.key_length, fmt),
+            _range(inputs, dlse, fmt),
         )
         results = [np.asarray(x).astype(np.float64) for x in results]
     pairs = zip(("dquery", "dkey", "dvalue"), results, strict=True)
     return [unit_error(x, getattr(exact, n), fmt, getattr(size, n)) for n, x in pairs]
 
 
-def _sums(inputs: Inputs) -> Sums:
-    """What `range_of` reads, with all keys as one chunk."""
-    dout, key, value = (
-        x.astype(np.float32) for x in (inputs.dout, inputs.key, inputs.value)
+def _range(inputs: Inputs, dlse: np.ndarray, fmt: NumberFormat) -> Range:
+    """What the kernel is given, from sums over all keys as one chunk."""
+
+    def sums(x):
+        x = x.astype(np.float32)[:, None]
+        parts = x.sum(2), np.square(x).sum(2), np.abs(x).max(2)
+        return ColumnSums(*map(jnp.asarray, parts))
+
+    arrays = inputs.key, inputs.value
+    with patch.object(hopper_range, "column_sums", lambda *x: tuple(map(sums, x))):
+        numbers = hopper_range.key_numbers(*arrays, inputs.key.shape[1], fmt)
+    squares = np.square(inputs.dout.astype(np.float32)).sum(-1).swapaxes(1, 2)
+    return hopper_range.range_of(
+        *(numbers, jnp.asarray(squares), jnp.asarray(dlse), inputs.key),
+        scaled=fmt == BF16,
     )
-    rows = np.square(dout).sum(-1).swapaxes(1, 2)
-    sums = Sums(
-        excess=np.full_like(rows, np.nan),
-        dout_squares=rows,
-        key_sums=key.sum(1, keepdims=True),
-        key_squares=np.square(key).sum(1, keepdims=True),
-        key_largest=np.abs(key).max(1, keepdims=True),
-        value_largest=np.abs(value).max(1, keepdims=True),
-    )
-    return jax.tree.map(jnp.asarray, sums)
 
 
 PLAN = Plan(storing_warps=0)

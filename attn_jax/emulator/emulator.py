@@ -43,6 +43,7 @@ def attention(
     sinks: Float[Array, " N"] | None = None,
     out_dtype: Any = None,
     rounding_key: Array | None = None,
+    undifferentiated: Recipe | None = None,
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Attention output and LSE as `recipe` computes them, forward and backward.
 
@@ -65,6 +66,8 @@ def attention(
     - `rounding_key`, a key of `jax.random`, is needed where a step of the recipe rounds
       stochastically, and refused elsewhere. The same key gives the same bits, in the
       backward pass too, whatever is compiled.
+    - `undifferentiated` is the recipe of calls that are not differentiated (None: the
+      same one), as kernels may have another forward pass for them.
 
     Raises ValueError for arguments that do not fit together or to the recipe, and
     NotImplementedError for a carrier that the emulator does not have.
@@ -72,21 +75,28 @@ def attention(
     check_arguments(
         query, key, value, bias=bias, mask=mask, soft_cap=soft_cap, sinks=sinks
     )
-    check_is_recipe(recipe)
     scale = default_scale(scale, query.shape[-1])
-    check_recipe(recipe, query, key, value, scale, soft_cap, rounding_key)
+    undifferentiated = recipe if undifferentiated is None else undifferentiated
+    for one in (recipe, undifferentiated):
+        check_is_recipe(one)
+        check_recipe(one, query, key, value, scale, soft_cap, rounding_key)
     dtype = None if out_dtype is None else output_dtype(out_dtype)
     static = Static(recipe, scale, python_float(soft_cap), dtype)
+    plain = static._replace(recipe=undifferentiated)
     arrays = varying_alike(query, key, value, bias, sinks, mask)
-    return _attention(static, *arrays, rounding_key)
+    return _attention(plain, static, *arrays, rounding_key)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static, query, key, value, bias, sinks, mask, noise):
-    return _attention_fwd(static, query, key, value, bias, sinks, mask, noise)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(plain: Static, static: Static, *operands):
+    del static
+    return _attention_fwd(plain, plain, *operands)[0]
 
 
-def _attention_fwd(static: Static, query, key, value, bias, sinks, mask, noise):
+def _attention_fwd(
+    plain: Static, static: Static, query, key, value, bias, sinks, mask, noise
+):
+    del plain
     x = Operands(static, query, key, value, bias, sinks, mask).drawing(noise, 0)
     exact, lse, row_centre = _forward(x)
     recipe = static.recipe
@@ -110,7 +120,8 @@ def _attention_fwd(static: Static, query, key, value, bias, sinks, mask, noise):
     return (result, lse.reshape(B, K * G, T)), residuals
 
 
-def _attention_bwd(static: Static, residuals, cotangents):
+def _attention_bwd(plain: Static, static: Static, residuals, cotangents):
+    del plain
     *inputs, mask, noise, lse, for_delta, row_centre = residuals
     query, key, value, bias, sinks = inputs
     x = Operands(static, query, key, value, bias, sinks, mask).drawing(noise)

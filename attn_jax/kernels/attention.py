@@ -23,6 +23,7 @@ from attn_jax.kernels import (
     tuning,
     visibility,
 )
+from attn_jax.kernels.hopper_range import KeyNumbers
 from attn_jax.kernels.partition import Layout, partitioned, varying_alike
 from attn_jax.kernels.tuning import Backward, Configuration
 from attn_jax.kernels.visibility import Band, Rules
@@ -31,6 +32,7 @@ from attn_jax.recipe import ATTN_JAX, Architecture, Recipe
 from attn_jax.reference import check_arguments, default_scale, python_float
 from attn_jax.residuals import named_lse, named_out
 
+_NUMBERS = KeyNumbers._fields
 # In which the forward kernels visit blocks of keys.
 _KV_ORDER: dict[Architecture, Literal["forward", "reverse"]] = {
     "ampere": "forward",
@@ -59,9 +61,12 @@ def attention(
     128, 192 and 256 (`tuning.HEAD_DIMS`). A query that sees no key gives out 0, LSE
     -inf (or the sink's logit) and no gradient. Both results are differentiable, and
     named for `jax.checkpoint` (`residuals`) with what the backward pass has of them.
-    Where it rounds is said in `<architecture>_forward` and `<architecture>_backward`;
-    besides, a cotangent wider than the inputs is rounded to their format, and gradients
-    come in that format.
+    Where it rounds is said in `<architecture>_forward` and `<architecture>_backward`.
+    Where it is differentiated P of the forward product is an FP16 number on Hopper,
+    whatever the inputs (`hopper_half_values`), and out may differ in the last place
+    from that of a call that is not: dQ's largest error would be P's rounding. A
+    cotangent wider than the inputs is rounded to their format, and gradients come in
+    that format.
 
     Args:
       scale: a Python number; it is compiled into the kernel.
@@ -197,7 +202,10 @@ def unsupported(
     shapes = query.shape, value.shape
     return options.reason_against(
         recipe,
-        declared_recipe(query.dtype, head_dim, key.shape[1], mask, target, value_dim),
+        declared_recipe(
+            *(query.dtype, head_dim, key.shape[1], mask, target, value_dim),
+            differentiated=False,
+        ),
         target,
         fused_taken=backward_of(*shapes, target, mask, wanted="fused", **kind)
         == "fused",
@@ -240,6 +248,7 @@ def declared_recipe(
     backward: Backward | None = None,
     pairs: int | None = None,
     recipe: Recipe | None = None,
+    differentiated: bool = True,
 ) -> Recipe:
     """The kernels' recipe for 16-bit inputs of `dtype`, their block sizes included.
 
@@ -248,7 +257,8 @@ def declared_recipe(
     `soft_cap`, `has_bias` and `pairs`, a device's batch times its key heads (None:
     enough of them to fill a card), it is that of the kernels that `backward_of` names
     for `backward`, with the options of `recipe` (as of `attention`; None: the kernels'
-    own, which are "keys" in one pass, "mean" in two kernels). Running
+    own, which are "keys" in one pass, "mean" in two kernels). `differentiated`: of a
+    call that is, whose P on Hopper has FP16 in the forward pass, too. Running
     `emulator.attention` under it predicts their results up to the order of additions
     inside a product; a test holds the two together.
     """
@@ -291,7 +301,7 @@ def declared_recipe(
             backward_block_q=hopper_backward_fused.QUERIES[head_dim],
             backward_block_kv=hopper_backward_fused.KEY_TILE,
         )
-    return chosen.on(declared, made)
+    return chosen.on(declared, made, target, differentiated=differentiated)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -308,21 +318,22 @@ def _attention_fwd(static, *primals):
     bias = _as_read(static, bias)
     more = _Extra.of(rules, sinks, bias)
     run = _forward_program(static, more.layout, residual=True)
-    *outs, lse = run(*inputs, *more.arrays)
-    out, *low = map(named_out, outs)
-    lse = named_lse(lse)
-    return (out, lse), (inputs, bias, rules, sinks, out, low, lse, wanted)
+    results = dict(zip(_results(static, residual=True), run(*inputs, *more.arrays)))
+    out = named_out(results.pop("out"))
+    lse = named_lse(results.pop("lse"))
+    # What else the backward pass has of them is saved where they are.
+    rest = {name: named_out(x) for name, x in results.items()}
+    return (out, lse), (inputs, bias, rules, sinks, out, lse, rest, wanted)
 
 
 def _attention_bwd(static, residuals, cotangents):
-    inputs, bias, rules, sinks, out, low, lse, wanted = residuals
+    inputs, bias, rules, sinks, out, lse, rest, wanted = residuals
     dout, dlse = cotangents
     if isinstance(dout, SymbolicZero):
         dout = jnp.zeros_like(out)
     # Most losses do without LSE.
-    rest = {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
-    if low:
-        rest["out_low"] = low[0]
+    if not isinstance(dlse, SymbolicZero):
+        rest = rest | {"dlse": dlse}
     more = _Extra.of(rules, sinks, bias)
     run = _backward_program(static, more.layout, tuple(rest), wanted.dbias)
     operands = *inputs, dout, lse, out, *rest.values(), *more.arrays
@@ -366,28 +377,41 @@ class _Extra(NamedTuple):
         return cls(tuple((name, axes[name]) for name in given), tuple(given.values()))
 
 
+def _results(static: local.Static, *, residual: bool) -> dict[str, str]:
+    """Axes of what `local.forward` returns, by name, for `Layout`."""
+    low = residual and static.keeps_low
+    numbers = residual and static.keeps_numbers
+    return (
+        {"out": "BTND"}
+        | ({"out_low": "BTND"} if low else {})
+        | {"lse": "BNT"}
+        | ({n: "BKH" if n == "centre" else "BK" for n in _NUMBERS} if numbers else {})
+    )
+
+
 # Cached, so that calls outside `jax.jit` compile once.
 @functools.cache
 def _forward_program(static: local.Static, more, residual: bool):
-    low = ("BTND",) if residual and static.keeps_low else ()
     program = functools.partial(
         local.forward, static=static, more=more, residual=residual
     )
     operands = {"query": "BTNH", "key": "BSKH", "value": "BSKD"} | dict(more)
-    return jax.jit(partitioned(program, Layout(operands, ("BTND", *low, "BNT"))))
+    results = tuple(_results(static, residual=residual).values())
+    return jax.jit(partitioned(program, Layout(operands, results)))
 
 
 @functools.cache
 def _backward_program(
     static: local.Static, more, rest: tuple[str, ...], wants_dbias: bool
 ):
-    """`rest`: which of "dlse" and "out_low" there are."""
+    """`rest`: which of "dlse" and of the forward pass's results are operands."""
     program = functools.partial(
         local.backward, static=static, more=more, rest=rest, wants_dbias=wants_dbias
     )
     operands = {"query": "BTNH", "key": "BSKH", "value": "BSKD", "dout": "BTND"}
     operands |= {"lse": "BNT", "out": "BTND"}
-    operands |= {name: {"dlse": "BNT", "out_low": "BTND"}[name] for name in rest}
+    axes = _results(static, residual=True) | {"dlse": "BNT"}
+    operands |= {name: axes[name] for name in rest}
     results = ("BTNH", "BSKH", "BSKD", "BN")
     results += (dict(more)["bias"],) if wants_dbias else ()
     return jax.jit(partitioned(program, Layout(operands | dict(more), results)))

@@ -16,7 +16,7 @@ dS for dQ, and the centre
 -------------------------
 dQ is what rounding spoils most: its operand dS is FP16, whatever the inputs are, which
 has three bits more than BF16, and so is K'. Both are scaled by powers of two of their
-head (`hopper_fused_range`): K' where it is made, dS by way of LSE, so that P, dV and dK
+head (`hopper_range`): K' where it is made, dS by way of LSE, so that P, dV and dK
 have it as well and lose it in the end, dQ after the kernel. FP16 inputs are not scaled:
 P is rounded to their format.
 
@@ -47,7 +47,6 @@ from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ring_order, tuning
 from attn_jax.kernels.hopper_fused_copies import load, store
-from attn_jax.kernels.hopper_fused_range import Range, power_of_two
 from attn_jax.kernels.hopper_fused_work import (
     DS_BUFFERS,
     KEY_TILE,
@@ -60,6 +59,7 @@ from attn_jax.kernels.hopper_fused_work import (
     Work,
     slot,
 )
+from attn_jax.kernels.hopper_range import Range, power_of_two
 from attn_jax.kernels.tiles import (
     COLUMNS,
     LOG2_E,
@@ -135,7 +135,7 @@ def backward_fused(
     dq_dtype: jnp.dtype = jnp.dtype(jnp.float16),
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """(dQ, dK, dV). `row_sum` is what rows of dS sum to (None: 0), `numbers` are those
-    of `hopper_fused_range.range_of`. `plan`: None, for `tuning.fused`.
+    of `hopper_range.range_of`. `plan`: None, for `tuning.fused`.
     `dq_dtype`: of dS and K' as dQ's operands, FP16 or the inputs' type.
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many

@@ -22,13 +22,13 @@ from attn_jax.kernels import (
     hopper_backward_dkv,
     hopper_backward_dq,
     hopper_backward_fused,
-    hopper_backward_rows,
     hopper_forward,
+    hopper_row_sums,
     tuning,
     visibility,
 )
-from attn_jax.kernels.hopper_fused_range import no_range, range_of
 from attn_jax.kernels.hopper_half_values import half_values
+from attn_jax.kernels.hopper_range import KeyNumbers, key_numbers, range_of
 from attn_jax.kernels.options import DEFAULT, Options
 from attn_jax.kernels.tuning import Backward, Configuration, Tiling
 from attn_jax.kernels.visibility import Band, Rules
@@ -66,6 +66,21 @@ class Static(NamedTuple):
         narrow = self.out_dtype != jnp.float32
         return narrow and self.options.delta_source == "o_hi_lo"
 
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether the forward pass finds `KeyNumbers` for the backward pass."""
+        chosen = self.options
+        wanted = chosen.dq_centre in (None, "keys") or chosen.half_dq
+        if chosen.dq_centre == "row":
+            wanted = wanted or chosen.half_weights is not False
+        return self.target == "hopper" and wanted
+
+    def half_weights(self, dtype, *, differentiated: bool) -> bool:
+        """Whether P and V of P V are FP16 numbers though the inputs are not."""
+        narrow = self.target == "hopper" and dtype == jnp.bfloat16
+        wanted = self.options.half_weights
+        return narrow and (differentiated if wanted is None else wanted)
+
 
 def bias_dtype(dtype) -> jnp.dtype:
     """The type that kernels read a bias in which is given in `dtype`."""
@@ -74,7 +89,9 @@ def bias_dtype(dtype) -> jnp.dtype:
 
 
 def forward(query, key, value, *arrays, static: Static, more, residual):
-    """(out, out_low if kept, LSE) of one device's arrays."""
+    """(out, out_low if kept, LSE, `KeyNumbers` if kept) of one device's arrays.
+
+    `residual`: for a backward pass."""
     rules, sinks, bias = _unpacked(more, arrays)
     target = static.target
     _log(query, key, value, bias, static, listed=rules is not None)
@@ -83,11 +100,20 @@ def forward(query, key, value, *arrays, static: Static, more, residual):
         options["bias"] = _for_all_pairs(bias, query.shape[1], key.shape[1])
     if static.soft_cap is not None:
         options["soft_cap"] = static.soft_cap
-    value, of_values = _values(value, static)
+    query_count, key_count = query.shape[1], key.shape[1]
+    query, key, value = map(_pad_sequence, (query, key, value))
+    keeps_numbers = residual and static.keeps_numbers
+    half = static.half_weights(query.dtype, differentiated=residual)
+    numbers = None
+    if keeps_numbers or half:
+        numbers = key_numbers(key, value, key_count, INPUTS[jnp.dtype(key.dtype)])
+    if half:
+        assert numbers is not None
+        value, options["unscale"] = half_values(value, numbers.value_exponent)
     out, low, lse = _FORWARD[target].forward(
-        *(_pad_sequence(x) for x in (query, key, value)),
-        query_count=query.shape[1],
-        key_count=key.shape[1],
+        *(query, key, value),
+        query_count=query_count,
+        key_count=key_count,
         scale=static.scale,
         is_causal=static.is_causal,
         tiling=static.tilings.forward,
@@ -95,10 +121,10 @@ def forward(query, key, value, *arrays, static: Static, more, residual):
         residual=residual and static.keeps_low,
         **options,
         **_of_softmax(static),
-        **of_values,
         **({} if sinks is None else {"sinks": sinks}),
     )
-    return (out, lse) if low is None else (out, low, lse)
+    kept = () if numbers is None or not keeps_numbers else numbers
+    return (out, *(() if low is None else (low,)), lse, *kept)
 
 
 def backward(
@@ -115,10 +141,11 @@ def backward(
     wants_dbias,
 ):
     """(dQ, dK, dV, dsinks, dbias if wanted) of one device's arrays; dsinks is zero
-    without sinks. `arrays`: those that `rest` names, "dlse" and "out_low", then those
-    of `more`."""
+    without sinks. `arrays`: those that `rest` names, "dlse", "out_low" and the fields
+    of `KeyNumbers`, then those of `more`."""
     given = dict(zip(rest, arrays[: len(rest)], strict=True))
-    dlse, low = given.get("dlse"), given.get("out_low")
+    dlse, low = given.pop("dlse", None), given.pop("out_low", None)
+    numbers = KeyNumbers(**given) if given else None
     rules, sinks, bias = _unpacked(more, arrays[len(rest) :])
     target, is_causal = static.target, static.is_causal
     dtype = query.dtype
@@ -126,20 +153,17 @@ def backward(
     made = _design(query.shape, value.shape, static, listed=rules is not None)
     chosen = static.options
     centre_kind = chosen.dq_centre or ("keys" if made == "fused" else "mean")
-    # One pass without cures of dQ needs no sums but the rows'.
-    wants_sums = made == "fused" and (centre_kind == "keys" or chosen.half_dq)
+    scaled = chosen.half_dq and dtype == jnp.bfloat16 and made == "fused"
     # The barrier keeps XLA from using the unrounded dout for delta while the products
     # see the rounded one: rows of dS would no longer sum to zero.
     dout = lax.optimization_barrier(dout.astype(dtype))
     unpadded_key = key
     query, key, value, dout = map(_pad_sequence, (query, key, value, dout))
-    sums = excess = None
-    if wants_sums:
+    excess = dout_squares = None
+    if made == "fused" and (scaled or chosen.delta_source != "p_dp"):
         padded_low = None if low is None else _pad_sequence(low)
-        sums = hopper_backward_rows.backward_rows(
-            _pad_sequence(out), padded_low, dout, key, value
-        )
-        excess = sums.excess[:, :, :query_count]
+        sums = hopper_row_sums.row_sums(_pad_sequence(out), padded_low, dout)
+        excess, dout_squares = (x[:, :, :query_count] for x in sums)
     elif chosen.delta_source != "p_dp":
         wide_out = out.astype(jnp.float32)
         if low is not None:
@@ -176,16 +200,13 @@ def backward(
         row_sum = -of_sink if dlse is None else dlse - of_sink
     operands = (query, key, value, dout, lse, delta)
     if made == "fused":
-        if sums is None:
-            numbers = no_range(key)
-        else:
-            numbers = range_of(
-                *(sums, dlse, key_count, INPUTS[jnp.dtype(dtype)]),
-                centred=centre_kind == "keys",
-                scaled=chosen.half_dq,
-            )
+        found = range_of(
+            *(numbers, dout_squares, dlse, key),
+            centred=centre_kind == "keys",
+            scaled=scaled,
+        )
         gradients = hopper_backward_fused.backward_fused(
-            *(*operands, row_sum, numbers),
+            *(*operands, row_sum, found),
             plan=static.tilings.backward_fused,
             dq_dtype=jnp.dtype(jnp.float16) if chosen.half_dq else jnp.dtype(dtype),
             **options,
@@ -194,7 +215,9 @@ def backward(
     options |= of_pairs
     centre, own = None, {}
     if centre_kind == "row":
-        own["row_centre"] = _row_centre(query, key, value, sinks, static, options)
+        own["row_centre"] = _row_centre(
+            query, key, value, sinks, numbers, static, options
+        )
     elif centre_kind == "none":
         if target != "hopper":
             centre = jnp.zeros((*key.shape[::2], 1, key.shape[3]), jnp.float32)
@@ -237,6 +260,7 @@ def _row_centre(
     key: Float[Array, "B Spad K H"],
     value: Float[Array, "B Spad K D"],
     sinks: Float32[Array, "1 N"] | None,
+    numbers: KeyNumbers | None,
     static: Static,
     options: dict,
 ) -> Float32[Array, "B T N H"]:
@@ -249,7 +273,11 @@ def _row_centre(
             is_causal=static.is_causal,
             listed="mask" in options,
         )
-    values, of_values = _values(key, static)
+    values = key
+    if static.half_weights(key.dtype, differentiated=True):
+        assert numbers is not None
+        values, unscale = half_values(key, numbers.key_exponent)
+        options = options | {"unscale": unscale}
     centre, _, _ = _FORWARD[static.target].forward(
         *(query, key, values),
         tiling=tilings.forward,
@@ -258,17 +286,8 @@ def _row_centre(
         sinks=sinks,
         **options,
         **_of_softmax(static),
-        **of_values,
     )
     return centre
-
-
-def _values(value: Float[Array, "B S K D"], static: Static) -> tuple[Array, dict]:
-    """V as the forward kernel reads it, and what else it is given of it."""
-    if not static.options.half_weights:
-        return value, {}
-    value, unscale = half_values(value)
-    return value, {"unscale": unscale}
 
 
 def _of_softmax(static: Static) -> dict:

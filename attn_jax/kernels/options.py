@@ -21,7 +21,8 @@ class Options(NamedTuple):
         for its head (`dq_dlogits`), and not of such as the inputs are. FP16 inputs are
         not scaled: for them it is True.
       half_weights: P of the forward product is FP16 though the inputs are BF16, and so
-        is V (`hopper_half_values`).
+        is V (`hopper_half_values`). None: where it is differentiated, since dQ gains
+        by it more than out does. Ampere's kernels do not have it.
     """
 
     dq_centre: DqCentre | None = None
@@ -29,7 +30,7 @@ class Options(NamedTuple):
     delta_source: DeltaSource = "o_hi_lo"
     rescale_threshold: float = 0.0
     repeated_max_factor: float | None = None
-    half_weights: bool = False
+    half_weights: bool | None = None
 
     def design(self, wanted: Backward | None) -> Backward | None:
         """The design of the backward pass: that which has these options, or `wanted`
@@ -40,11 +41,20 @@ class Options(NamedTuple):
             return "fused"
         return wanted
 
-    def on(self, declared: Recipe, made: Backward) -> Recipe:
+    def on(
+        self,
+        declared: Recipe,
+        made: Backward,
+        target: Architecture,
+        *,
+        differentiated: bool,
+    ) -> Recipe:
         """The recipe of the kernels of a design, `declared` but for the options."""
         centre = self.dq_centre or ("keys" if made == "fused" else "mean")
         scaled = made == "fused" and self.half_dq and declared.inputs != FP16
-        weights = _HALF_WEIGHTS if self.half_weights else {}
+        half = differentiated if self.half_weights is None else self.half_weights
+        half = half and target == "hopper" and declared.inputs == BF16
+        weights = _HALF_WEIGHTS if half else {}
         return dataclasses.replace(
             declared,
             **weights,

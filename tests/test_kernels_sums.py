@@ -1,7 +1,7 @@
-"""The kernel for the backward pass's sums: who does what, results, machine code."""
+"""The kernels that sum over rows and over keys: results, machine code."""
 
 import dataclasses
-import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from attn_jax.kernels.hopper_backward_rows import Sums, backward_rows
-from attn_jax.kernels.hopper_backward_rows_plan import Deal, Plan, Tiles
+from attn_jax.kernels.hopper_column_sums import ColumnSums, column_sums
+from attn_jax.kernels.hopper_row_sums import RowSums, row_sums
+from attn_jax.kernels.hopper_sums_plan import ColumnTiles, Plan, RowTiles
 from attn_jax.kernels.internals import interpreted
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Program, compiled
@@ -35,20 +36,16 @@ class Case:
     out: str = "low"
     dtype: str = "bfloat16"
 
-    def tiles(self, plan: Plan) -> Tiles:
-        return Tiles(
-            self.batch,
-            self.query_count,
-            self.key_count,
-            self.heads,
-            self.key_heads,
-            self.head_dim,
-            arrays={"low": 3, "alone": 2, "wide": 1}[self.out],
-            wide=self.out == "wide",
-            plan=plan,
-        )
+    def row_tiles(self, plan: Plan) -> RowTiles:
+        of_rows = self.batch, self.query_count, self.heads, self.head_dim
+        arrays = {"low": 3, "alone": 2, "wide": 1}[self.out]
+        return RowTiles(*of_rows, arrays, self.out == "wide", plan)
 
-    def inputs(self):
+    def column_tiles(self, plan: Plan) -> ColumnTiles:
+        of_keys = self.batch, self.key_count, self.key_heads, self.head_dim
+        return ColumnTiles(*of_keys, plan)
+
+    def inputs(self) -> tuple[Any, ...]:
         """out, low, dout, key, value; columns of K and V have means of either sign."""
         rng = np.random.default_rng(0)
         dtype = DTYPES[self.dtype]
@@ -65,75 +62,65 @@ class Case:
         return high, low, *(x.astype(dtype) for x in (dout, key, value))
 
 
-@pytest.mark.parametrize(
-    ("chunk_items", "row_items", "ctas", "worth"),
-    [*itertools.product((3, 17), (4, 300), (1, 7), (4, 1.3))],
-)
-def test_every_item_is_dealt_once(chunk_items, row_items, ctas, worth):
-    deal = Deal(chunk_items, row_items, min(ctas, chunk_items + row_items), worth)
-    cta, i = (jnp.arange(n, dtype=jnp.int32) for n in (deal.ctas, 400))
-    chunks, rows = deal.counts(cta)
-    for items, counts, count in (
-        (deal.chunk_item(cta[:, None], i), chunks, chunk_items),
-        (deal.row_item(cta[:, None], i), rows, row_items),
-    ):
-        dealt = np.asarray(items)[np.asarray(i < counts[:, None])]
-        assert sorted(dealt.tolist()) == list(range(count))
-    work = np.asarray(chunks * worth + rows)
-    if row_items >= ctas * worth:
-        # A chunk is taken for a whole number of items.
-        assert np.ptp(work) <= 1 + abs(worth - round(worth)) + 1e-4
-
-
 @pytest.mark.parametrize("out", ["low", "alone", "wide"])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (8, 2), (32, 32)])
 def test_tiles_are_what_tma_takes(heads, head_dim, out):
     case = Case(2, 72, 1000, *heads, head_dim, out)
     for plan in (Plan(), Plan(elements=2048, columns=128), Plan(elements=8192)):
-        tiles = case.tiles(plan)
-        assert tiles.width <= 256 and tiles.rows <= 256
-        assert tiles.rows % tiles.row_lanes.strip == 0
-        assert tiles.rows % tiles.key_lanes.strip == 0
-        assert tiles.key_lanes.strip % 8 == 0
-        assert tiles.group * tiles.rows * 4 % 128 == 0
-        keys = tiles.chunks * tiles.fills * tiles.fill_keys
-        assert keys >= case.key_count > keys - tiles.chunks * tiles.fill_keys
+        of_rows, of_keys = case.row_tiles(plan), case.column_tiles(plan)
+        for tiles in (of_rows, of_keys):
+            assert tiles.width <= 256 and tiles.rows <= 256
+            assert tiles.rows % tiles.lanes.strip == 0
+        assert of_keys.lanes.strip % 8 == 0
+        assert of_rows.group * of_rows.rows * 4 % 128 == 0
+        keys = of_keys.chunks * of_keys.fills * of_keys.fill_keys
+        assert keys >= case.key_count > keys - of_keys.chunks * of_keys.fill_keys
 
 
-def _interpreted(case: Case, plan: Plan) -> list[np.ndarray]:
-    program = jax.jit(lambda *arrays: backward_rows(*arrays, plan=plan))
+type _Found = tuple[RowSums, tuple[ColumnSums, ...]]
+
+
+def _program(case: Case, plan: Plan):
+    def program(out, low, dout, key, value):
+        rows = row_sums(out, low, dout, plan=plan)
+        return rows, column_sums(key, value, plan=plan)
+
+    return jax.jit(program)
+
+
+def _interpreted(case: Case, plan: Plan) -> _Found:
     with interpreted(detect_races=True):
-        return [np.asarray(x) for x in program(*case.inputs())]
+        return jax.tree.map(np.asarray, _program(case, plan)(*case.inputs()))
 
 
-def _check(results: list[np.ndarray], case: Case, plan: Plan) -> None:
+def _check(results: _Found, case: Case, plan: Plan) -> None:
     """Against float64.
 
     n FP32 additions in any order err by up to n u times the sum of what is added, in
     absolute value; out + low and its product with dO each round once before. 1.01 is
     for terms in u^2. Maxima are exact.
     """
-    found = Sums(*(x.astype(np.float64) for x in results))
+    rows, columns = jax.tree.map(lambda x: x.astype(np.float64), results)
     out, low, dout, key, value = (
         None if x is None else x.astype(np.float64) for x in case.inputs()
     )
     out = out if low is None else out + low
-    for sums, other in ((found.excess, out), (found.dout_squares, dout)):
+    for sums, other in ((rows.excess, out), (rows.dout_squares, dout)):
         exact = np.einsum("btnh,btnh->bnt", dout, other)
         size = np.einsum("btnh,btnh->bnt", abs(dout), abs(other))
         assert (abs(sums - exact) <= 1.01 * U * (case.head_dim + 1) * size).all()
 
-    tiles = case.tiles(plan)
+    tiles = case.column_tiles(plan)
     length = tiles.fills * tiles.fill_keys
-    assert {x.shape[1] for x in found[2:]} == {tiles.chunks}
-    for chunk in range(tiles.chunks):
-        keys, values = (x[:, chunk * length :][:, :length] for x in (key, value))
-        for sums, terms in ((found.key_sums, keys), (found.key_squares, keys * keys)):
-            bound = 1.01 * U * length * abs(terms).sum(axis=1)
-            assert (abs(sums[:, chunk] - terms.sum(axis=1)) <= bound).all()
-        for largest, of in ((found.key_largest, keys), (found.value_largest, values)):
-            assert (largest[:, chunk] == abs(of).max(axis=1)).all()
+    for found, array in zip(columns, (key, value), strict=True):
+        assert {x.shape[1] for x in found} == {tiles.chunks}
+        for chunk in range(tiles.chunks):
+            part = array[:, chunk * length :][:, :length]
+            for sums, terms in ((found.sums, part), (found.squares, part * part)):
+                bound = 1.01 * U * length * abs(terms).sum(axis=1)
+                assert (abs(sums[:, chunk] - terms.sum(axis=1)) <= bound).all()
+            assert (found.largest[:, chunk] == abs(part).max(axis=1)).all()
 
 
 # Between them: several CTAs with more and less chunks, lengths that fill no tile,
@@ -173,8 +160,27 @@ def test_who_does_what_changes_no_bits():
         in_child_process(_interpreted, case, x, seconds=TIME_LIMIT)
         for x in (plan, other)
     )
-    for one, same in zip(*results, strict=True):
-        np.testing.assert_array_equal(one.view(np.uint32), same.view(np.uint32))
+    _assert_same_bits(*results)
+
+
+def _assert_same_bits(one: _Found, other: _Found) -> None:
+    for x, same in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        np.testing.assert_array_equal(x.view(np.uint32), same.view(np.uint32))
+
+
+def _largest_of_unbounded() -> np.ndarray:
+    key = np.ones((1, 16, 1, 64), ml_dtypes.bfloat16)
+    key[0, 3, 0, :3] = np.nan, np.inf, -np.inf
+    key[0, 5, 0, :3] = -3
+    with interpreted():
+        (found,) = jax.jit(column_sums)(key)
+        return np.asarray(found.largest)[0, 0, 0]
+
+
+def test_what_is_not_finite_is_no_largest():
+    """Rows that nobody sees may hold it."""
+    largest = in_child_process(_largest_of_unbounded, seconds=TIME_LIMIT)
+    assert largest.tolist() == [3] * 3 + [1] * 61
 
 
 @pytest.mark.gpu(capability="9.0")
@@ -190,34 +196,30 @@ def test_who_does_what_changes_no_bits():
     ids=str,
 )
 def test_results_on_a_gpu(case, plan):
-    program = jax.jit(lambda *arrays: backward_rows(*arrays, plan=plan))
-    results, again = ([np.asarray(x) for x in program(*case.inputs())] for _ in "12")
+    program = _program(case, plan)
+    results, again = (jax.tree.map(np.asarray, program(*case.inputs())) for _ in "12")
     _check(results, case, plan)
-    for one, same in zip(results, again, strict=True):
-        np.testing.assert_array_equal(one.view(np.uint32), same.view(np.uint32))
+    _assert_same_bits(results, again)
 
 
-@pytest.mark.parametrize("lengths", [(12, 16), (16, 12)])
-def test_other_lengths_are_refused(lengths):
-    case = Case(1, *lengths, 1, 1, 64)
-    arrays = [jnp.asarray(x) for x in case.inputs()]
-    with pytest.raises(NotImplementedError, match="multiples of 8"):
-        backward_rows(*arrays)
+def test_other_lengths_are_refused():
+    out, low, dout, key, value = map(jnp.asarray, Case(1, 12, 12, 1, 1, 64).inputs())
+    with pytest.raises(NotImplementedError, match="T must be a multiple of 8"):
+        row_sums(out, low, dout)
+    with pytest.raises(NotImplementedError, match="S must be a multiple of 8"):
+        column_sums(key, value)
 
 
-def _compiled(case: Case, x64: bool) -> Program:
-    arrays = [
-        None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for x in case.inputs()
-    ]
-    given = [x for x in arrays if x is not None]
+def _compiled(case: Case, x64: bool) -> list[Program]:
+    out, low, *rest = case.inputs()
+    some = [x for x in (out, *rest, low) if x is not None]
+    out, dout, key, value, *low = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in some)
 
-    def program(*given):
-        left = iter(given)
-        return backward_rows(*(None if x is None else next(left) for x in arrays))
+    def rows(out, dout, *low):
+        return row_sums(out, low[0] if low else None, dout)
 
     with jax.enable_x64(x64):
-        return compiled(program, *given)
+        return [compiled(rows, out, dout, *low), compiled(column_sums, key, value)]
 
 
 @pytest.mark.parametrize(
@@ -234,10 +236,11 @@ def _compiled(case: Case, x64: bool) -> Program:
 )
 def test_compiles_for_two_ctas_a_multiprocessor(case, x64):
     pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
-    program = in_child_process(_compiled, case, x64, seconds=TIME_LIMIT)
-    (kernel,) = program.kernels
-    assert kernel.spilled_bytes == 0
-    assert 2 * (kernel.shared_memory + 1024) <= SHARED_MEMORY
-    assert {"UTMALDG", "UTMASTG", "LDS"} <= kernel.opcodes
-    # No array comes by way of a thread, nothing is added by atomics.
-    assert not {"LDG", "LDL", "STL", "RED", "ATOM", "ATOMG", "ATOMS"} & kernel.opcodes
+    for program in in_child_process(_compiled, case, x64, seconds=TIME_LIMIT):
+        (kernel,) = program.kernels
+        assert kernel.spilled_bytes == 0
+        assert 2 * (kernel.shared_memory + 1024) <= SHARED_MEMORY
+        assert {"UTMALDG", "LDS"} <= kernel.opcodes
+        # No array comes by way of a thread, nothing is added by atomics.
+        forbidden = {"LDG", "LDL", "STL", "RED", "ATOM", "ATOMG", "ATOMS"}
+        assert not forbidden & kernel.opcodes
