@@ -4,6 +4,7 @@ Kernels and emulator both take c from here, since K - c is rounded.
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.formats import FP32, NumberFormat
@@ -30,14 +31,22 @@ def centre_of(
 
 
 def centre_from(
-    mean: Float32[Array, "B K H"],
-    square: Float32[Array, "B K H"],
-    largest: Float32[Array, "B K H"],
+    mean: Float32[Array, "*columns"],
+    square: Float32[Array, "*columns"],
+    largest: Float32[Array, "*columns"],
     inputs: NumberFormat,
-) -> Float32[Array, "B K H"]:
+) -> Float32[Array, "*columns"]:
     """c from the keys' mean, mean square and largest absolute value, by columns."""
-    last = jnp.frexp(jnp.sqrt(square))[1] + 2 - (inputs.mantissa_bits + 1)
-    place = jnp.ldexp(jnp.float32(1), jnp.clip(last, -100, 100))
+    # The root's exponent is half of the square's, rounded up. By bits, which kernels
+    # can have; a subnormal number's are brought where they can be read.
+    small = square < 2.0**-60
+    bits = lax.bitcast_convert_type(
+        jnp.where(small, square * 2.0**64, square), jnp.int32
+    )
+    exponent = (bits >> 23) - jnp.where(small, 126 + 64, 126)
+    last = ((exponent + 1) >> 1) + 2 - (inputs.mantissa_bits + 1)
+    last = jnp.minimum(jnp.maximum(last, -100), 100)
+    place = lax.bitcast_convert_type((last + 127) << 23, jnp.float32)
     # mean^2 > variance / 16
     stands_out = 17 * mean * mean > square
     if inputs.max_finite**2 < FP32.max_finite:  # Else squares overflow before K - c.

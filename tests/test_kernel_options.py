@@ -20,7 +20,7 @@ from attn_jax.formats import BF16, FP16
 from attn_jax.kernels import architecture
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention, declared_recipe, unsupported
-from attn_jax.kernels.hopper_half_values import P_SCALE
+from attn_jax.kernels.hopper_softmax import P_SCALE
 from attn_jax.kernels.internals import interpreted
 from attn_jax.kernels.tuning import Backward
 from attn_jax.mask import Mask
@@ -287,7 +287,7 @@ def _compiled(
             marks=pytest.mark.thorough,
         ),
         (dict(rescale_threshold=8.0), 128, False, ["forward"]),
-        (FINE, 128, True, ["column_sums", "forward"]),
+        (FINE, 128, True, ["forward", "key_numbers"]),
         pytest.param(
             *(ROW, 64, False, ["delta", "dq", "forward", "forward"]),
             marks=pytest.mark.thorough,
@@ -312,7 +312,7 @@ def test_options_compile_without_spills_and_overlap(
     assert sorted(x.removeprefix("backward_") for x in names) == kernels
     for kernel in program.kernels:
         assert kernel.spilled_bytes == 0 and not kernel.serialised, kernel
-        if not kernel.name.endswith("sums"):
+        if not kernel.name.endswith(("sums", "numbers")):
             assert re.search("M1e+0", kernel.order), kernel
 
 
@@ -368,19 +368,19 @@ def _kernel_names(changes: dict | None, backward=None, out_dtype=None) -> list[s
 @pytest.mark.parametrize(
     ("changes", "backward", "kernels"),
     [
-        (None, "fused", ["column_sums", "forward", "row_sums", "fused"]),
+        (None, "fused", ["key_numbers", "forward", "row_sums", "fused"]),
         ({}, None, ["forward", "dq", "dkv"]),
         (
             dict(dq_centre="keys"),
             None,
-            ["column_sums", "forward", "row_sums", "fused"],
+            ["key_numbers", "forward", "row_sums", "fused"],
         ),
         (NO_CURES, "fused", ["forward", "row_sums", "fused"]),
         (NO_CURES, None, ["forward", "dq", "dkv"]),
         (
             dict(dq_centre="none", dq_dlogits=HALF),
             None,
-            ["column_sums", "forward", "row_sums", "fused"],
+            ["key_numbers", "forward", "row_sums", "fused"],
         ),
         (ROW, None, ["forward", "delta", "forward", "dq", "dkv"]),
         (NO_CURES | dict(delta_source="p_dp"), "fused", ["forward", "delta", "fused"]),

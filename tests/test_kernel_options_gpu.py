@@ -14,7 +14,7 @@ from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.formats import BF16, FP16
 from attn_jax.kernels.attention import attention, declared_recipe
-from attn_jax.kernels.hopper_half_values import P_SCALE
+from attn_jax.kernels.hopper_softmax import P_SCALE
 from attn_jax.kernels.tuning import Backward
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX

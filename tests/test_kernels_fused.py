@@ -16,11 +16,12 @@ import pytest
 
 from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Inputs, Shape, make_inputs
+from attn_jax.centre import centre_of
 from attn_jax.formats import BF16, FP16, NumberFormat
 from attn_jax.kernels import hopper_backward_fused as fused
-from attn_jax.kernels import hopper_range, ring_order
-from attn_jax.kernels.hopper_column_sums import ColumnSums
-from attn_jax.kernels.hopper_range import Range
+from attn_jax.kernels import ring_order
+from attn_jax.kernels.hopper_key_numbers import KeyNumbers
+from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.internals import interpreted
 from attn_jax.kernels.tuning import Plan
 from attn_jax.mask import Mask
@@ -124,18 +125,16 @@ def _units(case: Case) -> list[float]:
 
 
 def _range(inputs: Inputs, dlse: np.ndarray, fmt: NumberFormat) -> Range:
-    """What the kernel is given, from sums over all keys as one chunk."""
-
-    def sums(x):
-        x = x.astype(np.float32)[:, None]
-        parts = x.sum(2), np.square(x).sum(2), np.abs(x).max(2)
-        return ColumnSums(*map(jnp.asarray, parts))
-
-    arrays = inputs.key, inputs.value
-    with patch.object(hopper_range, "column_sums", lambda *x: tuple(map(sums, x))):
-        numbers = hopper_range.key_numbers(*arrays, inputs.key.shape[1], fmt)
+    """What the kernel is given."""
+    key, value = (np.abs(x.astype(np.float64)) for x in (inputs.key, inputs.value))
+    numbers = KeyNumbers(
+        centre=centre_of(jnp.asarray(inputs.key), fmt),
+        key_factor=jnp.ldexp(1.0, 14 - np.frexp(key.max(axis=(1, 3)))[1]),
+        value_norm=jnp.asarray(np.linalg.norm(value.max(axis=1), axis=2), jnp.float32),
+        unscale=jnp.ones(0),  # of the forward pass
+    )
     squares = np.square(inputs.dout.astype(np.float32)).sum(-1).swapaxes(1, 2)
-    return hopper_range.range_of(
+    return range_of(
         *(numbers, jnp.asarray(squares), jnp.asarray(dlse), inputs.key),
         scaled=fmt == BF16,
     )

@@ -23,7 +23,7 @@ from attn_jax.kernels import (
     tuning,
     visibility,
 )
-from attn_jax.kernels.hopper_range import KeyNumbers
+from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.partition import Layout, partitioned, varying_alike
 from attn_jax.kernels.tuning import Backward, Configuration
 from attn_jax.kernels.visibility import Band, Rules
@@ -63,7 +63,7 @@ def attention(
     named for `jax.checkpoint` (`residuals`) with what the backward pass has of them.
     Where it rounds is said in `<architecture>_forward` and `<architecture>_backward`.
     Where it is differentiated P of the forward product is an FP16 number on Hopper,
-    whatever the inputs (`hopper_half_values`), and out may differ in the last place
+    whatever the inputs (`hopper_key_numbers`), and out may differ in the last place
     from that of a call that is not: dQ's largest error would be P's rounding. A
     cotangent wider than the inputs is rounded to their format, and gradients come in
     that format.
@@ -87,7 +87,7 @@ def attention(
       recipe: which of the algorithm's options are wanted, None: the kernels' own. Its
         `dq_centre`, `dq_dlogits`, `delta_source`, `rescale_threshold`,
         `repeated_max_factor` and, as a pair, `probability` and `probability_scale`
-        (FP16, `hopper_half_values.P_SCALE`) are taken. Name, source, blocks and order
+        (FP16, `hopper_softmax.P_SCALE`) are taken. Name, source, blocks and order
         of keys are the kernels' own, whatever it says; all else is to be as in
         `declared_recipe`.
         What the options say of the backward pass is done there: with dq_centre "row"

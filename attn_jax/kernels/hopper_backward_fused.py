@@ -168,9 +168,8 @@ def backward_fused(
         dq_dtype=dq_dtype,
     )
     # One after the other: their product may lie beyond FP32's range.
-    for exponent in (numbers.row_exponent, numbers.key_exponent):
-        power = power_of_two(-jnp.repeat(exponent, group, axis=1))
-        total = total * power[:, None, :, None]
+    for power in (power_of_two(-numbers.row_exponent), 1 / numbers.key_factor):
+        total = total * jnp.repeat(power, group, axis=1)[:, None, :, None]
     dq = total[:, :query_count]
     if row_sum is not None:
         shift = row_sum.swapaxes(1, 2)[..., None]
@@ -447,7 +446,7 @@ def _sums(
     )
     total, *apart, dk, dv = kernel(
         *(query, key, value, dout, *rows, numbers.centre),
-        power_of_two(numbers.key_exponent),
+        numbers.key_factor,
         power_of_two(-numbers.row_exponent),
     )
     dk, dv = (lax.bitcast_convert_type(x, dtype) for x in (dk, dv))

@@ -32,8 +32,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import hopper_links, schedule
-from attn_jax.kernels.hopper_half_values import LOG2_P_SCALE
-from attn_jax.kernels.hopper_softmax import Softmax
+from attn_jax.kernels.hopper_softmax import LOG2_P_SCALE, Softmax
 from attn_jax.kernels.tiles import (
     LOG2_E,
     accumulator,
@@ -95,7 +94,8 @@ def forward(
     rows are real. `scale` is not negative. A causal row i sees the keys j <= i. With
     `mask` it is that and `band` which say what is seen, and `is_causal` is False; a
     `bias` comes with one. `rescale_threshold` and `repeated_max_factor` are `Recipe`'s.
-    `unscale` comes with V from `half_values`: P then is FP16, times `P_SCALE`.
+    `unscale` comes with V as FP16 numbers (`hopper_key_numbers`): P then is FP16, too,
+    times `hopper_softmax.P_SCALE`.
     """
     batch, padded, query_heads, head_dim = query.shape
     value_dim = value.shape[-1]

@@ -18,6 +18,8 @@ atomics): two runs give the same bits.
   dout_squares: the same additions; dO * dO is exact, short of underflow.
 """
 
+import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -27,16 +29,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.kernels.hopper_sums_plan import (
-    Plan,
-    RowTiles,
-    dealt,
-    flat,
-    read,
-    split,
-    swizzled,
-)
+from attn_jax.kernels.lanes import LANES, Lanes, read
+from attn_jax.kernels.ring_order import MULTIPROCESSORS
 from attn_jax.kernels.tiles import widen
+
+# The most columns of a tile of TMA.
+MOST_COLUMNS = 256
 
 
 class RowSums(NamedTuple):
@@ -44,6 +42,76 @@ class RowSums(NamedTuple):
 
     excess: Float32[Array, "B N T"]
     dout_squares: Float32[Array, "B N T"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How the kernel goes about it. A *fill* is what a slot of shared memory takes.
+
+    Attributes:
+      elements: of a tile, about; a fill is up to three tiles.
+      columns: of a tile at most: as many whole heads as fit, one at least.
+      stages: fills in shared memory.
+      ctas: of the grid; twice the multiprocessors: two on each.
+    """
+
+    elements: int = 4096
+    columns: int = MOST_COLUMNS
+    stages: int = 4
+    ctas: int = 2 * MULTIPROCESSORS
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTiles:
+    """Tiles of dO, out and low: `arrays` of 16 bit, beside `wide`, an FP32 out."""
+
+    batch: int
+    count: int
+    heads: int
+    head_dim: int
+    arrays: int
+    wide: bool
+    plan: Plan
+
+    @property
+    def group(self) -> int:
+        """Heads of a tile."""
+        most = max(min(self.plan.columns, MOST_COLUMNS) // self.head_dim, 1)
+        return max(g for g in range(1, most + 1) if self.heads % g == 0)
+
+    @property
+    def width(self) -> int:
+        return self.group * self.head_dim
+
+    @property
+    def lanes(self) -> Lanes:
+        # Loads of 16 bytes.
+        vector = 4 if self.wide or self.head_dim % 64 else 8
+        return Lanes(math.gcd(self.head_dim // vector, LANES), vector)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        # TMA stores a tile's sums, 4 bytes for each row and head, from shared memory at
+        # multiples of 128. Both are powers of two.
+        unit = max(self.lanes.strip, 32 // math.gcd(self.group, 32))
+        return min(max(self.plan.elements // self.width // unit, 1) * unit, 256)
+
+    @property
+    def blocks(self) -> int:
+        return pl.cdiv(self.count, self.rows)
+
+    @property
+    def items(self) -> int:
+        return self.batch * self.blocks * (self.heads // self.group)
+
+    @property
+    def depth(self) -> int:
+        """How many additions a product takes part in, at most."""
+        pieces = self.head_dim // (self.lanes.lanes * self.lanes.vector)
+        return (
+            (pieces - 1) + (self.lanes.vector - 1) + (self.lanes.lanes.bit_length() - 1)
+        )
 
 
 def tiles_of(out, low, dout, plan: Plan) -> RowTiles:
@@ -85,15 +153,18 @@ def row_sums(
         matrices = [dout_gmem, None if tiles.wide else out_gmem, low_gmem]
         matrices = [x for x in matrices if x is not None]
         cta = lax.axis_index("cta")
-        steps = dealt(cta, tiles.items, ctas)
+        # Tiles are dealt round.
+        steps = lax.div(tiles.items - cta + (ctas - 1), jnp.int32(ctas))
 
         def slot(step):
             return lax.rem(step, jnp.int32(stages))
 
         def item(step):
             """(batch entry, rows, columns, heads)"""
+            groups, blocks = jnp.int32(tiles.heads // group), jnp.int32(tiles.blocks)
             number = cta + step * ctas
-            b, block, g = split(number, tiles.blocks, tiles.heads // group)
+            block, g = lax.div(number, groups), lax.rem(number, groups)
+            b, block = lax.div(block, blocks), lax.rem(block, blocks)
             columns, heads = pl.ds(g * width, width), pl.ds(g * group, group)
             return b, pl.ds(block * rows, rows), columns, heads
 
@@ -159,14 +230,14 @@ def row_sums(
     of_rows = (tiles.batch, tiles.heads, tiles.blocks * rows)
     wide_tiles = wide_ready = None
     if tiles.wide:
-        wide_tiles = swizzled((stages, rows, width), out.dtype, head_dim)
+        wide_tiles = _swizzled((stages, rows, width), out.dtype, head_dim)
         wide_ready = plgpu.Barrier(num_barriers=stages)
     kernel = plgpu.kernel(
         attention_row_sums,
         out_type=[jax.ShapeDtypeStruct(of_rows, jnp.float32)] * 2,
         scratch_types=[
             (
-                swizzled((stages, arrays, rows, width), dout.dtype, head_dim),
+                _swizzled((stages, arrays, rows, width), dout.dtype, head_dim),
                 wide_tiles,
                 plgpu.SMEM((2, 2, group, rows), jnp.float32),
             ),
@@ -181,5 +252,20 @@ def row_sums(
         # reading or writing there is a barrier.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    results = kernel(*(None if x is None else flat(x) for x in (out, low, dout)))
+    # [B, T, N D]
+    flat = (
+        None if x is None else x.reshape(*x.shape[:2], -1) for x in (out, low, dout)
+    )
+    results = kernel(*flat)
     return RowSums(*(x[..., : tiles.count] for x in results))
+
+
+def _swizzled(shape: tuple[int, ...], dtype, head_dim: int):
+    """Shared memory for tiles of which 8 rows and a head's columns are read at a time:
+    what a swizzle permutes lies in both."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = math.gcd(128, head_dim * size)
+    # Pyright takes JAX's transforms for abstract classes.
+    tiling = plgpu.TilingTransform((8, swizzle // size))  # pyright: ignore[reportAbstractUsage]
+    swizzling = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))

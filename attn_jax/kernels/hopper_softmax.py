@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attn_jax.formats import FP16
 from attn_jax.kernels.tiles import (
     LN_2,
     LOG2_E,
@@ -22,6 +23,11 @@ from attn_jax.kernels.tiles import (
     finite,
     partial_sum,
 )
+
+# Of `Recipe.probability_scale` where P is FP16 and inputs are BF16: P below 2^-14 of a
+# row's largest would lose bits.
+LOG2_P_SCALE = FP16.max_exponent
+P_SCALE = 2.0**LOG2_P_SCALE
 
 
 class State(NamedTuple):

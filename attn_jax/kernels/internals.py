@@ -92,6 +92,7 @@ def _gaps() -> list[tuple[object, str, object]]:
         (turns, "semaphores", lambda count: _Semaphores()),
         (turns, "await_count", lambda *_: None),
         (turns, "count_up", lambda *_: None),
+        (turns, "fence", lambda: None),
     ]
 
 

@@ -27,8 +27,8 @@ from attn_jax.kernels import (
     tuning,
     visibility,
 )
-from attn_jax.kernels.hopper_half_values import half_values
-from attn_jax.kernels.hopper_range import KeyNumbers, key_numbers, range_of
+from attn_jax.kernels.hopper_key_numbers import KeyNumbers, key_numbers
+from attn_jax.kernels.hopper_range import range_of
 from attn_jax.kernels.options import DEFAULT, Options
 from attn_jax.kernels.tuning import Backward, Configuration, Tiling
 from attn_jax.kernels.visibility import Band, Rules
@@ -106,10 +106,10 @@ def forward(query, key, value, *arrays, static: Static, more, residual):
     half = static.half_weights(query.dtype, differentiated=residual)
     numbers = None
     if keeps_numbers or half:
-        numbers = key_numbers(key, value, key_count, INPUTS[jnp.dtype(key.dtype)])
-    if half:
-        assert numbers is not None
-        value, options["unscale"] = half_values(value, numbers.value_exponent)
+        inputs = INPUTS[jnp.dtype(key.dtype)]
+        numbers, half_value = key_numbers(key, value, key_count, inputs, half=half)
+        if half_value is not None:
+            value, options["unscale"] = half_value, numbers.unscale
     out, low, lse = _FORWARD[target].forward(
         *(query, key, value),
         query_count=query_count,
@@ -276,8 +276,9 @@ def _row_centre(
     values = key
     if static.half_weights(key.dtype, differentiated=True):
         assert numbers is not None
-        values, unscale = half_values(key, numbers.key_exponent)
-        options = options | {"unscale": unscale}
+        factor = numbers.key_factor[:, None, :, None]
+        values = (key.astype(jnp.float32) * factor).astype(jnp.float16)
+        options = options | {"unscale": 1 / numbers.key_factor}
     centre, _, _ = _FORWARD[static.target].forward(
         *(query, key, values),
         tiling=tilings.forward,

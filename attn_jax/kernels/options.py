@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal, NamedTuple
 
 from attn_jax.formats import BF16, FP16
-from attn_jax.kernels.hopper_half_values import P_SCALE
+from attn_jax.kernels.hopper_softmax import P_SCALE
 from attn_jax.kernels.tuning import Backward
 from attn_jax.recipe import Architecture, Recipe, Step
 
@@ -21,7 +21,7 @@ class Options(NamedTuple):
         for its head (`dq_dlogits`), and not of such as the inputs are. FP16 inputs are
         not scaled: for them it is True.
       half_weights: P of the forward product is FP16 though the inputs are BF16, and so
-        is V (`hopper_half_values`). None: where it is differentiated, since dQ gains
+        is V (`hopper_key_numbers`). None: where it is differentiated, since dQ gains
         by it more than out does. Ampere's kernels do not have it.
     """
 

@@ -13,6 +13,7 @@ promises that who sees the count sees what was added.
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 
 def semaphores(count: int):
@@ -31,3 +32,13 @@ def await_count(semaphore, count) -> None:
 def count_up(semaphore) -> None:
     """One more, after all copies that were waited for."""
     plgpu.semaphore_signal(semaphore, 1, memory_scope="gpu")
+
+
+def fence() -> None:
+    """What this thread has written is there before what it says next, and what it reads
+    next is what others had written before they said so."""
+    plgpu.inline_mgpu()(_fence)()
+
+
+def _fence(_):
+    mgpu_utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)

@@ -1,0 +1,350 @@
+"""Numbers of a key head that both passes want before they start, and V as FP16 numbers,
+for Hopper (sm_90a), in one launch and at the speed of memory.
+
+`attn_jax.recipe_schema` defines c, w and v; e is the exponent of a power of two that
+brings V into FP16's range:
+
+    c           a centre of the keys         w = 2^k       what K' is scaled by
+    v           of a bound of dS             half = V 2^e
+
+Some CTAs of one cluster share a head, each some keys. They read V for its largest
+numbers, then K, tell each other what they found, by way of memory, and read V once
+more, which is in the L2 cache, to scale it. TMA fills shared memory some tiles ahead.
+
+Where it rounds: all is FP32, added in an order that shapes and plan fix (no atomics):
+two runs give the same bits.
+  sums of K and of K * K: K * K is exact, short of underflow. A thread adds every 8th
+    key of a CTA's share (in general every `Lanes.strip`-th) from first to last, then
+    lanes add in pairs, then warps, then the CTAs' from first to last;
+  maxima, powers of two: exact. What is not finite is none of the largest: rows that
+    nobody sees may hold it;
+  half: exact down to 2^-31 of the head's largest |V|, below that rounded to FP16.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Float16, Float32
+
+from attn_jax.centre import centre_from
+from attn_jax.formats import FP16, FP32, NumberFormat
+from attn_jax.kernels import turns
+from attn_jax.kernels.lanes import Lanes, read
+from attn_jax.kernels.ring_order import MULTIPROCESSORS
+from attn_jax.kernels.tiles import opaque, widen
+from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
+
+# Of V, which no recipe scales: a power of two and its inverse are normal numbers of
+# FP32, and BF16's largest still fits.
+_MOST_VALUE_EXPONENT = 120
+
+
+class KeyNumbers(NamedTuple):
+    """Of a key head.
+
+    Attributes:
+      centre: c, that comes off the keys.
+      key_factor: w.
+      value_norm: v.
+      unscale: 2^-e.
+    """
+
+    centre: Float32[Array, "B K H"]
+    key_factor: Float32[Array, "B K"]
+    value_norm: Float32[Array, "B K"]
+    unscale: Float32[Array, "B K"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How the kernel goes about it.
+
+    Attributes:
+      elements: of a tile, about.
+      stages: tiles of K, and of V, in shared memory: three CTAs to a multiprocessor.
+      most_parts: CTAs of a cluster, at most; 8 is what any card takes.
+      least_keys: of a CTA, where a head has more than one.
+      ctas: as many are wanted.
+    """
+
+    elements: int = 4096
+    stages: int = 3
+    most_parts: int = 8
+    least_keys: int = 512
+    ctas: int = 3 * MULTIPROCESSORS
+
+    def parts(self, heads: int, keys: int) -> int:
+        """CTAs of a head, a power of two."""
+        parts = 1
+        while 2 * parts <= min(self.most_parts, keys // self.least_keys) and (
+            heads * parts < self.ctas
+        ):
+            parts *= 2
+        return parts
+
+
+class _Tiles(NamedTuple):
+    """Of K or V: `count` tiles of `rows` keys are a CTA's share."""
+
+    lanes: Lanes
+    rows: int
+    count: int
+    width: int
+
+    @classmethod
+    def of(cls, keys: int, width: int, parts: int, plan: Plan) -> "_Tiles":
+        # With 16 lanes to a row a strip is 8 rows. 4 columns are what Mosaic GPU can
+        # add across warps at once.
+        lanes = Lanes(math.gcd(width // 4, 16), 4)
+        rows = plan.elements // width // lanes.strip * lanes.strip
+        rows = min(max(rows, lanes.strip), 256)
+        return cls(lanes, rows, pl.cdiv(pl.cdiv(keys, rows), parts), width)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.lanes.strip, self.width
+
+    def zero(self):
+        zero = jnp.zeros(self.shape, jnp.float32)
+        return plgpu.layout_cast(zero, self.lanes.layout())
+
+    def strips(self, tile):
+        """Row of a tile, FP32 values: strip after strip."""
+        for row in range(0, self.rows, self.lanes.strip):
+            part = tile.at[pl.ds(row, self.lanes.strip)]
+            yield row, widen(read(part, layout=self.lanes.layout()))
+
+    def over_head(self, columns, reduce):
+        """One number of all columns, in each of them."""
+        x = lax.broadcast_in_dim(columns, self.shape, [1])
+        x = reduce(plgpu.layout_cast(x, self.lanes.layout()), axis=1)
+        x = lax.broadcast_in_dim(x, self.shape, [0])
+        return plgpu.layout_cast(x, self.lanes.layout()).max(axis=0)
+
+
+def key_numbers(
+    key: Float[Array, "B Spad K H"],
+    value: Float[Array, "B Spad K D"],
+    key_count: int,
+    inputs: NumberFormat,
+    *,
+    half: bool,
+    plan: Plan = Plan(),
+) -> tuple[KeyNumbers, Float16[Array, "B Spad K D"] | None]:
+    """(numbers of K and V, V as FP16 numbers if `half`).
+
+    K and V, of format `inputs`, are padded with zeros from `key_count` to a multiple of
+    8.
+    """
+    batch, keys, heads, head_dim = key.shape
+    value_dim, stages = value.shape[3], plan.stages
+    parts = plan.parts(batch * heads, keys)
+    of_key, of_value = (
+        _Tiles.of(keys, width, parts, plan) for width in (head_dim, value_dim)
+    )
+    value_steps = (1 + half) * of_value.count
+    # What CTAs tell each other: of V the largest, of K sums, squares and the largest.
+    found_shape = (batch, heads, parts)
+
+    def attention_key_numbers(
+        key_gmem, value_gmem, of_key_gmem, of_value_gmem, found_key_gmem,
+        found_value_gmem, half_gmem, smem, barriers,
+    ):  # fmt: skip
+        key_smem, value_smem, half_smem = smem
+        key_ready, value_ready, all_told = barriers
+        b, n = lax.axis_index("batch"), lax.axis_index("head")
+        part = lax.axis_index("part") if parts > 1 else jnp.int32(0)
+
+        def slot(step):
+            return lax.rem(step, jnp.int32(stages))
+
+        def place(tiles, step):
+            """Of a CTA's tile, in global memory."""
+            tile = part * tiles.count + lax.rem(step, jnp.int32(tiles.count))
+            return b, pl.ds(tile * tiles.rows, tiles.rows), n
+
+        def load(gmem, smem, ready, tiles, steps, step):
+            @pl.when(step < steps)
+            def _():
+                now = slot(step)
+                plgpu.copy_gmem_to_smem(
+                    gmem.at[place(tiles, step)], smem.at[now], ready.at[now]
+                )
+
+        def load_key(step):
+            load(key_gmem, key_smem, key_ready, of_key, of_key.count, step)
+
+        def load_value(step):
+            load(value_gmem, value_smem, value_ready, of_value, value_steps, step)
+
+        for load_one in (load_value, load_key):
+            for step in range(stages):
+                load_one(jnp.int32(step))
+
+        def over_values(step, largest):
+            plgpu.barrier_wait(value_ready.at[slot(step)])
+            for _, x in of_value.strips(value_smem.at[slot(step)]):
+                largest = jnp.maximum(largest, _size(x))
+            # All have read: here it is a barrier.
+            plgpu.commit_smem()
+            load_value(step + stages)
+            return largest
+
+        def over_keys(step, found):
+            sums, squares, largest = found
+            plgpu.barrier_wait(key_ready.at[slot(step)])
+            for _, x in of_key.strips(key_smem.at[slot(step)]):
+                sums, squares = sums + x, squares + x * x
+                largest = jnp.maximum(largest, _size(x))
+            plgpu.commit_smem()
+            load_key(step + stages)
+            return sums, squares, largest
+
+        # Rows past the last key are zero here, which changes none of these.
+        value_largest = lax.fori_loop(
+            jnp.int32(0), jnp.int32(of_value.count), over_values, of_value.zero()
+        ).max(axis=0)
+        sums, squares, largest = lax.fori_loop(
+            jnp.int32(0), jnp.int32(of_key.count), over_keys, (of_key.zero(),) * 3
+        )
+        sums, squares, largest = (
+            sums.sum(axis=0),
+            squares.sum(axis=0),
+            largest.max(axis=0),
+        )
+
+        if parts > 1:
+            found_value_gmem[b, n, part] = value_largest
+            for i, x in enumerate((sums, squares, largest)):
+                found_key_gmem[b, n, part, i] = x
+            turns.fence()
+            plgpu.barrier_arrive(all_told)
+            plgpu.barrier_wait(all_told)
+            turns.fence()
+
+            def told(gmem, tiles, combine, *index):
+                columns = tiles.lanes.layout().reduce(0)
+                zero = jnp.zeros((tiles.width,), jnp.float32)
+
+                def take(other, found):
+                    x = gmem.at[b, n, other, *index]
+                    return combine(found, read(x, layout=columns))
+
+                zero = plgpu.layout_cast(zero, columns)
+                # Unrolled the loop would take a third more registers.
+                count = opaque(jnp.int32(parts))
+                return lax.fori_loop(jnp.int32(0), count, take, zero)
+
+            value_largest = told(found_value_gmem, of_value, jnp.maximum)
+            sums, squares = (told(found_key_gmem, of_key, jnp.add, i) for i in range(2))
+            largest = told(found_key_gmem, of_key, jnp.maximum, 2)
+
+        exponent = _into_range(
+            of_value.over_head(value_largest, jnp.max), most=_MOST_VALUE_EXPONENT
+        )
+
+        def tell():
+            # |K - c| is at most twice the largest key. Doubled, that might overflow.
+            keys = _into_range(of_key.over_head(largest, jnp.max), doublings=1)
+            mean, square = sums / key_count, squares / key_count
+            of_key_gmem[b, n, 0] = centre_from(mean, square, largest, inputs)
+            of_key_gmem[b, n, 1] = _power(keys)
+            # Squares of the scaled ones stay in range.
+            scaled = value_largest * _power(exponent)
+            norm = jnp.sqrt(of_value.over_head(scaled * scaled, jnp.sum))
+            of_value_gmem[b, n, 0] = norm * _power(-exponent)
+            of_value_gmem[b, n, 1] = _power(-exponent)
+
+        if parts > 1:
+            pl.when(part == 0)(tell)
+        else:
+            tell()
+        if not half:
+            return
+        factor = lax.broadcast_in_dim(_power(exponent), of_value.shape, [1])
+        factor = plgpu.layout_cast(factor, of_value.lanes.layout())
+
+        @pl.loop(jnp.int32(of_value.count), jnp.int32(value_steps))
+        def _(step):
+            plgpu.barrier_wait(value_ready.at[slot(step)])
+            buffer = lax.rem(step, jnp.int32(2))
+            # What this buffer held has left; the store of the other one may be under
+            # way.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            for row, x in of_value.strips(value_smem.at[slot(step)]):
+                rows = pl.ds(row, of_value.lanes.strip)
+                half_smem[buffer, rows] = (x * factor).astype(jnp.float16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                half_smem.at[buffer], half_gmem.at[place(of_value, step)]
+            )
+            load_value(step + stages)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def f32(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    together = parts > 1
+    cluster = {"cluster": (parts,), "cluster_names": ("part",)} if together else {}
+    all_told = plgpu.ClusterBarrier(collective_axes=("part",)) if together else None
+    ready = plgpu.Barrier(num_barriers=stages)
+    value_tile = (of_value.rows, value_dim)
+    of_key_array, of_value_array, _, _, half_array = plgpu.kernel(
+        attention_key_numbers,
+        out_type=[
+            f32(batch, heads, 2, head_dim),
+            f32(batch, heads, 2, value_dim),
+            f32(*found_shape, 3, head_dim) if together else None,
+            f32(*found_shape, value_dim) if together else None,
+            jax.ShapeDtypeStruct(value.shape, jnp.float16) if half else None,
+        ],
+        scratch_types=[
+            (
+                plgpu.SMEM((stages, of_key.rows, head_dim), key.dtype),
+                plgpu.SMEM((stages, *value_tile), value.dtype),
+                plgpu.SMEM((2, *value_tile), jnp.float16) if half else None,
+            ),
+            (ready, ready, all_told),
+        ],
+        grid=(heads, batch),
+        grid_names=("head", "batch"),
+        **cluster,
+        # Nothing here is both read and written by threads; where a copy follows on
+        # reading or writing there is a barrier.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(key, value)
+    numbers = KeyNumbers(
+        of_key_array[:, :, 0],
+        of_key_array[:, :, 1, 0],
+        of_value_array[:, :, 0, 0],
+        of_value_array[:, :, 1, 0],
+    )
+    return numbers, half_array
+
+
+def _size(x: jax.Array) -> jax.Array:
+    size = jnp.abs(x)
+    return jnp.where(size <= FP32.max_finite, size, 0.0)
+
+
+def _into_range(
+    bound: jax.Array, doublings: int = 0, most: int = MOST_HEAD_EXPONENT
+) -> jax.Array:
+    """The exponent of the power of two that brings bound * 2^doublings below 2^15, by
+    its bits. What is subnormal ends at `most` either way."""
+    bits = lax.bitcast_convert_type(bound, jnp.int32)
+    exponent = FP16.max_exponent - ((bits >> 23) - 126 + doublings)
+    exponent = jnp.minimum(jnp.maximum(exponent, -most), most)
+    return jnp.where(bound > 0.0, exponent, 0)
+
+
+def _power(exponent: jax.Array) -> jax.Array:
+    """2^exponent, a normal number."""
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

@@ -1,0 +1,189 @@
+"""The kernel that sums over rows for the backward pass: results, machine code."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from attn_jax.kernels.hopper_row_sums import Plan, RowSums, RowTiles, row_sums
+from attn_jax.kernels.internals import interpreted
+from tests.child_process import in_child_process
+from tests.gpu_compiler import Program, compiled
+
+TIME_LIMIT = 120  # seconds
+U = 2.0**-24
+# Of an H200's multiprocessor; each CTA takes 1024 bytes more than it asks for.
+SHARED_MEMORY = 233472
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`out` is "low" (two 16-bit parts), "alone" (one) or "wide" (FP32)."""
+
+    batch: int
+    count: int
+    heads: int
+    head_dim: int
+    out: str = "low"
+    dtype: str = "bfloat16"
+
+    def tiles(self, plan: Plan) -> RowTiles:
+        arrays = {"low": 3, "alone": 2, "wide": 1}[self.out]
+        shape = self.batch, self.count, self.heads, self.head_dim
+        return RowTiles(*shape, arrays, self.out == "wide", plan)
+
+    def inputs(self) -> tuple[Any, ...]:
+        """out, low, dout"""
+        rng = np.random.default_rng(0)
+        dtype = DTYPES[self.dtype]
+        shape = self.batch, self.count, self.heads, self.head_dim
+        out, dout = rng.standard_normal((2, *shape), np.float32)
+        high, low = out.astype(dtype), None
+        if self.out == "low":
+            low = (out - high.astype(np.float32)).astype(dtype)
+        if self.out == "wide":
+            high = out
+        return high, low, dout.astype(dtype)
+
+
+@pytest.mark.parametrize("out", ["low", "alone", "wide"])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("heads", [1, 3, 8, 32])
+def test_tiles_are_what_tma_takes(heads, head_dim, out):
+    case = Case(2, 72, heads, head_dim, out)
+    for plan in (Plan(), Plan(elements=2048, columns=128), Plan(elements=8192)):
+        tiles = case.tiles(plan)
+        assert tiles.width <= 256 and tiles.rows <= 256
+        assert tiles.rows % tiles.lanes.strip == 0
+        assert tiles.group * tiles.rows * 4 % 128 == 0
+
+
+def _interpreted(case: Case, plan: Plan) -> RowSums:
+    program = jax.jit(lambda *arrays: row_sums(*arrays, plan=plan))
+    with interpreted(detect_races=True):
+        return jax.tree.map(np.asarray, program(*case.inputs()))
+
+
+def _check(results: RowSums, case: Case) -> None:
+    """Against float64.
+
+    n FP32 additions in any order err by up to n u times the sum of what is added, in
+    absolute value; out + low and its product with dO each round once before. 1.01 is
+    for terms in u^2.
+    """
+    out, low, dout = (
+        None if x is None else x.astype(np.float64) for x in case.inputs()
+    )
+    out = out if low is None else out + low
+    for sums, other in zip(results, (out, dout), strict=True):
+        exact = np.einsum("btnh,btnh->bnt", dout, other)
+        size = np.einsum("btnh,btnh->bnt", abs(dout), abs(other))
+        error = abs(sums.astype(np.float64) - exact)
+        assert (error <= 1.01 * U * (case.head_dim + 1) * size).all()
+
+
+# Between them: several CTAs with more and less tiles, lengths that fill no tile, one
+# CTA with everything.
+CASES = [
+    (Case(1, 40, 4, 64), Plan(elements=2048, ctas=4, stages=2)),
+    (Case(2, 72, 2, 128, "alone", "float16"), Plan(ctas=1, stages=3)),
+    (Case(1, 56, 2, 64, "wide"), Plan(ctas=3)),
+]
+OTHER_HEAD_DIMS = [
+    (Case(1, 40, 2, head_dim, out), Plan(ctas=2))
+    for head_dim in (32, 96, 192, 256)
+    for out in ("low", "wide")
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "plan"),
+    [
+        *CASES,
+        *(pytest.param(*x, marks=pytest.mark.thorough) for x in OTHER_HEAD_DIMS),
+    ],
+    ids=str,
+)
+def test_results_against_float64(case, plan):
+    """The interpreter's order of additions is not the GPU's."""
+    results = in_child_process(_interpreted, case, plan, seconds=TIME_LIMIT)
+    _check(results, case)
+
+
+def test_who_does_what_changes_no_bits():
+    """Which CTA takes a tile, and which slot it lies in, is no part of the order of
+    additions."""
+    case, plan = CASES[0]
+    other = dataclasses.replace(plan, ctas=3, stages=3)
+    results = (
+        in_child_process(_interpreted, case, x, seconds=TIME_LIMIT)
+        for x in (plan, other)
+    )
+    _assert_same_bits(*results)
+
+
+def _assert_same_bits(one: RowSums, other: RowSums) -> None:
+    for x, same in zip(one, other, strict=True):
+        np.testing.assert_array_equal(x.view(np.uint32), same.view(np.uint32))
+
+
+@pytest.mark.gpu(capability="9.0")
+@pytest.mark.parametrize(
+    ("case", "plan"),
+    [
+        *CASES,
+        *OTHER_HEAD_DIMS,
+        (Case(3, 1000, 16, 64), Plan()),
+        (Case(2, 2056, 8, 128, dtype="float16"), Plan()),
+        (Case(2, 520, 8, 128, "wide"), Plan()),
+    ],
+    ids=str,
+)
+def test_results_on_a_gpu(case, plan):
+    program = jax.jit(lambda *arrays: row_sums(*arrays, plan=plan))
+    results, again = (jax.tree.map(np.asarray, program(*case.inputs())) for _ in "12")
+    _check(results, case)
+    _assert_same_bits(results, again)
+
+
+def test_other_lengths_are_refused():
+    out, low, dout = map(jnp.asarray, Case(1, 12, 1, 64).inputs())
+    with pytest.raises(NotImplementedError, match="multiple of 8"):
+        row_sums(out, low, dout)
+
+
+def _compiled(case: Case, x64: bool) -> Program:
+    out, low, dout = case.inputs()
+    some = [x for x in (out, dout, low) if x is not None]
+    out, dout, *low = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in some)
+
+    def program(out, dout, *low):
+        return row_sums(out, low[0] if low else None, dout)
+
+    with jax.enable_x64(x64):
+        return compiled(program, out, dout, *low)
+
+
+@pytest.mark.parametrize(
+    ("case", "x64"),
+    [
+        (Case(2, 512, 8, 64), False),
+        (Case(2, 504, 4, 128, dtype="float16"), True),
+        pytest.param(Case(2, 520, 4, 128, "wide"), False, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_compiles_for_two_ctas_a_multiprocessor(case, x64):
+    pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
+    program = in_child_process(_compiled, case, x64, seconds=TIME_LIMIT)
+    (kernel,) = program.kernels
+    assert kernel.spilled_bytes == 0
+    assert 2 * (kernel.shared_memory + 1024) <= SHARED_MEMORY
+    assert {"UTMALDG", "UTMASTG", "LDS"} <= kernel.opcodes
+    # No array comes by way of a thread, nothing is added by atomics.
+    assert not {"LDG", "LDL", "STL", "RED", "ATOM", "ATOMG", "ATOMS"} & kernel.opcodes
