@@ -127,10 +127,15 @@ def _units(case: Case) -> list[float]:
 def _range(inputs: Inputs, dlse: np.ndarray, fmt: NumberFormat) -> Range:
     """What the kernel is given."""
     key, value = (np.abs(x.astype(np.float64)) for x in (inputs.key, inputs.value))
+    shape = *key.shape[::2], key.shape[3]
+
+    def in_each(x):
+        return jnp.broadcast_to(jnp.asarray(x, jnp.float32)[..., None], shape)
+
     numbers = KeyNumbers(
         centre=centre_of(jnp.asarray(inputs.key), fmt),
-        key_factor=jnp.ldexp(1.0, 14 - np.frexp(key.max(axis=(1, 3)))[1]),
-        value_norm=jnp.asarray(np.linalg.norm(value.max(axis=1), axis=2), jnp.float32),
+        key_factor=in_each(2.0 ** (14 - np.frexp(key.max(axis=(1, 3)))[1])),
+        value_norm=in_each(np.linalg.norm(value.max(axis=1), axis=2)),
         unscale=jnp.ones(0),  # of the forward pass
     )
     squares = np.square(inputs.dout.astype(np.float32)).sum(-1).swapaxes(1, 2)
@@ -201,8 +206,8 @@ def _compiled(head_dim: int, is_causal: bool, plan: Plan, length: int) -> Progra
     rows = jax.ShapeDtypeStruct((2, 4, length), "float32")
 
     numbers = Range(
-        jax.ShapeDtypeStruct((2, 2, head_dim), "float32"),
-        *[jax.ShapeDtypeStruct((2, 2), "int32")] * 2,
+        *[jax.ShapeDtypeStruct((2, 2, head_dim), "float32")] * 2,
+        jax.ShapeDtypeStruct((2, 2), "int32"),
     )
 
     def program(query, key, value, dout, lse, delta, dlse, *numbers):

@@ -30,7 +30,9 @@ TIME_LIMIT = 120  # seconds
 # Of an H200's multiprocessor; each CTA takes 1024 bytes more than it asks for.
 SHARED_MEMORY = 233472
 LONG = Shape(1, 70, 330, 2, 1, 64)
-ALONE, SHARED = Plan(), Plan(least_keys=64)
+ALONE, SHARED = Plan(most_parts=1), Plan()
+# V does not stay in shared memory.
+STREAMED = Plan(value_stages=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,32 +94,34 @@ def _check(case: Case, numbers: KeyNumbers, half: np.ndarray | None) -> None:
     fmt = FP16 if case.dtype == "float16" else BF16
     centre = np.asarray(centre_of(jnp.asarray(key), fmt))
     np.testing.assert_array_equal(numbers.centre, centre)
-    assert centre.any() == (case.means and abs(case.power) < 60)
+    assert centre.any() == (case.means and -61 < case.power < 60)
     key, value = (x.astype(np.float64) for x in (key, value))
     size = np.where(np.isfinite(value), abs(value), 0).max(axis=1)
     norm = np.linalg.norm(size, axis=2)
+    norm = np.broadcast_to(norm[..., None], size.shape)
     np.testing.assert_allclose(numbers.value_norm, norm, rtol=1e-6 * case.value_dim)
     exponent = 14 - np.frexp(abs(key).max(axis=(1, 3)))[1]
-    np.testing.assert_array_equal(numbers.key_factor, 2.0 ** exponent.clip(-100, 100))
+    factor = np.broadcast_to(2.0 ** exponent.clip(-100, 100)[..., None], centre.shape)
+    np.testing.assert_array_equal(numbers.key_factor, factor)
     exponent = 15 - np.frexp(size.max(axis=2))[1]
-    unscale = 2.0 ** -exponent.clip(-120, 120)
+    unscale = np.broadcast_to(2.0 ** -exponent.clip(-120, 120)[..., None], size.shape)
     np.testing.assert_array_equal(numbers.unscale, unscale)
     assert (half is not None) == case.half
     if half is not None:
         assert half.dtype == np.float16 and half.shape == case.padded[1].shape
-        again = half.astype(np.float64) * unscale[:, None, :, None]
+        again = half.astype(np.float64) * unscale[:, None]
         np.testing.assert_array_equal(again, case.padded[1].astype(np.float64))
 
 
 CASES = [
     Case(2, 101, 3, 64, 64),
     Case(1, 330, 1, 64, 128, SHARED),
-    Case(1, 200, 2, 64, 64, SHARED, power=100),
+    Case(1, 520, 2, 64, 64, STREAMED, power=100),
     Case(1, 40, 1, 64, 64, power=-126),
     Case(1, 72, 1, 128, 128, dtype="float16", half=False),
 ]
 FURTHER = [
-    Case(1, 72, 2, 64, 64, means=False),
+    Case(1, 600, 2, 64, 64, means=False),
     Case(1, 72, 1, 64, 64, power=60),
     Case(1, 72, 1, 64, 64, power=-60),
     *(Case(1, 200, 1, dim, 96, SHARED) for dim in (32, 96, 192, 256)),
@@ -155,11 +159,12 @@ def test_numbers_on_a_gpu(case):
 
 def test_parts_fill_a_card_and_have_keys():
     plan = Plan()
-    assert plan.parts(1, 300) == 1
-    assert plan.parts(1, 1024) == 2
-    assert plan.parts(1, 10**6) == plan.most_parts
-    assert plan.parts(400, 10**6) == 1
-    assert 396 <= 64 * plan.parts(64, 4096) <= 2 * 396
+    assert plan.parts(1, 1) == 1
+    assert plan.parts(1, 3) == 2
+    assert plan.parts(1, 10**6) == plan.parts(400, 10**6) == plan.most_parts
+    # V of a CTA stays in shared memory if so many can share it.
+    assert plan.parts(400, 8) == 1
+    assert plan.parts(400, 40) == 8
 
 
 def _compiled(shape: tuple[int, ...], x64: bool) -> Program:
@@ -177,12 +182,11 @@ def test_compiles_for_some_ctas_a_multiprocessor(shape, x64):
     pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
     (kernel,) = in_child_process(_compiled, shape, x64, seconds=TIME_LIMIT).kernels
     assert kernel.spilled_bytes == 0
-    assert 3 * (kernel.shared_memory + 1024) <= SHARED_MEMORY
+    assert 2 * (kernel.shared_memory + 1024) <= SHARED_MEMORY
     # 65 536 registers are there for CTAs of 128 threads.
-    assert kernel.registers <= 65536 // (3 * 128)
+    assert kernel.registers <= 65536 // (2 * 128)
     # What one CTA of a cluster tells another is there when it says so.
-    assert ("UCGABAR" in kernel.opcodes) == (shape[0] == 1)
-    assert "MEMBAR" in kernel.opcodes or shape[0] > 1
+    assert {"UCGABAR", "MEMBAR"} <= kernel.opcodes
     assert not {"LDL", "STL", "RED", "ATOM", "ATOMG", "ATOMS"} & kernel.opcodes
 
 

@@ -32,7 +32,8 @@ from attn_jax.recipe import ATTN_JAX, Architecture, Recipe
 from attn_jax.reference import check_arguments, default_scale, python_float
 from attn_jax.residuals import named_lse, named_out
 
-_NUMBERS = KeyNumbers._fields
+# Axes of `KeyNumbers`.
+_NUMBERS = dict(zip(KeyNumbers._fields, ("BKH", "BKH", "BKD", "BKD"), strict=True))
 # In which the forward kernels visit blocks of keys.
 _KV_ORDER: dict[Architecture, Literal["forward", "reverse"]] = {
     "ampere": "forward",
@@ -385,7 +386,7 @@ def _results(static: local.Static, *, residual: bool) -> dict[str, str]:
         {"out": "BTND"}
         | ({"out_low": "BTND"} if low else {})
         | {"lse": "BNT"}
-        | ({n: "BKH" if n == "centre" else "BK" for n in _NUMBERS} if numbers else {})
+        | (_NUMBERS if numbers else {})
     )
 
 

@@ -168,7 +168,7 @@ def backward_fused(
         dq_dtype=dq_dtype,
     )
     # One after the other: their product may lie beyond FP32's range.
-    for power in (power_of_two(-numbers.row_exponent), 1 / numbers.key_factor):
+    for power in (power_of_two(-numbers.row_exponent), 1 / numbers.key_factor[..., 0]):
         total = total * jnp.repeat(power, group, axis=1)[:, None, :, None]
     dq = total[:, :query_count]
     if row_sum is not None:
@@ -308,7 +308,7 @@ def _sums(
                     optimized=False,
                 )
                 wide = wide - along_columns(row, wide.shape)
-                wide = wide * key_factor[item.b, item.kv_head]
+                wide = wide * key_factor[item.b, item.kv_head, 0]
                 smem.keys[here] = wide.astype(dq_dtype)
                 plgpu.commit_smem()
 

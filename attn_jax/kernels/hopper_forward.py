@@ -84,7 +84,7 @@ def forward(
     bias: Float[Array, "#B #N T S"] | None = None,
     rescale_threshold: float = 0.0,
     repeated_max_factor: float | None = None,
-    unscale: Float32[Array, "B K"] | None = None,
+    unscale: Float32[Array, "B K D"] | None = None,
 ) -> tuple[
     Float[Array, "B T N D"], Float[Array, "B T N D"] | None, Float32[Array, "B N T"]
 ]:
@@ -345,7 +345,7 @@ def forward(
             )
             out = acc * along_rows(inverse, acc.shape)
             if unscale_gmem is not None:
-                out *= unscale_gmem[b, lax.div(n, jnp.int32(group))]
+                out *= unscale_gmem[b, lax.div(n, jnp.int32(group)), 0]
             if wide_out:
                 # Two FP32 tiles do not fit in shared memory beside K and V.
                 out_gmem[b, pl.ds(first_row, rows), n] = out

@@ -7,9 +7,10 @@ brings V into FP16's range:
     c           a centre of the keys         w = 2^k       what K' is scaled by
     v           of a bound of dS             half = V 2^e
 
-Some CTAs of one cluster share a head, each some keys. They read V for its largest
-numbers, then K, tell each other what they found, by way of memory, and read V once
-more, which is in the L2 cache, to scale it. TMA fills shared memory some tiles ahead.
+Some CTAs of one cluster share a head, each some keys. They read K and V, tell each
+other what they found, by way of memory, and scale V, which is still in shared memory
+or else is read once more, for the most part from the L2 cache. TMA fills shared memory
+some tiles ahead.
 
 Where it rounds: all is FP32, added in an order that shapes and plan fix (no atomics):
 two runs give the same bits.
@@ -46,7 +47,8 @@ _MOST_VALUE_EXPONENT = 120
 
 
 class KeyNumbers(NamedTuple):
-    """Of a key head.
+    """Of a key head. What is one number is there once for each column, so that kernels
+    take it as it lies.
 
     Attributes:
       centre: c, that comes off the keys.
@@ -56,9 +58,9 @@ class KeyNumbers(NamedTuple):
     """
 
     centre: Float32[Array, "B K H"]
-    key_factor: Float32[Array, "B K"]
-    value_norm: Float32[Array, "B K"]
-    unscale: Float32[Array, "B K"]
+    key_factor: Float32[Array, "B K H"]
+    value_norm: Float32[Array, "B K D"]
+    unscale: Float32[Array, "B K D"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,23 +69,27 @@ class Plan:
 
     Attributes:
       elements: of a tile, about.
-      stages: tiles of K, and of V, in shared memory: three CTAs to a multiprocessor.
+      key_stages, value_stages: tiles in shared memory: two CTAs to a multiprocessor. If
+        all of a CTA's V is among them it is read once.
       most_parts: CTAs of a cluster, at most; 8 is what any card takes.
-      least_keys: of a CTA, where a head has more than one.
       ctas: as many are wanted.
     """
 
     elements: int = 4096
-    stages: int = 3
+    key_stages: int = 4
+    value_stages: int = 8
     most_parts: int = 8
-    least_keys: int = 512
-    ctas: int = 3 * MULTIPROCESSORS
+    ctas: int = 2 * MULTIPROCESSORS
 
-    def parts(self, heads: int, keys: int) -> int:
-        """CTAs of a head, a power of two."""
+    def rows(self, width: int, unit: int) -> int:
+        """Of a tile, a multiple of `unit`."""
+        return min(max(self.elements // width // unit, 1) * unit, 256)
+
+    def parts(self, heads: int, tiles: int) -> int:
+        """CTAs of a head that has so many tiles of V, a power of two."""
         parts = 1
-        while 2 * parts <= min(self.most_parts, keys // self.least_keys) and (
-            heads * parts < self.ctas
+        while 2 * parts <= min(self.most_parts, tiles) and (
+            parts * self.value_stages < tiles or heads * parts < self.ctas
         ):
             parts *= 2
         return parts
@@ -98,13 +104,16 @@ class _Tiles(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, keys: int, width: int, parts: int, plan: Plan) -> "_Tiles":
+    def of(cls, keys: int, width: int, plan: Plan) -> "_Tiles":
+        """With all keys in one share."""
         # With 16 lanes to a row a strip is 8 rows. 4 columns are what Mosaic GPU can
         # add across warps at once.
         lanes = Lanes(math.gcd(width // 4, 16), 4)
-        rows = plan.elements // width // lanes.strip * lanes.strip
-        rows = min(max(rows, lanes.strip), 256)
-        return cls(lanes, rows, pl.cdiv(pl.cdiv(keys, rows), parts), width)
+        rows = plan.rows(width, lanes.strip)
+        return cls(lanes, rows, pl.cdiv(keys, rows), width)
+
+    def shared(self, parts: int) -> "_Tiles":
+        return self._replace(count=pl.cdiv(self.count, parts))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -143,25 +152,26 @@ def key_numbers(
     8.
     """
     batch, keys, heads, head_dim = key.shape
-    value_dim, stages = value.shape[3], plan.stages
-    parts = plan.parts(batch * heads, keys)
-    of_key, of_value = (
-        _Tiles.of(keys, width, parts, plan) for width in (head_dim, value_dim)
-    )
-    value_steps = (1 + half) * of_value.count
+    value_dim = value.shape[3]
+    of_key, of_value = (_Tiles.of(keys, x, plan) for x in (head_dim, value_dim))
+    parts = plan.parts(batch * heads, of_value.count)
+    of_key, of_value = of_key.shared(parts), of_value.shared(parts)
+    stages = min(plan.value_stages, of_value.count)
+    keeps_values = stages == of_value.count
+    value_steps = of_value.count * (1 if keeps_values or not half else 2)
     # What CTAs tell each other: of V the largest, of K sums, squares and the largest.
     found_shape = (batch, heads, parts)
 
     def attention_key_numbers(
-        key_gmem, value_gmem, of_key_gmem, of_value_gmem, found_key_gmem,
-        found_value_gmem, half_gmem, smem, barriers,
+        key_gmem, value_gmem, centre_gmem, key_factor_gmem, norm_gmem, unscale_gmem,
+        found_key_gmem, found_value_gmem, half_gmem, smem, barriers,
     ):  # fmt: skip
-        key_smem, value_smem, half_smem = smem
+        key_smem, value_smem = smem
         key_ready, value_ready, all_told = barriers
         b, n = lax.axis_index("batch"), lax.axis_index("head")
         part = lax.axis_index("part") if parts > 1 else jnp.int32(0)
 
-        def slot(step):
+        def slot(step, stages=stages):
             return lax.rem(step, jnp.int32(stages))
 
         def place(tiles, step):
@@ -169,55 +179,61 @@ def key_numbers(
             tile = part * tiles.count + lax.rem(step, jnp.int32(tiles.count))
             return b, pl.ds(tile * tiles.rows, tiles.rows), n
 
-        def load(gmem, smem, ready, tiles, steps, step):
-            @pl.when(step < steps)
+        def load_key(step):
+            @pl.when(step < of_key.count)
+            def _():
+                now = slot(step, plan.key_stages)
+                plgpu.copy_gmem_to_smem(
+                    key_gmem.at[place(of_key, step)],
+                    key_smem.at[now],
+                    key_ready.at[now],
+                )
+
+        def load_value(step):
+            @pl.when(step < value_steps)
             def _():
                 now = slot(step)
                 plgpu.copy_gmem_to_smem(
-                    gmem.at[place(tiles, step)], smem.at[now], ready.at[now]
+                    value_gmem.at[place(of_value, step)],
+                    value_smem.at[now],
+                    value_ready.at[now],
                 )
 
-        def load_key(step):
-            load(key_gmem, key_smem, key_ready, of_key, of_key.count, step)
+        for step in range(plan.key_stages):
+            load_key(jnp.int32(step))
+        for step in range(stages):
+            load_value(jnp.int32(step))
 
-        def load_value(step):
-            load(value_gmem, value_smem, value_ready, of_value, value_steps, step)
-
-        for load_one in (load_value, load_key):
-            for step in range(stages):
-                load_one(jnp.int32(step))
+        def over_keys(step, found):
+            sums, squares, largest = found
+            now = slot(step, plan.key_stages)
+            plgpu.barrier_wait(key_ready.at[now])
+            for _, x in of_key.strips(key_smem.at[now]):
+                sums, squares = sums + x, squares + x * x
+                largest = jnp.maximum(largest, _size(x))
+            # All have read: here it is a barrier.
+            plgpu.commit_smem()
+            load_key(step + plan.key_stages)
+            return sums, squares, largest
 
         def over_values(step, largest):
             plgpu.barrier_wait(value_ready.at[slot(step)])
             for _, x in of_value.strips(value_smem.at[slot(step)]):
                 largest = jnp.maximum(largest, _size(x))
-            # All have read: here it is a barrier.
-            plgpu.commit_smem()
-            load_value(step + stages)
+            if not keeps_values:
+                plgpu.commit_smem()
+                load_value(step + stages)
             return largest
 
-        def over_keys(step, found):
-            sums, squares, largest = found
-            plgpu.barrier_wait(key_ready.at[slot(step)])
-            for _, x in of_key.strips(key_smem.at[slot(step)]):
-                sums, squares = sums + x, squares + x * x
-                largest = jnp.maximum(largest, _size(x))
-            plgpu.commit_smem()
-            load_key(step + stages)
-            return sums, squares, largest
-
         # Rows past the last key are zero here, which changes none of these.
-        value_largest = lax.fori_loop(
-            jnp.int32(0), jnp.int32(of_value.count), over_values, of_value.zero()
-        ).max(axis=0)
         sums, squares, largest = lax.fori_loop(
             jnp.int32(0), jnp.int32(of_key.count), over_keys, (of_key.zero(),) * 3
         )
-        sums, squares, largest = (
-            sums.sum(axis=0),
-            squares.sum(axis=0),
-            largest.max(axis=0),
-        )
+        sums, squares = sums.sum(axis=0), squares.sum(axis=0)
+        largest = largest.max(axis=0)
+        value_largest = lax.fori_loop(
+            jnp.int32(0), jnp.int32(of_value.count), over_values, of_value.zero()
+        ).max(axis=0)
 
         if parts > 1:
             found_value_gmem[b, n, part] = value_largest
@@ -253,13 +269,13 @@ def key_numbers(
             # |K - c| is at most twice the largest key. Doubled, that might overflow.
             keys = _into_range(of_key.over_head(largest, jnp.max), doublings=1)
             mean, square = sums / key_count, squares / key_count
-            of_key_gmem[b, n, 0] = centre_from(mean, square, largest, inputs)
-            of_key_gmem[b, n, 1] = _power(keys)
+            centre_gmem[b, n] = centre_from(mean, square, largest, inputs)
+            key_factor_gmem[b, n] = _power(keys)
             # Squares of the scaled ones stay in range.
             scaled = value_largest * _power(exponent)
             norm = jnp.sqrt(of_value.over_head(scaled * scaled, jnp.sum))
-            of_value_gmem[b, n, 0] = norm * _power(-exponent)
-            of_value_gmem[b, n, 1] = _power(-exponent)
+            norm_gmem[b, n] = norm * _power(-exponent)
+            unscale_gmem[b, n] = _power(-exponent)
 
         if parts > 1:
             pl.when(part == 0)(tell)
@@ -270,21 +286,28 @@ def key_numbers(
         factor = lax.broadcast_in_dim(_power(exponent), of_value.shape, [1])
         factor = plgpu.layout_cast(factor, of_value.lanes.layout())
 
-        @pl.loop(jnp.int32(of_value.count), jnp.int32(value_steps))
-        def _(step):
-            plgpu.barrier_wait(value_ready.at[slot(step)])
-            buffer = lax.rem(step, jnp.int32(2))
-            # What this buffer held has left; the store of the other one may be under
-            # way.
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            for row, x in of_value.strips(value_smem.at[slot(step)]):
-                rows = pl.ds(row, of_value.lanes.strip)
-                half_smem[buffer, rows] = (x * factor).astype(jnp.float16)
+        def scale(step):
+            """A tile in place; the result goes as bits of V's format."""
+            tile = value_smem.at[slot(step)]
+            for row, x in of_value.strips(tile):
+                x = lax.bitcast_convert_type(
+                    (x * factor).astype(jnp.float16), value.dtype
+                )
+                tile[pl.ds(row, of_value.lanes.strip)] = x
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                half_smem.at[buffer], half_gmem.at[place(of_value, step)]
-            )
-            load_value(step + stages)
+            plgpu.copy_smem_to_gmem(tile, half_gmem.at[place(of_value, step)])
+
+        @pl.loop(jnp.int32(0), jnp.int32(of_value.count))
+        def _(i):
+            if keeps_values:
+                scale(i)
+                return
+            step = i + of_value.count
+            plgpu.barrier_wait(value_ready.at[slot(step)])
+            scale(step)
+            # The tile before has left its place.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            pl.when(i > 0)(lambda: load_value(step - 1 + stages))
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -294,39 +317,36 @@ def key_numbers(
     together = parts > 1
     cluster = {"cluster": (parts,), "cluster_names": ("part",)} if together else {}
     all_told = plgpu.ClusterBarrier(collective_axes=("part",)) if together else None
-    ready = plgpu.Barrier(num_barriers=stages)
-    value_tile = (of_value.rows, value_dim)
-    of_key_array, of_value_array, _, _, half_array = plgpu.kernel(
+    *numbers, _, _, half_value = plgpu.kernel(
         attention_key_numbers,
         out_type=[
-            f32(batch, heads, 2, head_dim),
-            f32(batch, heads, 2, value_dim),
+            *[f32(batch, heads, head_dim)] * 2,
+            *[f32(batch, heads, value_dim)] * 2,
             f32(*found_shape, 3, head_dim) if together else None,
             f32(*found_shape, value_dim) if together else None,
-            jax.ShapeDtypeStruct(value.shape, jnp.float16) if half else None,
+            jax.ShapeDtypeStruct(value.shape, value.dtype) if half else None,
         ],
         scratch_types=[
             (
-                plgpu.SMEM((stages, of_key.rows, head_dim), key.dtype),
-                plgpu.SMEM((stages, *value_tile), value.dtype),
-                plgpu.SMEM((2, *value_tile), jnp.float16) if half else None,
+                plgpu.SMEM((plan.key_stages, of_key.rows, head_dim), key.dtype),
+                plgpu.SMEM((stages, of_value.rows, value_dim), value.dtype),
             ),
-            (ready, ready, all_told),
+            (
+                plgpu.Barrier(num_barriers=plan.key_stages),
+                plgpu.Barrier(num_barriers=stages),
+                all_told,
+            ),
         ],
         grid=(heads, batch),
         grid_names=("head", "batch"),
         **cluster,
-        # Nothing here is both read and written by threads; where a copy follows on
-        # reading or writing there is a barrier.
+        # No thread reads what another has written; where a copy follows on reading or
+        # writing there is a barrier.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(key, value)
-    numbers = KeyNumbers(
-        of_key_array[:, :, 0],
-        of_key_array[:, :, 1, 0],
-        of_value_array[:, :, 0, 0],
-        of_value_array[:, :, 1, 0],
-    )
-    return numbers, half_array
+    if half_value is not None:
+        half_value = lax.bitcast_convert_type(half_value, jnp.float16)
+    return KeyNumbers(*numbers), half_value
 
 
 def _size(x: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ class Range(NamedTuple):
     """Of a key head: c, w and log2 r of `Recipe`'s definition."""
 
     centre: Float32[Array, "B K H"]
-    key_factor: Float32[Array, "B K"]
+    key_factor: Float32[Array, "B K H"]  # w in each column
     row_exponent: Int32[Array, "B K"]
 
 
@@ -32,13 +32,13 @@ def range_of(
     which has dS's, too, is rounded to their format. c is 0 if not `centred`. What is
     not made use of may be None."""
     batch, _, heads, head_dim = key.shape
-    one = jnp.ones((batch, heads), jnp.float32)
     centre = jnp.zeros((batch, heads, head_dim), jnp.float32)
     if centred:
         assert numbers is not None
         centre = numbers.centre
     if not scaled:
-        return Range(centre, one, jnp.zeros((batch, heads), jnp.int32))
+        zero = jnp.zeros((batch, heads), jnp.int32)
+        return Range(centre, jnp.ones_like(centre), zero)
     assert numbers is not None and dout_squares is not None
 
     def of_group(x):  # [B, N, T] -> [B, K]
@@ -46,7 +46,7 @@ def range_of(
 
     # Where squares overflow so will dS, for all to see, and not vanish.
     squares = jnp.minimum(of_group(dout_squares), FP32.max_finite)
-    bound = 2 * jnp.sqrt(squares) * numbers.value_norm
+    bound = 2 * jnp.sqrt(squares) * numbers.value_norm[..., 0]
     if dlse is not None:
         bound += of_group(jnp.abs(dlse))
     exponent = FP16.max_exponent - jnp.frexp(bound)[1]

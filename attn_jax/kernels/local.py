@@ -276,7 +276,7 @@ def _row_centre(
     values = key
     if static.half_weights(key.dtype, differentiated=True):
         assert numbers is not None
-        factor = numbers.key_factor[:, None, :, None]
+        factor = numbers.key_factor[:, None]
         values = (key.astype(jnp.float32) * factor).astype(jnp.float16)
         options = options | {"unscale": 1 / numbers.key_factor}
     centre, _, _ = _FORWARD[static.target].forward(
