@@ -7,15 +7,15 @@ from attn_jax.formats import FP16
 from attn_jax.mask import Mask
 from attn_jax.recipe import Recipe, Step
 
-_FUSED = dict(dq_centre="keys", dq_dlogits=Step(FP16))
+_FUSED = dict(dq_centre="keys")
 _FP16_WEIGHTS = dict(probability=Step(FP16), probability_scale=2.0**FP16.max_exponent)
 # Name -> fields of the kernels' own recipe that are others. The first two are the
-# designs of the backward pass.
+# designs of the backward pass; in both `dq_dlogits` is the kernels' own.
 OPTIONS: dict[str, dict[str, Any]] = {
     "pallas-fused": _FUSED,
-    "pallas-two-kernels": dict(dq_centre="mean", dq_dlogits=None),
+    "pallas-two-kernels": dict(dq_centre="mean"),
     "pallas-no-cures": dict(dq_centre="none", dq_dlogits=None, delta_source="o"),
-    "pallas-row-centre": dict(dq_centre="row", dq_dlogits=None),
+    "pallas-row-centre": dict(dq_centre="row"),
     "pallas-p-dp": dict(delta_source="p_dp"),
     "pallas-fp16-weights": _FP16_WEIGHTS,
     "pallas-fused-fp16-weights": _FUSED | _FP16_WEIGHTS,
@@ -45,7 +45,4 @@ def recipe_of(
     declared = declared_recipe(
         dtype, head_dim, keys, mask, query_length=queries, pairs=pairs
     )
-    recipe = dataclasses.replace(declared, **OPTIONS[name])
-    if recipe.inputs == FP16:  # dS is FP16 as it is.
-        return dataclasses.replace(recipe, dq_dlogits=None)
-    return recipe
+    return dataclasses.replace(declared, **OPTIONS[name])

@@ -291,7 +291,7 @@ def declared_recipe(
             backward_block_q=hopper_backward_fused.QUERIES[head_dim],
             backward_block_kv=hopper_backward_fused.KEY_TILE,
         )
-    return chosen.on(declared, made)
+    return chosen.on(declared, made, target)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

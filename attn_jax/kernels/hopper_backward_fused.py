@@ -167,9 +167,8 @@ def backward_fused(
         plan=plan,
         dq_dtype=dq_dtype,
     )
-    # One after the other: their product may lie beyond FP32's range.
-    for exponent in (numbers.row_exponent, numbers.key_exponent):
-        power = power_of_two(-jnp.repeat(exponent, group, axis=1))
+    for power in numbers.undone():
+        power = jnp.repeat(power, group, axis=1)
         total = total * power[:, None, :, None]
     dq = total[:, :query_count]
     if row_sum is not None:

@@ -1,5 +1,6 @@
-"""Numbers of a key head that the fused backward kernel needs before it starts: the
-centre of the keys, and the powers of two that bring dS and K' into FP16's range."""
+"""Numbers of a key head that Hopper's backward kernels need before they start: the
+centre of the keys (one pass alone), and the powers of two that bring dS and K' into
+FP16's range."""
 
 from typing import NamedTuple
 
@@ -24,6 +25,14 @@ class Range(NamedTuple):
     centre: Float32[Array, "B K H"]
     key_exponent: Int32[Array, "B K"]
     row_exponent: Int32[Array, "B K"]
+
+    def undone(self) -> tuple[Float32[Array, "B K"], Float32[Array, "B K"]]:
+        """What dQ's sums are to be multiplied by: 2 to the power of -(key_exponent +
+        row_exponent) as two factors, which may lie beyond FP32's range together. The
+        smaller one comes first: the larger one might take large sums there, too."""
+        exponents = self.key_exponent, self.row_exponent
+        first, second = jnp.maximum(*exponents), jnp.minimum(*exponents)
+        return power_of_two(-first), power_of_two(-second)
 
 
 def range_of(
@@ -62,8 +71,29 @@ def range_of(
     if dlse is not None:
         bound += of_group(jnp.abs(dlse))
     # |K - c| is at most twice the largest key. Doubled, that might overflow.
-    keys = _into_range(largest.max(axis=2), doublings=1)
+    keys = _into_range(largest.max(axis=2), doublings=int(centred))
     return Range(centre, keys, _into_range(bound))
+
+
+def sums_of(
+    dout: Float[Array, "B T N D"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+) -> Sums:
+    """What `range_of` reads of `backward_rows`' sums, by XLA, with all keys as one
+    chunk: for a head dim of V's own. `excess` is 0."""
+    wide_dout, wide_key, wide_value = (
+        x.astype(jnp.float32) for x in (dout, key, value)
+    )
+    dout_squares = jnp.square(wide_dout).sum(axis=3).swapaxes(1, 2)
+    return Sums(
+        excess=jnp.zeros_like(dout_squares),
+        dout_squares=dout_squares,
+        key_sums=wide_key.sum(axis=1, keepdims=True),
+        key_squares=jnp.square(wide_key).sum(axis=1, keepdims=True),
+        key_largest=jnp.abs(wide_key).max(axis=1, keepdims=True),
+        value_largest=jnp.abs(wide_value).max(axis=1, keepdims=True),
+    )
 
 
 def no_range(key: Float[Array, "B S K H"]) -> Range:

@@ -27,7 +27,7 @@ from attn_jax.kernels import (
     tuning,
     visibility,
 )
-from attn_jax.kernels.hopper_fused_range import no_range, range_of
+from attn_jax.kernels.hopper_fused_range import no_range, range_of, sums_of
 from attn_jax.kernels.hopper_half_values import half_values
 from attn_jax.kernels.options import DEFAULT, Options
 from attn_jax.kernels.tuning import Backward, Configuration, Tiling
@@ -126,15 +126,17 @@ def backward(
     made = _design(query.shape, value.shape, static, listed=rules is not None)
     chosen = static.options
     centre_kind = chosen.dq_centre or ("keys" if made == "fused" else "mean")
-    # One pass without cures of dQ needs no sums but the rows'.
-    wants_sums = made == "fused" and (centre_kind == "keys" or chosen.half_dq)
+    half_dq = chosen.halves_dq(INPUTS[jnp.dtype(dtype)], target)
+    # Without cures of dQ no sums are needed but the rows'.
+    wants_sums = half_dq or made == "fused" and centre_kind == "keys"
+    one_head_dim = query.shape[3] == value.shape[3]
     # The barrier keeps XLA from using the unrounded dout for delta while the products
     # see the rounded one: rows of dS would no longer sum to zero.
     dout = lax.optimization_barrier(dout.astype(dtype))
     unpadded_key = key
     query, key, value, dout = map(_pad_sequence, (query, key, value, dout))
     sums = excess = None
-    if wants_sums:
+    if wants_sums and one_head_dim:
         padded_low = None if low is None else _pad_sequence(low)
         sums = hopper_backward_rows.backward_rows(
             _pad_sequence(out), padded_low, dout, key, value
@@ -146,6 +148,8 @@ def backward(
             wide_out += low.astype(jnp.float32)
         products = dout[:, :query_count].astype(jnp.float32) * wide_out
         excess = jnp.sum(products, axis=-1).swapaxes(1, 2)
+    if wants_sums and not one_head_dim:
+        sums = sums_of(dout, key, value)
     if rules is not None or chosen.repeated_max_factor is not None:
         # Rows that see nothing, or have no weight: their P = exp(S - LSE) is to be 0.
         empty = jnp.isneginf(lse)
@@ -175,24 +179,24 @@ def backward(
         dsinks = of_sink.sum(axis=-1)
         row_sum = -of_sink if dlse is None else dlse - of_sink
     operands = (query, key, value, dout, lse, delta)
+    if sums is None:
+        numbers = no_range(key)
+    else:
+        numbers = range_of(
+            *(sums, dlse, key_count, INPUTS[jnp.dtype(dtype)]),
+            centred=centre_kind == "keys",
+            scaled=half_dq,
+        )
     if made == "fused":
-        if sums is None:
-            numbers = no_range(key)
-        else:
-            numbers = range_of(
-                *(sums, dlse, key_count, INPUTS[jnp.dtype(dtype)]),
-                centred=centre_kind == "keys",
-                scaled=chosen.half_dq,
-            )
         gradients = hopper_backward_fused.backward_fused(
             *(*operands, row_sum, numbers),
             plan=static.tilings.backward_fused,
-            dq_dtype=jnp.dtype(jnp.float16) if chosen.half_dq else jnp.dtype(dtype),
+            dq_dtype=jnp.dtype(jnp.float16) if half_dq else jnp.dtype(dtype),
             **options,
         )
         return *gradients, dsinks
     options |= of_pairs
-    centre, own = None, {}
+    centre, own = None, {"numbers": numbers} if half_dq else {}
     if centre_kind == "row":
         own["row_centre"] = _row_centre(query, key, value, sinks, static, options)
     elif centre_kind == "none":
