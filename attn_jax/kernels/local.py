@@ -5,7 +5,7 @@ arrays to them.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -196,7 +196,8 @@ def backward(
         )
         return *gradients, dsinks
     options |= of_pairs
-    centre, own = None, {"numbers": numbers} if half_dq else {}
+    centre = None
+    own: dict[str, Any] = {"numbers": numbers} if half_dq else {}
     if centre_kind == "row":
         own["row_centre"] = _row_centre(query, key, value, sinks, static, options)
     elif centre_kind == "none":
