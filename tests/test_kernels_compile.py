@@ -101,6 +101,9 @@ def test_compiles_without_spills_and_overlaps(head_dim, key_length, is_causal):
     newer = jax.__version_info__ >= (0, 12) and is_causal and head_dim == 64
     allowed = {"attention_backward_dq": 4} if newer else {}
     _check(program, kernel_count=3, allowed_spills=allowed)
+    # None of dQ's exponentials is behind that wait: a barrier after it would draw them.
+    (dq,) = [k for k in program.kernels if k.name == "attention_backward_dq"]
+    assert "1e0M" in dq.order
 
 
 def _with_bias(head_dim: int, dtype: str) -> Program:

@@ -15,6 +15,7 @@ from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention, declared_recipe
 from attn_jax.kernels.compiler import shared_memory
 from attn_jax.kernels.hopper_backward_dq import half_stages
+from attn_jax.kernels.hopper_fused_range import Range
 from attn_jax.kernels.internals import interpreted
 from attn_jax.mask import Mask
 from tests.child_process import in_child_process
@@ -158,6 +159,15 @@ def _without_dout(dlse: bool) -> list[np.ndarray]:
     with made_for("hopper"), interpreted():
         found = gradients(drawn.query, drawn.key, drawn.value)
     return [np.asarray(x).astype(np.float32) for x in found]
+
+
+@pytest.mark.parametrize("exponents", [(100, -100), (-100, 100), (70, 70), (7, -3)])
+def test_what_scales_operands_is_undone_within_range(exponents):
+    """A sum of products of FP16 numbers may reach 2^30."""
+    key, row = (jnp.full((1, 1), x, jnp.int32) for x in exponents)
+    first, second = Range(jnp.zeros((1, 1, 64)), key, row).undone()
+    undone = jnp.float32(2.0**30) * first * second
+    assert undone == np.ldexp(1.0, 30 - sum(exponents))
 
 
 @pytest.mark.parametrize("target", ["hopper", "ampere"])
