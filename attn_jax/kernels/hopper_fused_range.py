@@ -64,8 +64,10 @@ def range_of(
     def of_group(x):  # [B, N, T] -> [B, K]
         return x.reshape(batch, key_heads, -1).max(axis=2)
 
-    # Where squares overflow so will dS, for all to see, and not vanish.
-    squares = jnp.minimum(of_group(sums.dout_squares), FP32.max_finite)
+    # Where squares overflow so will dS, for all to see, and not vanish. Nor is it to
+    # vanish where they do: unscaled it would be less than any FP16 number.
+    squares = of_group(sums.dout_squares)
+    squares = jnp.clip(squares, FP32.min_normal, FP32.max_finite)
     value = jnp.sqrt(jnp.square(sums.value_largest.max(axis=1)).sum(axis=2))
     bound = 2 * jnp.sqrt(squares) * value
     if dlse is not None:
