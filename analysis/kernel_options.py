@@ -7,17 +7,17 @@ from attn_jax.formats import BF16, FP16
 from attn_jax.mask import Mask
 from attn_jax.recipe import Recipe, Step
 
-_FUSED = dict(dq_centre="keys", dq_dlogits=Step(FP16))
+_FUSED = dict(dq_centre="keys")
 # P of the forward product, which is FP16 where it is differentiated.
 _BF16_WEIGHTS = dict(probability=Step(BF16), probability_scale=1.0)
 # Name -> fields of the kernels' own recipe that are others. The first two are the
-# designs of the backward pass.
+# designs of the backward pass; in both `dq_dlogits` is the kernels' own.
 OPTIONS: dict[str, dict[str, Any]] = {
     "pallas-fused": _FUSED,
-    "pallas-two-kernels": dict(dq_centre="mean", dq_dlogits=None),
+    "pallas-two-kernels": dict(dq_centre="mean"),
     "pallas-no-cures": _BF16_WEIGHTS
     | dict(dq_centre="none", dq_dlogits=None, delta_source="o"),
-    "pallas-row-centre": dict(dq_centre="row", dq_dlogits=None),
+    "pallas-row-centre": dict(dq_centre="row"),
     "pallas-p-dp": dict(delta_source="p_dp"),
     "pallas-bf16-weights": _BF16_WEIGHTS,
     "pallas-lazy-rescale": _BF16_WEIGHTS | dict(rescale_threshold=8.0),
@@ -47,7 +47,6 @@ def recipe_of(
         dtype, head_dim, keys, mask, query_length=queries, pairs=pairs
     )
     recipe = dataclasses.replace(declared, **OPTIONS[name])
-    if recipe.inputs == FP16:  # dS and P are FP16 as they are.
-        own = dict(dq_dlogits=None, probability=Step(FP16))
-        return dataclasses.replace(recipe, **own)
+    if recipe.inputs == FP16:  # P is FP16 as it is.
+        return dataclasses.replace(recipe, probability=Step(FP16))
     return recipe

@@ -32,11 +32,14 @@ from tests.gpu_compiler import Program, compiled
 from tests.test_residuals import equations
 
 TIME_LIMIT = 120  # seconds; a case takes three to seven alone on a core
+# ATTN_JAX has dS in the inputs' format for dQ, too.
 NO_CURES = dict(dq_centre="none", delta_source="o")
 ROW = dict(dq_centre="row", delta_source="p_dp")
 HALF = Step(FP16)
 FINE = dict(probability=HALF, probability_scale=P_SCALE)
 KEYS = dict(dq_centre="keys", dq_dlogits=HALF)
+MEAN = dict(dq_centre="mean", dq_dlogits=HALF)
+NONE = dict(dq_centre="none", dq_dlogits=HALF)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +102,7 @@ def _results(attend, case: Case) -> Results:
     return Results(*(np.asarray(x) for x in results))
 
 
-def _kernels(case: Case, races: bool = False) -> Results:
+def kernels(case: Case, races: bool = False) -> Results:
     def attend(*qkv):
         options = {"recipe": case.recipe, "backward": case.backward}
         return attention(*qkv, **case.given(), **options)
@@ -119,7 +122,7 @@ def _declared(case: Case) -> Recipe:
         )
 
 
-def _ids(length: int) -> np.ndarray:
+def ids(length: int) -> np.ndarray:
     return (np.arange(length, dtype=np.int32) // 60)[None]
 
 
@@ -145,19 +148,19 @@ FURTHER = [
     Case("lazy", dict(rescale_threshold=8.0), "wide", LONGER, Mask(), dquery=None),
     Case("mean p_dp", dict(delta_source="p_dp"), "uniform"),
     Case("none", NO_CURES, "offset", backward="two_kernels", dquery=None),
-    Case("none fp16 dS", dict(dq_centre="none", dq_dlogits=HALF), "normal", dquery=1.1),
+    Case("none fp16 dS", NONE, "normal", backward="fused", dquery=1.1),
     Case("keys fp16 dS p_dp", dict(dq_centre="keys", dq_dlogits=HALF)
          | dict(delta_source="p_dp"), "offset", dquery=1.1),
     Case("fp16 none", dict(dq_centre="none"), "normal", backward="fused",
          dtype="float16", same=0.98),
     Case("fp16 keys", dict(dq_centre="keys"), "offset", dtype="float16", same=0.98),
     Case("row, documents, sinks", ROW, "offset", Shape(1, 150, 200, 2, 1, 64),
-         Mask(query_segment_ids=_ids(150), key_value_segment_ids=_ids(200)),
+         Mask(query_segment_ids=ids(150), key_value_segment_ids=ids(200)),
          sinks=(0.5, 2.0), same=0.97),
     Case("lazy, window, sinks", dict(rescale_threshold=1.0, dq_centre="row"), "normal",
          Shape(1, 150, 290, 2, 1, 64), Mask(window=(64, 0)), sinks=(1.5, -2.0)),
     Case("P in FP16, documents, sinks", FINE, "normal", Shape(1, 150, 200, 2, 1, 64),
-         Mask(query_segment_ids=_ids(150), key_value_segment_ids=_ids(200)),
+         Mask(query_segment_ids=ids(150), key_value_segment_ids=ids(200)),
          sinks=(0.5, 2.0), same=0.95),
     Case("P in FP16, row", FINE | ROW, "repeated_max", same=0.98),
     Case("P in FP16, repeated", FINE | ROW | dict(repeated_max_factor=2.0),
@@ -174,9 +177,13 @@ FURTHER = [
     ids=str,
 )
 def test_kernels_follow_their_recipe_under_options(case):
+    check(case)
+
+
+def check(case: Case) -> None:
     """The emulator's bits but for the order of additions (as said in
     tests/test_kernels_interpret.py), its errors, within the bounds."""
-    results = in_child_process(_kernels, case, seconds=TIME_LIMIT)
+    results = in_child_process(kernels, case, seconds=TIME_LIMIT)
     recipe = _declared(case)
     assert {k: getattr(recipe, k) for k in case.changes} == case.changes
     emulated = _results(
@@ -240,7 +247,7 @@ def test_the_maximum_is_the_recipes(changes, family):
 def test_what_a_factor_leaves_nothing_of_is_zero():
     """Logits near -130 where the maximum repeats and is taken for 0."""
     case = Case("", dict(repeated_max_factor=2.0), "lse-130", LONGER, Mask())
-    results = in_child_process(_kernels, case, seconds=TIME_LIMIT)
+    results = in_child_process(kernels, case, seconds=TIME_LIMIT)
     gone = np.isneginf(results.lse)
     assert gone.any() and not gone.all()
     assert all(np.isfinite(x.astype(np.float32)).all() for x in results[2:])
@@ -251,7 +258,7 @@ def test_what_a_factor_leaves_nothing_of_is_zero():
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", [*CASES, FURTHER[-1]], ids=str)
 def test_no_races_under_options(case):
-    in_child_process(_kernels, case, True, seconds=TIME_LIMIT)
+    in_child_process(kernels, case, True, seconds=TIME_LIMIT)
 
 
 # ------------------------------------------------------------------ what is compiled
@@ -369,6 +376,7 @@ def _kernel_names(changes: dict | None, backward=None, out_dtype=None) -> list[s
     ("changes", "backward", "kernels"),
     [
         (None, "fused", ["key_numbers", "forward", "row_sums", "fused"]),
+        (None, None, ["key_numbers", "forward", "row_sums", "dq", "dkv"]),
         ({}, None, ["forward", "dq", "dkv"]),
         (
             dict(dq_centre="keys"),
@@ -377,11 +385,9 @@ def _kernel_names(changes: dict | None, backward=None, out_dtype=None) -> list[s
         ),
         (NO_CURES, "fused", ["forward", "row_sums", "fused"]),
         (NO_CURES, None, ["forward", "dq", "dkv"]),
-        (
-            dict(dq_centre="none", dq_dlogits=HALF),
-            None,
-            ["key_numbers", "forward", "row_sums", "fused"],
-        ),
+        (NONE, "fused", ["key_numbers", "forward", "row_sums", "fused"]),
+        (NONE, None, ["key_numbers", "forward", "row_sums", "dq", "dkv"]),
+        (MEAN, None, ["key_numbers", "forward", "row_sums", "dq", "dkv"]),
         (ROW, None, ["forward", "delta", "forward", "dq", "dkv"]),
         (NO_CURES | dict(delta_source="p_dp"), "fused", ["forward", "delta", "fused"]),
     ],
@@ -421,13 +427,16 @@ SHORT = Mask(key_value_lengths=np.array([7], np.int32))
         (dataclasses.replace(FLASH2, ring_size=2), {}, "ring_size=2.* have 1"),
         (dict(delta_source="o_f32"), {}, "delta_source='o_f32'.*'o_hi_lo' or 'o' or"),
         (dict(dq_dlogits=Step(BF16)), {}, "dq_dlogits=Step.bf16.*None or Step.fp16"),
-        (dict(dq_dlogits=HALF), {}, "with dq_centre='mean' the kernels have None"),
+        (dict(dq_dlogits=HALF), {}, None),
+        (MEAN, {"mask": SHORT, "soft_cap": 3.0}, None),
+        (MEAN, {"backward": "fused"}, "dq_centre='mean', but backward='fused' does"),
         (dict(dq_centre="keys"), {}, None),
         (dict(dq_centre="keys"), {"mask": SHORT}, "one-pass kernel's.*does not take"),
         (dict(dq_centre="keys"), {"soft_cap": 3.0}, "one-pass kernel's"),
         (dict(dq_centre="keys"), {"backward": "two_kernels"}, "backward='two_kernels'"),
         (dict(dq_centre="row"), {"backward": "fused"}, "backward='fused' does not"),
         (dict(dq_centre="none"), {"backward": "fused"}, None),
+        (NONE, {"mask": SHORT}, None),
         (dict(dq_centre="row"), {"mask": SHORT, "soft_cap": 3.0}, None),
         (FINE, {"mask": SHORT, "soft_cap": 3.0}, None),
         (dict(probability=HALF), {}, "fp16.*have.*bf16.*, or .*_scale 32768.0"),
@@ -454,6 +463,7 @@ def test_what_kernels_lack_is_refused_in_one_line(recipe, options, message):
         (NO_CURES, None),
         (dict(dq_centre="row"), "dq_centre='row', but the kernels for Ampere have"),
         (dict(delta_source="p_dp"), "delta_source='p_dp'.*Ampere"),
+        (MEAN, "dq_dlogits=Step.fp16.*Ampere have None"),
         (dict(rescale_threshold=8.0), "rescale_threshold=8.0.*Ampere have 0.0"),
         (FINE, "probability=Step.fp16.*Ampere have Step.bf16"),
         (dict(repeated_max_factor=2.0), "repeated_max_factor=2.0.*Ampere have None"),

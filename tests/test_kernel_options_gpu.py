@@ -31,9 +31,11 @@ NO_CURES = dict(dq_centre="none", delta_source="o")
 # whose mean key is far from zero; None: more than the project's bar.
 OPTIONS: dict[str, tuple[dict[str, Any], Backward | None, float | None]] = {
     "mean": ({}, None, 1.7),
+    "mean FP16": (dict(dq_dlogits=Step(FP16)), None, 1.2),
     "keys": (dict(dq_centre="keys"), None, 1.7),
     "keys FP16": (KEYS, None, 1.2),
     "row": (dict(dq_centre="row"), None, 1.7),
+    "row FP16": (dict(dq_centre="row", dq_dlogits=Step(FP16)), None, 1.2),
     "row p_dp": (dict(dq_centre="row", delta_source="p_dp"), None, 1.7),
     "keys p_dp": (dict(dq_centre="keys", delta_source="p_dp"), None, 1.7),
     "no cures": (NO_CURES, "two_kernels", None),

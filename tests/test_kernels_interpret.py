@@ -31,7 +31,7 @@ from attn_jax.kernels.attention import attention, declared_recipe
 from attn_jax.kernels.internals import interpreted
 from attn_jax.kernels.tuning import Backward
 from attn_jax.mask import Mask
-from attn_jax.recipe import Architecture
+from attn_jax.recipe import Architecture, Step
 from tests.altered_kernels import fresh_programs
 from tests.child_process import in_child_process
 
@@ -270,6 +270,7 @@ def test_kernels_follow_their_recipe(architecture, head_dim, key_length, backwar
         backward=backward,
     )
     assert recipe.dq_centre == ("keys" if backward == "fused" else "mean")
+    assert recipe.dq_dlogits == (Step(FP16) if architecture == "hopper" else None)
 
     @jax.jit
     def emulate(query, key, value, dout, dlse):

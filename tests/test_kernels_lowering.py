@@ -40,7 +40,8 @@ def _check(
     lowered: jax.stages.Lowered, query, key, out_dtype, value=None, kernels: int = 3
 ) -> None:
     """One kernel forward, and two backward: for dQ and for dK and dV, or one that sums
-    and one for all gradients."""
+    and one for all gradients. Where dQ is made of FP16 dS two kernels have sums, too,
+    but with a head dim of V's own."""
     B, T, N, _ = query.shape
     value = key if value is None else value
     (out, lse), gradients = lowered.out_info
@@ -71,7 +72,8 @@ def test_lowers(dtype, head_dim, is_causal, x64, backward):
     options = {"mask": Mask(is_causal=is_causal), "backward": backward}
     with jax.enable_x64(x64):
         lowered = _lowered(query, key, value, **options)
-    _check(lowered, query, key, query.dtype)
+    sums = backward == "two_kernels" and dtype == "bfloat16"
+    _check(lowered, query, key, query.dtype, kernels=3 + sums)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,8 @@ def test_lowers_any_length(sizes):
     for is_causal, backward in ((False, None), (True, None), (True, "fused")):
         options = {"mask": Mask(is_causal=is_causal), "backward": backward}
         lowered = _lowered(query, key, value, **options)
-        _check(lowered, query, key, query.dtype)
+        one_pass = backward == "fused" and sizes["T"] == sizes["S"]
+        _check(lowered, query, key, query.dtype, kernels=3 if one_pass else 4)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +118,7 @@ def test_lowers_with_a_head_dim_of_values_own(
 def test_lowers_to_float32_output():
     query, key, value = _arrays(**GQA, H=128, dtype=jnp.bfloat16)
     lowered = _lowered(query, key, value, out_dtype=jnp.dtype("float32"))
-    _check(lowered, query, key, jnp.float32)
+    _check(lowered, query, key, jnp.float32, kernels=4)
 
 
 WITH_A_BIAS = [
@@ -132,15 +135,15 @@ WITH_A_BIAS = [
 
 @pytest.mark.parametrize(("shape", "dtype", "options", "x64"), WITH_A_BIAS)
 def test_lowers_with_a_bias(shape, dtype, options, x64):
-    _lowers_with_a_bias("hopper", shape, dtype, options, x64)
+    _lowers_with_a_bias("hopper", shape, dtype, options, x64, kernels=5)
 
 
 @pytest.mark.parametrize(("shape", "dtype", "options", "x64"), WITH_A_BIAS[:1])
 def test_ampere_lowers_with_a_bias(shape, dtype, options, x64):
-    _lowers_with_a_bias("ampere", shape, dtype, options, x64)
+    _lowers_with_a_bias("ampere", shape, dtype, options, x64, kernels=4)
 
 
-def _lowers_with_a_bias(architecture, shape, dtype, options, x64):
+def _lowers_with_a_bias(architecture, shape, dtype, options, x64, kernels):
     options = {"scale": 0.1} | options
 
     def program(query, key, value, bias):
@@ -160,7 +163,8 @@ def _lowers_with_a_bias(architecture, shape, dtype, options, x64):
     gradients = lowered.out_info[1]
     for gradient, operand in zip(gradients, operands, strict=True):
         assert (gradient.shape, gradient.dtype) == (operand.shape, operand.dtype)
-    assert len(re.findall(r"custom_call @mosaic_gpu\w*", lowered.as_text())) == 4
+    calls = re.findall(r"custom_call @mosaic_gpu\w*", lowered.as_text())
+    assert len(calls) == kernels
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,13 @@ same bits.
 
 Where it rounds (16 bit: the inputs' format):
   S, P, dP, dS, delta and the accumulator are FP32;
-  dS is rounded to 16 bit as the operand of dS K;
+  dS is rounded to FP16 as the operand of dS K, or on request to 16 bit;
   scale is applied to the FP32 accumulator, which is then rounded once.
+
+dS as FP16 numbers has three bits more than as BF16 ones. Both operands of a product
+have one format, so K comes a second time, as FP16 numbers. Each is scaled by a power of
+two of its head (`hopper_range`): K before the kernel, dS by way of LSE. The sums
+of dS and dQ lose them again in the end.
 
 Rows of dS sum to dLSE in exact arithmetic; rounded ones do not, and what is left over
 multiplies the mean of K, which can be far larger than what dQ should be. So dQ
@@ -27,6 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
+from attn_jax.kernels.hopper_range import Range, power_of_two
 from attn_jax.kernels.tiles import (
     COLUMNS,
     GROUP,
@@ -62,6 +68,17 @@ from attn_jax.kernels.visibility import (
 
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
+# Bytes of a CTA, less what rows, centres and barriers take at the most.
+TILE_MEMORY = 232448 - 8192
+
+
+def half_stages(tiling: Tiling, head_dim: int, value_dim: int) -> int:
+    """Blocks in flight of K as FP16 numbers, beside those of K and V: one where shared
+    memory has no more. It is wanted last in a step, so that a block comes while the
+    next one's logits are made."""
+    rows = tiling.warpgroups * tiling.rows * (head_dim + value_dim)
+    columns = tiling.stages * tiling.columns * (2 * head_dim + value_dim)
+    return tiling.stages if 2 * (rows + columns) <= TILE_MEMORY else 1
 
 
 def backward_dq(
@@ -84,17 +101,19 @@ def backward_dq(
     soft_cap: float | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
     row_centre: Float32[Array, "B T N H"] | None = None,
+    numbers: Range | None = None,
 ) -> Float[Array, "B T N H"]:
     """dQ. `centre` has one row for all queries (C = 1), one for each `tiling.rows`, or
     one for each query (C = T, with `mask`); `row_centre`, in its place, one for each
-    query of each query head. Without either nothing is subtracted.
+    query of each query head. Without either nothing is subtracted. With `numbers` dS
+    and K are FP16 in their product, scaled as it says, whose centre is not used.
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
     rows are real. With `mask` it is that and `band` which say what is seen, and
     `is_causal` is False; LSE is +inf for queries that see nothing.
     """
     return _over_keys(
-        *(query, key, value, dout, (lse, delta, dlse), centre, row_centre),
+        *(query, key, value, dout, (lse, delta, dlse), centre, row_centre, numbers),
         query_count=query_count,
         key_count=key_count,
         scale=scale,
@@ -128,7 +147,7 @@ def backward_delta(
     rowsum(dO * out) is, of the P and dP that dQ, dK and dV are made of. Arguments as of
     `backward_dq`."""
     return _over_keys(
-        *(query, key, value, dout, (lse,), None, None),
+        *(query, key, value, dout, (lse,), None, None, None),
         query_count=query_count,
         key_count=key_count,
         scale=scale,
@@ -142,7 +161,7 @@ def backward_delta(
 
 
 def _over_keys(
-    query, key, value, dout, rows_of, centre, row_centre,
+    query, key, value, dout, rows_of, centre, row_centre, numbers: Range | None,
     *, query_count: int, key_count: int, scale: float, is_causal: bool, tiling: Tiling,
     mask: Rules | None, band: Band, soft_cap: float | None, bias: Array | None,
 ) -> Array:  # fmt: skip
@@ -159,6 +178,16 @@ def _over_keys(
     tile_rows = tile_count * tiling.tile
     makes_delta = len(rows_of) == 1
     has_centre = centre is not None or row_centre is not None
+    half, half_slots = None, 1
+    if numbers is not None:
+        half_slots = half_stages(tiling, head_dim, value_dim)
+        half_key = key.astype(jnp.float32) * numbers.key_factor[:, None]
+        half_key = half_key.astype(jnp.float16)
+        half = half_key, (power_of_two(-numbers.row_exponent), *numbers.undone())
+        # P = exp(S - LSE), and so dS, has the power of two.
+        group = query_heads // key_heads
+        exponent = jnp.repeat(numbers.row_exponent, group, axis=1)[..., None]
+        rows_of = rows_of[0] * LOG2_E - exponent, *rows_of[1:]
     rows_of = [pad_rows(x, tile_rows) for x in rows_of]
     row_centres, own_centres, rows_more = False, False, tile_rows - query_count
     if centre is not None:
@@ -184,10 +213,10 @@ def _over_keys(
 
     def attention_backward_dq(
         q_gmem, k_gmem, v_gmem, dout_gmem, rows_gmem, centre_gmem, row_centre_gmem,
-        pairs, bias_gmem, result_gmem, smem, barriers,
+        half_gmem, pairs, bias_gmem, result_gmem, smem, barriers,
     ):  # fmt: skip
-        q_smem, dout_smem, k_smem, v_smem, row_smem, centre_smem = smem
-        tile_ready, k_ready, v_ready, k_free, v_free = barriers
+        q_smem, dout_smem, k_smem, v_smem, half_smem, row_smem, centre_smem = smem
+        tile_ready, k_ready, v_ready, k_free, v_free, half_ready, half_free = barriers
         b, n = lax.axis_index("batch"), lax.axis_index("head")
         tile = jnp.int32(tile_count - 1) - lax.axis_index("tile")
         warpgroup = lax.axis_index("warpgroup")
@@ -200,8 +229,8 @@ def _over_keys(
             listed = pairs.entries(b, n, tile)
             full_blocks, blocks = jnp.int32(0), listed[0]
 
-        def slot(j):
-            return lax.rem(j, jnp.int32(stages))
+        def slot(j, slots=stages):
+            return lax.rem(j, jnp.int32(slots))
 
         def block_of(j):
             return j if pairs is None else lax.div(listed[j + 1], jnp.int32(2))
@@ -235,7 +264,9 @@ def _over_keys(
             def load_rows(i):
                 return plgpu.load(row_smem.at[warpgroup, i], layout=ROWS)
 
-            row_lse = load_rows(0) * LOG2_E
+            row_lse = load_rows(0)  # in units of log2 where dS is scaled
+            if half_gmem is None:
+                row_lse = row_lse * LOG2_E
             row_delta = None if makes_delta else load_rows(1)
 
             def centred(dq, ds_sum):
@@ -293,6 +324,8 @@ def _over_keys(
                         plgpu.barrier_wait(v_ready.at[now])
                         plgpu.wgmma(dp_acc, dout, v_smem.at[now].transpose((1, 0)))
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                        if half_gmem is not None:
+                            plgpu.barrier_arrive(k_free.at[now])
                         tile_bias = None
                         if bias_gmem is not None:
                             tile_bias = read_tile(
@@ -308,8 +341,12 @@ def _over_keys(
                         if slope is not None and not makes_delta:
                             p = p * slope
 
-                        # As in the forward pass, this wait keeps ptxas from moving the
-                        # wait for dP above the exponentials.
+                        # As in the forward pass, these waits keep ptxas from moving
+                        # the wait for dP above the exponentials. A wait further down
+                        # would have exponentials moved below it.
+                        if half_gmem is not None:
+                            plgpu.barrier_wait(half_ready.at[slot(j, half_slots)])
+
                         @pl.when(j + 1 < blocks)
                         def _():
                             plgpu.barrier_wait(k_ready.at[slot(j + 1)])
@@ -323,15 +360,20 @@ def _over_keys(
                         plgpu.barrier_arrive(k_free.at[now])
                         return row_sum + partial_sum(p * dp)
                     exact = p * (dp - along_rows(row_delta, dp.shape))
-                    ds = exact.astype(dtype)
-                    plgpu.wgmma(dq_acc, ds, k_smem.at[now])
+                    if half_gmem is None:
+                        keys, keys_free = k_smem.at[now], k_free.at[now]
+                    else:
+                        place = slot(j, half_slots)
+                        keys, keys_free = half_smem.at[place], half_free.at[place]
+                    ds = exact.astype(keys.dtype)
+                    plgpu.wgmma(dq_acc, ds, keys)
                     if has_centre:
                         added = widen(ds)
                         if soft_cap is not None:
                             added -= exact
                         row_sum = row_sum + partial_sum(added)
                     plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(k_free.at[now])
+                    plgpu.barrier_arrive(keys_free)
                     return row_sum
 
                 plgpu.barrier_wait(k_ready.at[0])
@@ -347,6 +389,9 @@ def _over_keys(
                 result_gmem[b, n, pl.ds(first_row, rows)] = row_sum
                 return
             dq, ds_sum = pl.run_scoped(accumulate, accumulator(rows, head_dim))
+            if half_gmem is not None:
+                of_sum, first, second = (x[b, kv_head] for x in half_gmem[1])
+                dq, ds_sum = dq * first * second, ds_sum * of_sum
             if has_centre:
                 dq = centred(dq, ds_sum)
             q_tile[...] = (dq * scale).astype(dtype)
@@ -358,20 +403,31 @@ def _over_keys(
         def produce():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
-            def load(gmem, smem, ready, j):
+            def load(gmem, smem, ready, j, slots=stages):
+                place = slot(j, slots)
                 block = gmem.at[b, pl.ds(block_of(j) * columns, columns), kv_head]
-                plgpu.copy_gmem_to_smem(block, smem.at[slot(j)], ready.at[slot(j)])
+                plgpu.copy_gmem_to_smem(block, smem.at[place], ready.at[place])
 
-            stream(
-                blocks,
-                stages,
-                [
-                    (lambda j: load(k_gmem, k_smem, k_ready, j), k_free),
-                    (lambda j: load(v_gmem, v_smem, v_ready, j), v_free),
-                ],
-            )
+            def load_half(j):
+                assert half_gmem is not None
+                load(half_gmem[0], half_smem, half_ready, j, half_slots)
+
+            buffers = [
+                (lambda j: load(k_gmem, k_smem, k_ready, j), k_free),
+                (lambda j: load(v_gmem, v_smem, v_ready, j), v_free),
+            ]
+            if half_gmem is None:
+                stream(blocks, stages, buffers)
+            else:
+                slots = stages, stages, half_slots
+                stream(blocks, slots, [*buffers, (load_half, half_free)])
 
     free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
+    half_smem = half_ready = half_free = None
+    if half is not None:
+        half_smem = smem_tile((half_slots, columns, head_dim), half[0].dtype, columns)
+        half_ready = plgpu.Barrier(num_barriers=half_slots)
+        half_free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=half_slots)
     out_type = jax.ShapeDtypeStruct(query.shape, dtype)
     if makes_delta:
         # A plain store, which does not stop at an array's end.
@@ -389,6 +445,7 @@ def _over_keys(
                 smem_tile((warpgroups, rows, value_dim), dtype),
                 smem_tile((stages, columns, head_dim), dtype, columns),
                 smem_tile((stages, columns, value_dim), dtype),
+                half_smem,
                 plgpu.SMEM((warpgroups, len(rows_of), rows), jnp.float32),
                 None if centre is None else centre_smem,
             ),
@@ -398,6 +455,8 @@ def _over_keys(
                 plgpu.Barrier(num_barriers=stages),
                 free,
                 free,
+                half_ready,
+                half_free,
             ),
         ],
         grid=(query_heads, tile_count, batch),
@@ -405,5 +464,5 @@ def _over_keys(
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query, key, value, dout, rows_of, centre, row_centre, pairs, bias)
+    )(query, key, value, dout, rows_of, centre, row_centre, half, pairs, bias)
     return result[:, :, :query_count] if makes_delta else result[:, :query_count]

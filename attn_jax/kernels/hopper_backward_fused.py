@@ -167,8 +167,7 @@ def backward_fused(
         plan=plan,
         dq_dtype=dq_dtype,
     )
-    # One after the other: their product may lie beyond FP32's range.
-    for power in (power_of_two(-numbers.row_exponent), 1 / numbers.key_factor[..., 0]):
+    for power in numbers.undone():
         total = total * jnp.repeat(power, group, axis=1)[:, None, :, None]
     dq = total[:, :query_count]
     if row_sum is not None:

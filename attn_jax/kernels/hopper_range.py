@@ -18,6 +18,13 @@ class Range(NamedTuple):
     key_factor: Float32[Array, "B K H"]  # w in each column
     row_exponent: Int32[Array, "B K"]
 
+    def undone(self) -> tuple[Float32[Array, "B K"], Float32[Array, "B K"]]:
+        """What dQ's sums are to be multiplied by, 1 / (w r), as two factors, which may
+        lie beyond FP32's range together. The smaller one comes first: the larger one
+        might take large sums there, too."""
+        factors = 1 / self.key_factor[..., 0], power_of_two(-self.row_exponent)
+        return jnp.minimum(*factors), jnp.maximum(*factors)
+
 
 def range_of(
     numbers: KeyNumbers | None,
@@ -44,8 +51,10 @@ def range_of(
     def of_group(x):  # [B, N, T] -> [B, K]
         return x.reshape(batch, heads, -1).max(axis=2)
 
-    # Where squares overflow so will dS, for all to see, and not vanish.
-    squares = jnp.minimum(of_group(dout_squares), FP32.max_finite)
+    # Where squares overflow so will dS, for all to see, and not vanish. Nor is it to
+    # vanish where they do: unscaled it would be less than any FP16 number.
+    squares = of_group(dout_squares)
+    squares = jnp.clip(squares, FP32.min_normal, FP32.max_finite)
     bound = 2 * jnp.sqrt(squares) * numbers.value_norm[..., 0]
     if dlse is not None:
         bound += of_group(jnp.abs(dlse))

@@ -5,7 +5,7 @@ arrays to them.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -153,14 +153,14 @@ def backward(
     made = _design(query.shape, value.shape, static, listed=rules is not None)
     chosen = static.options
     centre_kind = chosen.dq_centre or ("keys" if made == "fused" else "mean")
-    scaled = chosen.half_dq and dtype == jnp.bfloat16 and made == "fused"
+    scaled = chosen.halves_dq(INPUTS[jnp.dtype(dtype)], target)
     # The barrier keeps XLA from using the unrounded dout for delta while the products
     # see the rounded one: rows of dS would no longer sum to zero.
     dout = lax.optimization_barrier(dout.astype(dtype))
     unpadded_key = key
     query, key, value, dout = map(_pad_sequence, (query, key, value, dout))
     excess = dout_squares = None
-    if made == "fused" and (scaled or chosen.delta_source != "p_dp"):
+    if scaled or made == "fused" and chosen.delta_source != "p_dp":
         padded_low = None if low is None else _pad_sequence(low)
         sums = hopper_row_sums.row_sums(_pad_sequence(out), padded_low, dout)
         excess, dout_squares = (x[:, :, :query_count] for x in sums)
@@ -199,21 +199,22 @@ def backward(
         dsinks = of_sink.sum(axis=-1)
         row_sum = -of_sink if dlse is None else dlse - of_sink
     operands = (query, key, value, dout, lse, delta)
+    found = range_of(
+        *(numbers, dout_squares, dlse, key),
+        centred=centre_kind == "keys",
+        scaled=scaled,
+    )
     if made == "fused":
-        found = range_of(
-            *(numbers, dout_squares, dlse, key),
-            centred=centre_kind == "keys",
-            scaled=scaled,
-        )
         gradients = hopper_backward_fused.backward_fused(
             *(*operands, row_sum, found),
             plan=static.tilings.backward_fused,
-            dq_dtype=jnp.dtype(jnp.float16) if chosen.half_dq else jnp.dtype(dtype),
+            dq_dtype=jnp.dtype(jnp.float16) if scaled else jnp.dtype(dtype),
             **options,
         )
         return *gradients, dsinks
     options |= of_pairs
-    centre, own = None, {}
+    centre = None
+    own: dict[str, Any] = {"numbers": found} if scaled else {}
     if centre_kind == "row":
         own["row_centre"] = _row_centre(
             query, key, value, sinks, numbers, static, options

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal, NamedTuple
 
-from attn_jax.formats import BF16, FP16
+from attn_jax.formats import BF16, FP16, NumberFormat
 from attn_jax.kernels.hopper_softmax import P_SCALE
 from attn_jax.kernels.tuning import Backward
 from attn_jax.recipe import Architecture, Recipe, Step
@@ -17,9 +17,8 @@ class Options(NamedTuple):
 
     Attributes:
       dq_centre: None: "keys" in the one-pass kernel and "mean" in two.
-      half_dq: the one-pass kernel makes dQ of FP16 dS and K', each scaled into range
-        for its head (`dq_dlogits`), and not of such as the inputs are. FP16 inputs are
-        not scaled: for them it is True.
+      half_dq: on Hopper dQ of BF16 inputs is made of FP16 dS and K', each scaled into
+        range for its head (`dq_dlogits`), and not of such as the inputs are.
       half_weights: P of the forward product is FP16 though the inputs are BF16, and so
         is V (`hopper_key_numbers`). None: where it is differentiated, since dQ gains
         by it more than out does. Ampere's kernels do not have it.
@@ -37,9 +36,11 @@ class Options(NamedTuple):
         where both have."""
         if self.dq_centre in ("mean", "row"):
             return "two_kernels"
-        if self.dq_centre == "keys" or self.dq_centre == "none" and self.half_dq:
-            return "fused"
-        return wanted
+        return "fused" if self.dq_centre == "keys" else wanted
+
+    def halves_dq(self, inputs: NumberFormat, target: Architecture) -> bool:
+        """Whether dQ has dS and K' in FP16 where they are not so by themselves."""
+        return self.half_dq and inputs != FP16 and target == "hopper"
 
     def on(
         self,
@@ -51,7 +52,7 @@ class Options(NamedTuple):
     ) -> Recipe:
         """The recipe of the kernels of a design, `declared` but for the options."""
         centre = self.dq_centre or ("keys" if made == "fused" else "mean")
-        scaled = made == "fused" and self.half_dq and declared.inputs != FP16
+        scaled = self.halves_dq(declared.inputs, target)
         half = differentiated if self.half_weights is None else self.half_weights
         half = half and target == "hopper" and declared.inputs == BF16
         weights = _HALF_WEIGHTS if half else {}
@@ -93,14 +94,9 @@ def of_recipe(recipe: Recipe | None) -> Options:
     """What a recipe asks for that `reason_against` has nothing against."""
     if recipe is None:
         return DEFAULT
-    if recipe.inputs == FP16:
-        # Both designs have "none", and neither another dS for dQ.
-        half = recipe.dq_centre == "keys"
-    else:
-        half = recipe.dq_dlogits is not None
     return Options(
         recipe.dq_centre,
-        half,
+        recipe.dq_dlogits is not None,
         recipe.delta_source,
         recipe.rescale_threshold,
         recipe.repeated_max_factor,
@@ -145,23 +141,15 @@ def reason_against(
     if half and recipe.rescale_threshold:
         why = "P as FP16 numbers, times probability_scale, needs 0"
         return _refusal(recipe, "rescale_threshold", why)
-    centre = recipe.dq_centre
-    if recipe.dq_dlogits is not None:
-        if centre in ("mean", "row"):
-            why = f"with dq_centre={centre!r} the kernels have None"
-            return _refusal(recipe, "dq_dlogits", why)
-        if recipe.inputs != BF16:
-            return _refusal(
-                recipe, "dq_dlogits", "for FP16 inputs the kernels have None"
-            )
+    if recipe.dq_dlogits is not None and recipe.inputs != BF16:
+        return _refusal(recipe, "dq_dlogits", "for FP16 inputs the kernels have None")
     needed = of_recipe(recipe).design(None)
-    field = "dq_dlogits" if centre == "none" else "dq_centre"
     if needed == "fused" and not fused_taken:
         why = "it is the one-pass kernel's, which does not take these arguments; two "
-        why += "kernels have dq_centre 'mean', 'row' or 'none', and dq_dlogits None"
-        return _refusal(recipe, field, why)
+        why += "kernels have dq_centre 'mean', 'row' or 'none'"
+        return _refusal(recipe, "dq_centre", why)
     if None not in (needed, wanted) and needed != wanted:
-        return _refusal(recipe, field, f"backward={wanted!r} does not have it")
+        return _refusal(recipe, "dq_centre", f"backward={wanted!r} does not have it")
     return None
 
 

@@ -370,27 +370,32 @@ def block_counts(
     return full, blocks
 
 
-def stream(count: jax.Array, stages: int, buffers) -> None:
+def stream(count: jax.Array, stages: int | tuple[int, ...], buffers) -> None:
     """The loading warpgroup's loop: fills slot `step % stages` once it is released.
 
-    `buffers` lists (load(step), barriers that say a slot is free). Every release is
-    awaited, the last ones too: no barrier may be left with an arrival nobody saw.
+    `buffers` lists (load(step), barriers that say a slot is free), each with as many
+    slots as `stages` says, of all or of each. They are released in this order. Every
+    release is awaited, the last ones too: no barrier may be left with an arrival nobody
+    saw.
     """
-    for step in range(stages):
+    if isinstance(stages, int):
+        stages = (stages,) * len(buffers)
+    for step in range(max(stages)):
 
         @pl.when(step < count)
         def _():
-            for load, _ in buffers:
-                load(jnp.int32(step))
+            for (load, _), slots in zip(buffers, stages, strict=True):
+                if step < slots:
+                    load(jnp.int32(step))
 
     @pl.loop(0, count)
     def _(step):
-        for load, free in buffers:
-            plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(stages))])
+        for (load, free), slots in zip(buffers, stages, strict=True):
+            plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(slots))])
 
-            @pl.when(step + stages < count)
+            @pl.when(step + slots < count)
             def _():
-                load(step + stages)
+                load(step + slots)
 
 
 def pad_rows(x: jax.Array, count: int) -> jax.Array:

@@ -190,10 +190,12 @@ def _hopper_forward_refuses(
 def _hopper_dq_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
     rows, columns, groups = tiling.rows, tiling.columns, tiling.warpgroups
     block = (rows, columns, 4)
+    half_stages = hopper_backward_dq.half_stages(tiling, head_dim, value_dim)
     return Need(
         _registers((rows, head_dim, 4), block, block),
         hopper_backward_dq.CONSUMER_REGISTERS,
         2 * (groups * rows + tiling.stages * columns) * (head_dim + value_dim)
+        + 2 * half_stages * columns * head_dim
         + 4 * groups * (3 * rows + head_dim),
         _logits(tiling),
     )
