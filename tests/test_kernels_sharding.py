@@ -382,14 +382,15 @@ def compile_extra() -> None:
 @pytest.mark.parametrize(
     ("situation", "kernels"),
     [
-        ("jit", 4),
-        pytest.param("shard_map", 4, marks=pytest.mark.thorough),
+        ("jit", 5),
+        pytest.param("shard_map", 5, marks=pytest.mark.thorough),
         pytest.param("options", 5, marks=pytest.mark.thorough),
     ],
 )
 def test_gpu_program_has_no_collective(situation, kernels):
-    """One forward kernel, one for sums, one for dQ, one for dK and dV; with options
-    none for sums, but one for delta and the forward kernel once more."""
+    """One for the numbers of keys, one forward kernel, one for sums, one for dQ, one
+    for dK and dV; with options none of the first and third, but one for delta and the
+    forward kernel once more."""
     program = in_child_process(
         _gpu_program, situation, BATCH_AND_HEADS, seconds=TIME_LIMIT
     )
