@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from attn_jax.kernels.hopper_range import Range
 
 from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.kernels import tuning
@@ -16,6 +15,7 @@ from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention, declared_recipe
 from attn_jax.kernels.compiler import shared_memory
 from attn_jax.kernels.hopper_backward_dq import half_stages
+from attn_jax.kernels.hopper_range import Range
 from attn_jax.kernels.internals import interpreted
 from attn_jax.mask import Mask
 from tests.child_process import in_child_process

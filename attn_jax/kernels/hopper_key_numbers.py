@@ -29,12 +29,13 @@ from typing import NamedTuple
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16, Float32
 
 from attn_jax.centre import centre_from
-from attn_jax.formats import FP16, FP32, NumberFormat
+from attn_jax.formats import FP16, NumberFormat
 from attn_jax.kernels import turns
 from attn_jax.kernels.lanes import Lanes, read
 from attn_jax.kernels.ring_order import MULTIPROCESSORS
@@ -119,22 +120,22 @@ class _Tiles(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return self.lanes.strip, self.width
 
-    def zero(self):
-        zero = jnp.zeros(self.shape, jnp.float32)
+    def zero(self, dtype=jnp.float32):
+        zero = jnp.zeros(self.shape, dtype)
         return plgpu.layout_cast(zero, self.lanes.layout())
 
     def strips(self, tile):
-        """Row of a tile, FP32 values: strip after strip."""
+        """Row of a tile, 16-bit values: strip after strip."""
         for row in range(0, self.rows, self.lanes.strip):
             part = tile.at[pl.ds(row, self.lanes.strip)]
-            yield row, widen(read(part, layout=self.lanes.layout()))
+            yield row, read(part, layout=self.lanes.layout())
 
     def over_head(self, columns, reduce):
-        """One number of all columns, in each of them."""
+        """One number of all columns, all over a strip."""
         x = lax.broadcast_in_dim(columns, self.shape, [1])
         x = reduce(plgpu.layout_cast(x, self.lanes.layout()), axis=1)
         x = lax.broadcast_in_dim(x, self.shape, [0])
-        return plgpu.layout_cast(x, self.lanes.layout()).max(axis=0)
+        return plgpu.layout_cast(x, self.lanes.layout())
 
 
 def key_numbers(
@@ -209,8 +210,9 @@ def key_numbers(
             now = slot(step, plan.key_stages)
             plgpu.barrier_wait(key_ready.at[now])
             for _, x in of_key.strips(key_smem.at[now]):
+                largest = jnp.maximum(largest, _rank(x))
+                x = widen(x)
                 sums, squares = sums + x, squares + x * x
-                largest = jnp.maximum(largest, _size(x))
             # All have read: here it is a barrier.
             plgpu.commit_smem()
             load_key(step + plan.key_stages)
@@ -219,21 +221,39 @@ def key_numbers(
         def over_values(step, largest):
             plgpu.barrier_wait(value_ready.at[slot(step)])
             for _, x in of_value.strips(value_smem.at[slot(step)]):
-                largest = jnp.maximum(largest, _size(x))
+                largest = jnp.maximum(largest, _rank(x))
             if not keeps_values:
                 plgpu.commit_smem()
                 load_value(step + stages)
             return largest
 
         # Rows past the last key are zero here, which changes none of these.
+        start = of_key.zero(), of_key.zero(), of_key.zero(jnp.int16)
         sums, squares, largest = lax.fori_loop(
-            jnp.int32(0), jnp.int32(of_key.count), over_keys, (of_key.zero(),) * 3
+            jnp.int32(0), jnp.int32(of_key.count), over_keys, start
         )
         sums, squares = sums.sum(axis=0), squares.sum(axis=0)
-        largest = largest.max(axis=0)
+        largest = _of_rank(largest, key.dtype).max(axis=0)
         value_largest = lax.fori_loop(
-            jnp.int32(0), jnp.int32(of_value.count), over_values, of_value.zero()
-        ).max(axis=0)
+            jnp.int32(0),
+            jnp.int32(of_value.count),
+            over_values,
+            of_value.zero(jnp.int16),
+        )
+        value_largest = _of_rank(value_largest, value.dtype).max(axis=0)
+
+        def told(gmem, tiles, combine, *index):
+            columns = tiles.lanes.layout().reduce(0)
+            zero = jnp.zeros((tiles.width,), jnp.float32)
+
+            def take(other, found):
+                x = gmem.at[b, n, other, *index]
+                return combine(found, read(x, layout=columns))
+
+            zero = plgpu.layout_cast(zero, columns)
+            # Unrolled the loop would take a third more registers.
+            count = opaque(jnp.int32(parts))
+            return lax.fori_loop(jnp.int32(0), count, take, zero)
 
         if parts > 1:
             found_value_gmem[b, n, part] = value_largest
@@ -244,71 +264,58 @@ def key_numbers(
             plgpu.barrier_wait(all_told)
             turns.fence()
 
-            def told(gmem, tiles, combine, *index):
-                columns = tiles.lanes.layout().reduce(0)
-                zero = jnp.zeros((tiles.width,), jnp.float32)
-
-                def take(other, found):
-                    x = gmem.at[b, n, other, *index]
-                    return combine(found, read(x, layout=columns))
-
-                zero = plgpu.layout_cast(zero, columns)
-                # Unrolled the loop would take a third more registers.
-                count = opaque(jnp.int32(parts))
-                return lax.fori_loop(jnp.int32(0), count, take, zero)
-
             value_largest = told(found_value_gmem, of_value, jnp.maximum)
-            sums, squares = (told(found_key_gmem, of_key, jnp.add, i) for i in range(2))
-            largest = told(found_key_gmem, of_key, jnp.maximum, 2)
 
         exponent = _into_range(
             of_value.over_head(value_largest, jnp.max), most=_MOST_VALUE_EXPONENT
         )
 
-        def tell():
+        def scale_values(factor):
+            """V times a power of two, all over a strip."""
+
+            def scale(step):
+                """A tile in place; the result goes as bits of V's format."""
+                tile = value_smem.at[slot(step)]
+                for row, x in of_value.strips(tile):
+                    x = lax.bitcast_convert_type(
+                        (widen(x) * factor).astype(jnp.float16), value.dtype
+                    )
+                    tile[pl.ds(row, of_value.lanes.strip)] = x
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(tile, half_gmem.at[place(of_value, step)])
+
+            @pl.loop(jnp.int32(0), jnp.int32(of_value.count))
+            def _(i):
+                if keeps_values:
+                    scale(i)
+                    return
+                step = i + of_value.count
+                plgpu.barrier_wait(value_ready.at[slot(step)])
+                scale(step)
+                # The tile before has left its place.
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                pl.when(i > 0)(lambda: load_value(step - 1 + stages))
+
+        def tell(sums, squares, largest):
+            if parts > 1:
+                sums = told(found_key_gmem, of_key, jnp.add, 0)
+                squares = told(found_key_gmem, of_key, jnp.add, 1)
+                largest = told(found_key_gmem, of_key, jnp.maximum, 2)
             # |K - c| is at most twice the largest key. Doubled, that might overflow.
             keys = _into_range(of_key.over_head(largest, jnp.max), doublings=1)
             mean, square = sums / key_count, squares / key_count
             centre_gmem[b, n] = centre_from(mean, square, largest, inputs)
-            key_factor_gmem[b, n] = _power(keys)
+            key_factor_gmem[b, n] = _power(keys).max(axis=0)
             # Squares of the scaled ones stay in range.
-            scaled = value_largest * _power(exponent)
+            unscale = _power(-exponent).max(axis=0)
+            scaled = value_largest / unscale
             norm = jnp.sqrt(of_value.over_head(scaled * scaled, jnp.sum))
-            norm_gmem[b, n] = norm * _power(-exponent)
-            unscale_gmem[b, n] = _power(-exponent)
+            norm_gmem[b, n] = norm.max(axis=0) * unscale
+            unscale_gmem[b, n] = unscale
 
-        if parts > 1:
-            pl.when(part == 0)(tell)
-        else:
-            tell()
-        if not half:
-            return
-        factor = lax.broadcast_in_dim(_power(exponent), of_value.shape, [1])
-        factor = plgpu.layout_cast(factor, of_value.lanes.layout())
-
-        def scale(step):
-            """A tile in place; the result goes as bits of V's format."""
-            tile = value_smem.at[slot(step)]
-            for row, x in of_value.strips(tile):
-                x = lax.bitcast_convert_type(
-                    (x * factor).astype(jnp.float16), value.dtype
-                )
-                tile[pl.ds(row, of_value.lanes.strip)] = x
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile, half_gmem.at[place(of_value, step)])
-
-        @pl.loop(jnp.int32(0), jnp.int32(of_value.count))
-        def _(i):
-            if keeps_values:
-                scale(i)
-                return
-            step = i + of_value.count
-            plgpu.barrier_wait(value_ready.at[slot(step)])
-            scale(step)
-            # The tile before has left its place.
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            pl.when(i > 0)(lambda: load_value(step - 1 + stages))
-
+        if half:
+            scale_values(_power(exponent))
+        pl.when(part == 0)(lambda: tell(sums, squares, largest))
         plgpu.wait_smem_to_gmem(0)
 
     def f32(*shape):
@@ -349,9 +356,22 @@ def key_numbers(
     return KeyNumbers(*numbers), half_value
 
 
-def _size(x: jax.Array) -> jax.Array:
-    size = jnp.abs(x)
-    return jnp.where(size <= FP32.max_finite, size, 0.0)
+def _rank(x: jax.Array) -> jax.Array:
+    """A 16-bit integer that grows with |x|, and is negative where x is not finite: one
+    instruction takes the larger ones of two pairs."""
+    bits = lax.bitcast_convert_type(x, jnp.int16)
+    return (bits & jnp.int16(0x7FFF)) + jnp.int16(_beyond(x.dtype))
+
+
+def _of_rank(rank: jax.Array, dtype) -> jax.Array:
+    """|x|; 0 where nothing was finite."""
+    bits = jnp.maximum(rank - jnp.int16(_beyond(dtype)), jnp.int16(0))
+    return widen(lax.bitcast_convert_type(bits, dtype))
+
+
+def _beyond(dtype) -> int:
+    """What takes the bits of infinity to 2^15, which is negative."""
+    return 0x8000 - int(np.array(np.inf, dtype).view(np.uint16))
 
 
 def _into_range(
