@@ -42,7 +42,7 @@ from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ampere_tiles as tiles
 from attn_jax.kernels import ring_order
-from attn_jax.kernels.hopper_fused_range import Range, power_of_two
+from attn_jax.kernels.hopper_range import Range, power_of_two
 from attn_jax.kernels.tiles import LOG2_E, pad_rows, smem_tile
 
 KEY_TILE = 128
@@ -92,7 +92,7 @@ def backward_fused(
     cut: Cut,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """(dQ, dK, dV). `row_sum` is what rows of dS sum to, `numbers` are those of
-    `hopper_fused_range.range_of`. Under a causal mask T = S."""
+    `hopper_range.range_of`. Under a causal mask T = S."""
     batch, _, query_heads, head_dim = query.shape
     key_heads = key.shape[2]
     group = query_heads // key_heads
@@ -372,13 +372,13 @@ def backward_fused(
         **threads,
     )(
         *(query, key, value, dout, statistics, numbers.centre),
-        power_of_two(numbers.key_exponent),
+        numbers.key_factor[..., 0],
         power_of_two(-numbers.row_exponent),
     )
     total = in_memory.in_order(total, cut.adding)[:, :query_count]
     # One after the other: their product may lie beyond FP32's range.
-    for exponent in (numbers.row_exponent, numbers.key_exponent):
-        power = power_of_two(-jnp.repeat(exponent, group, axis=1))
+    for power in numbers.undone():
+        power = jnp.repeat(power, group, axis=1)
         total = total * power[:, None, :, None]
     shift = row_sum.swapaxes(1, 2)[..., None]
     shift = shift * jnp.repeat(numbers.centre, group, axis=1)[:, None]

@@ -12,10 +12,11 @@ def program(case, name, big, row):
     import jax.numpy as jnp
     from ampere_backward_fused import Cut, backward_fused
 
+    from attn_jax.centre import centre_of
     from attn_jax.formats import BF16
     from attn_jax.kernels import ampere_backward_dkv, ampere_backward_dq, local, tuning
-    from attn_jax.kernels.hopper_backward_rows import Sums
-    from attn_jax.kernels.hopper_fused_range import range_of
+    from attn_jax.kernels.hopper_key_numbers import KeyNumbers
+    from attn_jax.kernels.hopper_range import power_of_two, range_of
 
     head_dim, length, is_causal = case
     common = {"query_count": length, "key_count": length, "scale": head_dim**-0.5}
@@ -41,18 +42,23 @@ def program(case, name, big, row):
 
     def one_pass(query, key, value, dout, lse, dlse, out):
         excess = (wide(dout) * wide(out)).sum(axis=-1).swapaxes(1, 2)
-        keys = wide(key)
-        sums = Sums(
-            excess=excess,
-            dout_squares=jnp.square(wide(dout)).sum(axis=-1).swapaxes(1, 2),
-            key_sums=keys.sum(axis=1, keepdims=True),
-            key_squares=jnp.square(keys).sum(axis=1, keepdims=True),
-            key_largest=jnp.abs(keys).max(axis=1, keepdims=True),
-            value_largest=jnp.abs(wide(value)).max(axis=1, keepdims=True),
+        centre = centre_of(key, BF16)
+
+        def in_each(x):
+            return jnp.broadcast_to(x[..., None], centre.shape)
+
+        largest = jnp.abs(wide(key)).max(axis=(1, 3))
+        columns = jnp.abs(wide(value)).max(axis=1)
+        numbers = KeyNumbers(
+            centre=centre,
+            key_factor=in_each(power_of_two(14 - jnp.frexp(largest)[1])),
+            value_norm=in_each(jnp.linalg.norm(columns, axis=2)),
+            unscale=jnp.ones_like(columns),
         )
+        squares = jnp.square(wide(dout)).sum(axis=-1).swapaxes(1, 2)
         return backward_fused(
             *(query, key, value, dout, lse, excess - dlse, dlse),
-            range_of(sums, dlse, length, BF16),
+            range_of(numbers, squares, dlse, key),
             cut=cut,
             **common,
         )
