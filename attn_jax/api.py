@@ -83,10 +83,12 @@ def dot_product_attention(
         arguments, on the GPU at hand or else on Hopper
         (`kernels.attention.declared_recipe`), and `recipe.ATTN_JAX` where `pallas` has
         no kernels for them. Of `pallas`, which of its options are wanted (None: its
-        own): `dq_centre`, `dq_dlogits`, `delta_source`, `rescale_threshold` and
-        `repeated_max_factor`. Blocks, order of keys, name and source are ignored there,
-        and any other difference from `declared_recipe` is refused. For example
-        `dataclasses.replace(RECIPES["attn_jax"], dq_centre="row")`.
+        own): `dq_centre`, `dq_dlogits`, `delta_source`, `rescale_threshold`,
+        `repeated_max_factor` and `probability` with `probability_scale`. Blocks, order
+        of keys, name and source are ignored there, and any other difference from
+        `declared_recipe` is refused. A recipe is taken at its word: those of `pallas`
+        itself, but for one thing, are
+        `dataclasses.replace(declared_recipe(dtype, H, S, mask), dq_centre="row")`.
       rounding_key: a key of `jax.random` for a recipe that rounds stochastically, and
         only then.
 
