@@ -95,8 +95,8 @@ def test_ragged_lengths_keep_heads_apart(shape, is_causal, family, backward):
     assert np.abs(np.asarray(lse) - golden.lse).max() <= terms * 2.0**-24 * size
     exact = (golden.out, golden.dquery, golden.dkey, golden.dvalue)
     for name, x, y in zip(("out", "dq", "dk", "dv"), (out, *grads), exact):
-        # The bar is 1.7 pooled over 16 heads and 4 seeds; a few heads scatter more, most
-        # of all dK where Q has a mean (tests/test_kernels_interpret.py).
+        # The bar is 1.7 pooled over 16 heads and 4 seeds; a few heads scatter more,
+        # most of all dK where Q has a mean (tests/test_kernels_interpret.py).
         luck = name == "dk" and family == "lse-130"
         assert unit_error(x, y, BF16) <= (2.5 if luck else 2.0), name
 
