@@ -259,6 +259,8 @@ def key_numbers(
             found_value_gmem[b, n, part] = value_largest
             for i, x in enumerate((sums, squares, largest)):
                 found_key_gmem[b, n, part, i] = x
+            # All have written: one thread alone says so to each of the other CTAs.
+            plgpu.commit_smem()
             turns.fence()
             plgpu.barrier_arrive(all_told)
             plgpu.barrier_wait(all_told)
@@ -347,8 +349,7 @@ def key_numbers(
         grid=(heads, batch),
         grid_names=("head", "batch"),
         **cluster,
-        # No thread reads what another has written; where a copy follows on reading or
-        # writing there is a barrier.
+        # Where a copy, or another CTA, follows on reading or writing there is a barrier.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(key, value)
     if half_value is not None:

@@ -35,8 +35,9 @@ def count_up(semaphore) -> None:
 
 
 def fence() -> None:
-    """What this thread has written is there before what it says next, and what it reads
-    next is what others had written before they said so."""
+    """What this thread has written, and what others had before a barrier that it has
+    passed, is there before it says so next; and it reads next what others had written
+    before they said so."""
     plgpu.inline_mgpu()(_fence)()
 
 
