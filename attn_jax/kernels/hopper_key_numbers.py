@@ -349,7 +349,7 @@ def key_numbers(
         grid=(heads, batch),
         grid_names=("head", "batch"),
         **cluster,
-        # Where a copy, or another CTA, follows on reading or writing there is a barrier.
+        # Where a copy or another CTA follows on reading or writing there is a barrier.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(key, value)
     if half_value is not None:
