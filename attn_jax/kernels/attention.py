@@ -134,6 +134,7 @@ def attention(
     chosen = options.of_recipe(recipe)
     static = local.Static(
         target=target,
+        dtype=jnp.dtype(query.dtype),
         scale=scale,
         is_causal=mask.is_causal and by_itself,
         band=Band(None, None) if by_itself else Band(*mask.band),
@@ -319,7 +320,8 @@ def _attention_fwd(static, *primals):
     bias = _as_read(static, bias)
     more = _Extra.of(rules, sinks, bias)
     run = _forward_program(static, more.layout, residual=True)
-    results = dict(zip(_results(static, residual=True), run(*inputs, *more.arrays)))
+    names = _results(static, more.layout, residual=True)
+    results = dict(zip(names, run(*inputs, *more.arrays), strict=True))
     out = named_out(results.pop("out"))
     lse = named_lse(results.pop("lse"))
     # What else the backward pass has of them is saved where they are.
@@ -378,10 +380,11 @@ class _Extra(NamedTuple):
         return cls(tuple((name, axes[name]) for name in given), tuple(given.values()))
 
 
-def _results(static: local.Static, *, residual: bool) -> dict[str, str]:
+def _results(static: local.Static, more, *, residual: bool) -> dict[str, str]:
     """Axes of what `local.forward` returns, by name, for `Layout`."""
     low = residual and static.keeps_low
-    numbers = residual and static.keeps_numbers
+    listed = any(name in Rules._fields for name, _ in more)
+    numbers = residual and static.keeps_numbers(listed=listed)
     return (
         {"out": "BTND"}
         | ({"out_low": "BTND"} if low else {})
@@ -397,7 +400,7 @@ def _forward_program(static: local.Static, more, residual: bool):
         local.forward, static=static, more=more, residual=residual
     )
     operands = {"query": "BTNH", "key": "BSKH", "value": "BSKD"} | dict(more)
-    results = tuple(_results(static, residual=residual).values())
+    results = tuple(_results(static, more, residual=residual).values())
     return jax.jit(partitioned(program, Layout(operands, results)))
 
 
@@ -411,7 +414,7 @@ def _backward_program(
     )
     operands = {"query": "BTNH", "key": "BSKH", "value": "BSKD", "dout": "BTND"}
     operands |= {"lse": "BNT", "out": "BTND"}
-    axes = _results(static, residual=True) | {"dlse": "BNT"}
+    axes = _results(static, more, residual=True) | {"dlse": "BNT"}
     operands |= {name: axes[name] for name in rest}
     results = ("BTNH", "BSKH", "BSKD", "BN")
     results += (dict(more)["bias"],) if wants_dbias else ()

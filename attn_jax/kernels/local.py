@@ -46,10 +46,11 @@ SEQUENCE_MULTIPLE = 8
 
 class Static(NamedTuple):
     """What is compiled in: `is_causal` for a mask that a kernel can count by itself,
-    `band` for the others; `backward` if a design is asked for. `bias_dtype` is the one
-    that kernels read a bias in."""
+    `band` for the others; `backward` if a design is asked for. `dtype` is that of the
+    inputs, `bias_dtype` the one that kernels read a bias in."""
 
     target: Architecture
+    dtype: jnp.dtype
     scale: float
     is_causal: bool
     band: Band
@@ -66,18 +67,22 @@ class Static(NamedTuple):
         narrow = self.out_dtype != jnp.float32
         return narrow and self.options.delta_source == "o_hi_lo"
 
-    @property
-    def keeps_numbers(self) -> bool:
-        """Whether the forward pass finds `KeyNumbers` for the backward pass."""
+    def keeps_numbers(self, *, listed: bool) -> bool:
+        """Whether the forward pass finds `KeyNumbers` for the backward pass. `listed`:
+        whether there are lists of blocks, which the one-pass kernel does not take."""
         chosen = self.options
-        wanted = chosen.dq_centre in (None, "keys") or chosen.half_dq
-        if chosen.dq_centre == "row":
-            wanted = wanted or chosen.half_weights is not False
-        return self.target == "hopper" and wanted
+        if self.target != "hopper":
+            return False
+        one_pass = not listed and chosen.design(self.backward) != "two_kernels"
+        centred = one_pass and chosen.dq_centre in (None, "keys")
+        if INPUTS[self.dtype] == FP16:
+            return centred
+        of_row = chosen.dq_centre == "row" and chosen.half_weights is not False
+        return centred or chosen.half_dq or of_row
 
-    def half_weights(self, dtype, *, differentiated: bool) -> bool:
+    def half_weights(self, *, differentiated: bool) -> bool:
         """Whether P and V of P V are FP16 numbers though the inputs are not."""
-        narrow = self.target == "hopper" and dtype == jnp.bfloat16
+        narrow = self.target == "hopper" and self.dtype == jnp.bfloat16
         wanted = self.options.half_weights
         return narrow and (differentiated if wanted is None else wanted)
 
@@ -102,8 +107,9 @@ def forward(query, key, value, *arrays, static: Static, more, residual):
         options["soft_cap"] = static.soft_cap
     query_count, key_count = query.shape[1], key.shape[1]
     query, key, value = map(_pad_sequence, (query, key, value))
-    keeps_numbers = residual and static.keeps_numbers
-    half = static.half_weights(query.dtype, differentiated=residual)
+    listed = rules is not None
+    keeps_numbers = residual and static.keeps_numbers(listed=listed)
+    half = static.half_weights(differentiated=residual)
     numbers = None
     if keeps_numbers or half:
         inputs = INPUTS[jnp.dtype(key.dtype)]
@@ -275,7 +281,7 @@ def _row_centre(
             listed="mask" in options,
         )
     values = key
-    if static.half_weights(key.dtype, differentiated=True):
+    if static.half_weights(differentiated=True):
         assert numbers is not None
         factor = numbers.key_factor[:, None]
         values = (key.astype(jnp.float32) * factor).astype(jnp.float16)
