@@ -144,6 +144,9 @@ def test_numbers_are_those_of_k_and_v(case):
         *CASES,
         *FURTHER,
         Case(2, 1000, 8, 64, 64),
+        # One head, whose tiles may run on into the next batch entry.
+        Case(2, 101, 1, 64, 64),
+        Case(64, 8, 1, 64, 64),
         Case(1, 5000, 3, 128, 128),
         Case(1, 70000, 1, 64, 64),
     ],

@@ -323,6 +323,10 @@ def key_numbers(
     def f32(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
+    # Of a single head a tile is contiguous, and its copy does not stop at the end of a
+    # batch entry.
+    half_rows = parts * of_value.count * of_value.rows if heads == 1 else keys
+    half_shape = batch, max(half_rows, keys), heads, value_dim
     together = parts > 1
     cluster = {"cluster": (parts,), "cluster_names": ("part",)} if together else {}
     all_told = plgpu.ClusterBarrier(collective_axes=("part",)) if together else None
@@ -333,7 +337,7 @@ def key_numbers(
             *[f32(batch, heads, value_dim)] * 2,
             f32(*found_shape, 3, head_dim) if together else None,
             f32(*found_shape, value_dim) if together else None,
-            jax.ShapeDtypeStruct(value.shape, value.dtype) if half else None,
+            jax.ShapeDtypeStruct(half_shape, value.dtype) if half else None,
         ],
         scratch_types=[
             (
@@ -353,7 +357,7 @@ def key_numbers(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(key, value)
     if half_value is not None:
-        half_value = lax.bitcast_convert_type(half_value, jnp.float16)
+        half_value = lax.bitcast_convert_type(half_value[:, :keys], jnp.float16)
     return KeyNumbers(*numbers), half_value
 
 
