@@ -33,10 +33,11 @@ def recipe_of(
     lengths: tuple[int, int],
     pairs: int,
     mask: Mask,
+    differentiated: bool,
 ) -> Recipe | None:
     """What the kernels are asked for under a name: their own recipe for T queries and S
-    keys (`lengths`) of `pairs` heads of batch entries, but for the option; None for a
-    name that has none."""
+    keys (`lengths`) of `pairs` heads of batch entries, `differentiated` or not, but for
+    the option; None for a name that has none."""
     if name not in OPTIONS:
         return None
     # Imported on use: the kernels refuse a JAX that they do not know.
@@ -44,7 +45,10 @@ def recipe_of(
 
     queries, keys = lengths
     declared = declared_recipe(
-        dtype, head_dim, keys, mask, query_length=queries, pairs=pairs
+        *(dtype, head_dim, keys, mask),
+        query_length=queries,
+        pairs=pairs,
+        differentiated=differentiated,
     )
     recipe = dataclasses.replace(declared, **OPTIONS[name])
     if recipe.inputs == FP16:  # P is FP16 as it is.

@@ -84,11 +84,12 @@ def dot_product_attention(
         (`kernels.attention.declared_recipe`), and `recipe.ATTN_JAX` where `pallas` has
         no kernels for them. Of `pallas`, which of its options are wanted (None: its
         own): `dq_centre`, `dq_dlogits`, `delta_source`, `rescale_threshold`,
-        `repeated_max_factor` and `probability` with `probability_scale`. Blocks, order
-        of keys, name and source are ignored there, and any other difference from
-        `declared_recipe` is refused. A recipe is taken at its word: those of `pallas`
-        itself, but for one thing, are
-        `dataclasses.replace(declared_recipe(dtype, H, S, mask), dq_centre="row")`.
+        `repeated_max_factor` and `probability` with `probability_scale`; the third
+        from last takes P in the inputs' format. Blocks, order of keys, name and source
+        are ignored there, and any other difference from `declared_recipe` is refused.
+        A recipe is taken at its word: those of `pallas` itself, but for one thing, are
+        `dataclasses.replace(declared_recipe(...), dq_centre="row")`, with all that it
+        asks for of the call.
       rounding_key: a key of `jax.random` for a recipe that rounds stochastically, and
         only then.
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from attn_jax.kernels import compiler
 from attn_jax.kernels.compiler import Gpu as Gpu
+from attn_jax.kernels.compiler import Kernel as Kernel
 from attn_jax.kernels.compiler import Program as Program
 
 

@@ -281,3 +281,17 @@ def test_norms_out_of_range_are_no_surprise_to_the_bound(exponent):
     assert excess(found, limits)["dquery"] <= 1
     # Of a norm that may be lost nothing is known, and the rows may overflow.
     assert np.isinf(limits.dquery).any() == (exponent != -40)
+
+
+def test_norms_whose_squares_leave_the_range_scale_all_the_same():
+    """V times a power of two and dO by its inverse: the same dQ, to the bit."""
+    inputs = make_inputs("normal", 0, SMALL)
+    recipe = in_format(ATTN_JAX, Step(FP16))
+    expected = np.asarray(dquery(inputs, recipe))
+    for exponent in (-80, 80):
+        value, dout = (
+            np.ldexp(x.astype(np.float32), e).astype(x.dtype)
+            for x, e in ((inputs.value, exponent), (inputs.dout, -exponent))
+        )
+        found = np.asarray(dquery(inputs._replace(value=value, dout=dout), recipe))
+        np.testing.assert_array_equal(found, expected)

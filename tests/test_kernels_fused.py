@@ -25,6 +25,7 @@ from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.internals import interpreted
 from attn_jax.kernels.tuning import Plan
 from attn_jax.mask import Mask
+from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 from attn_jax.reference import golden
 from tests.altered_kernels import fresh_programs
 from tests.child_process import in_child_process
@@ -143,6 +144,16 @@ def _range(inputs: Inputs, dlse: np.ndarray, fmt: NumberFormat) -> Range:
         *(numbers, jnp.asarray(squares), jnp.asarray(dlse), inputs.key),
         scaled=fmt == BF16,
     )
+
+
+def test_what_exceeds_fp32_is_scaled_down_as_far_as_goes():
+    """Infinity has no exponent: taken for 0 it would make dS 2^15 times as large."""
+    numbers = KeyNumbers(*(jnp.full((1, 1, 64), 2.0**120) for _ in KeyNumbers._fields))
+    squares, dlse = jnp.full((1, 1, 8), 2.0**30), jnp.full((1, 1, 8), jnp.inf)
+    key = jnp.ones((1, 8, 1, 64), jnp.bfloat16)
+    for given in (None, dlse):
+        found = range_of(numbers, squares, given, key)
+        np.testing.assert_array_equal(found.row_exponent, -MOST_HEAD_EXPONENT)
 
 
 PLAN = Plan(storing_warps=0)

@@ -30,9 +30,9 @@ def test_designs_of_our_backward_pass_are_timed_by_name(name, mask, kernel):
     with made_for("hopper"):
         if kernel is None:
             with pytest.raises(NotImplementedError, match="does not take"):
-                in_jax.attention(name, case)
+                in_jax.attention(name, case, "backward")
             return
-        attend = in_jax.attention(name, case)
+        attend = in_jax.attention(name, case, "backward")
         query, key, value, _, *ids = arrays
 
         def gradients(query, key, value, *ids):
@@ -66,7 +66,7 @@ def test_options_of_our_kernels_are_timed_by_name(name, mask, kernels):
     case = dataclasses.replace(TOY[mask], H=64, B=66)
     query, key, value, _, *ids = in_jax._on_device(case, "normal")
     with made_for("hopper"):
-        attend = in_jax.attention(name, case)
+        attend = in_jax.attention(name, case, "backward")
 
         def gradients(query, key, value, *ids):
             out, pullback = jax.vjp(lambda *x: attend(*x, *ids), query, key, value)
@@ -86,7 +86,7 @@ def test_options_of_our_kernels_are_timed_by_name(name, mask, kernels):
 def test_kernels_for_ampere_are_timed_by_name(mask):
     case = dataclasses.replace(TOY[mask], H=64)
     query, key, value, _ = in_jax._on_device(case, "normal")
-    attend = in_jax.attention("pallas-ampere", case)
+    attend = in_jax.attention("pallas-ampere", case, "backward")
 
     def gradients(*arrays):
         out, pullback = jax.vjp(attend, *arrays)

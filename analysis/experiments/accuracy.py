@@ -307,6 +307,7 @@ def _compile(
             lengths=(problem.T, problem.S),
             pairs=seeds * problem.K,
             mask=mask,
+            differentiated=True,
         )
     has_lse = implementation not in ("xla", "cudnn")
 

@@ -22,7 +22,7 @@ from jax.errors import JaxRuntimeError
 from analysis import ExperimentError
 from analysis.record import Row, check_writable, environment, show, write
 from analysis.speed import in_jax
-from analysis.speed.cases import Case
+from analysis.speed.cases import Case, Pass
 from analysis.speed.timing import reason
 from train.config import UsageError
 
@@ -101,14 +101,14 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     return {"rows": len(rows), "files": [str(path) for path in files]}
 
 
-def _planned(name: str, case: Case, of: str) -> tuple[Row, Any]:
+def _planned(name: str, case: Case, of: Pass) -> tuple[Row, Any]:
     """A row, and the compiled program if there is one."""
     row: Row = {
         **{"implementation": name, "pass": of, "N": case.T, "heads": case.N},
         **{"kv_heads": case.K, "H": case.H, "mask": case.mask},
         **dict.fromkeys(("megabytes", "beside", "measured", "refused")),
     }
-    attend = in_jax.attention(name, case)
+    attend = in_jax.attention(name, case, of)
 
     def both(query, key, value, dout):
         out, pullback = jax.vjp(attend, query, key, value)

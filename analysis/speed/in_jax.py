@@ -74,10 +74,10 @@ def _on_device(case: Case, family: str) -> tuple[Array, ...]:
     return jax.device_put((*inputs_of(case, family), *ids))
 
 
-def attention(name: str, case: Case) -> Attention:
-    """The function that is timed under a name, under the case's mask."""
+def attention(name: str, case: Case, of: Pass) -> Attention:
+    """The function that is timed under a name for a pass, under the case's mask."""
     if name in NAMED:
-        return _ours(name, case)
+        return _ours(name, case, of)
     library = name.removesuffix("-deterministic")
     if library in ("xla", "cudnn"):
         return _peer(jax.nn.dot_product_attention, library, case)
@@ -102,14 +102,14 @@ def attention(name: str, case: Case) -> Attention:
     return attend
 
 
-def _ours(name: str, case: Case) -> Attention:
+def _ours(name: str, case: Case, of: Pass) -> Attention:
     """Our kernels, with options or as `made_for` chooses, to be traced in the block of
     `target`; NotImplementedError for what they do not take."""
     # Imported on use: the kernels refuse a JAX that they do not know.
     from attn_jax.kernels import attention as kernels
     from attn_jax.kernels.options import of_recipe
 
-    recipe = _recipe(name, case)
+    recipe = _recipe(name, case, of)
     if of_recipe(recipe).design(None) not in (None, _backward_of(name, case)):
         raise NotImplementedError("the one-pass kernel does not take this problem")
 
@@ -133,7 +133,7 @@ def target(name: str) -> contextlib.AbstractContextManager:
     return made_for(MADE_FOR[name])
 
 
-def _recipe(name: str, case: Case) -> Recipe | None:
+def _recipe(name: str, case: Case, of: Pass) -> Recipe | None:
     return recipe_of(
         name,
         dtype=case.dtype,
@@ -141,6 +141,7 @@ def _recipe(name: str, case: Case) -> Recipe | None:
         lengths=(case.T, case.S),
         pairs=case.B * case.K,
         mask=case.rules,
+        differentiated=of != "forward",
     )
 
 
@@ -150,7 +151,7 @@ def _backward_of(name: str, case: Case) -> str:
     from attn_jax.kernels.attention import backward_of
     from attn_jax.kernels.options import of_recipe
 
-    wanted = of_recipe(_recipe(name, case)).design(None)
+    wanted = of_recipe(_recipe(name, case, "backward")).design(None)
     query, value = (case.B, case.T, case.N, case.H), (case.B, case.S, case.K, case.H)
     chosen = architecture.chosen()
     return backward_of(query, value, chosen, case.rules, wanted=wanted)
@@ -216,7 +217,7 @@ def _compiled(
     The backward pass is a program of its own, given what a forward pass has left for
     it, which is compiled and run here without being timed.
     """
-    attend = attention(name, case)
+    attend = attention(name, case, of)
 
     def forward(query, key, value, *ids):
         return {"out": attend(query, key, value, *ids)}

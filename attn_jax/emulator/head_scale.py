@@ -18,7 +18,8 @@ def head_scale(x: Operands, dout, dlse, on_dlogits: float) -> Array | None:
         return None
     largest = _norm(jnp.abs(x.value).max(2, keepdims=True))[:, :, None]
     bound = abs(on_dlogits) * (2 * _norm(dout) * largest + jnp.abs(dlse))
-    bound = bound.max((2, 3), keepdims=True)
+    # Infinity has no exponent.
+    bound = jnp.minimum(bound.max((2, 3), keepdims=True), jnp.finfo(bound.dtype).max)
     exponent = step.format.max_exponent - jnp.frexp(bound)[1]
     exponent = jnp.clip(exponent, -MOST_HEAD_EXPONENT, MOST_HEAD_EXPONENT)
     return jnp.where(bound > 0, jnp.ldexp(jnp.ones_like(bound), exponent), 1.0)
@@ -26,4 +27,7 @@ def head_scale(x: Operands, dout, dlse, on_dlogits: float) -> Array | None:
 
 def _norm(x):
     """Over the last axis, which stays as one of size 1."""
-    return jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))
+    # Squares stay in range.
+    _, exponent = jnp.frexp(jnp.abs(x).max(-1, keepdims=True))
+    squares = jnp.square(jnp.ldexp(x, -exponent)).sum(-1, keepdims=True)
+    return jnp.ldexp(jnp.sqrt(squares), exponent)

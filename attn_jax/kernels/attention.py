@@ -64,8 +64,9 @@ def attention(
     named for `jax.checkpoint` (`residuals`) with what the backward pass has of them.
     Where it rounds is said in `<architecture>_forward` and `<architecture>_backward`.
     Where it is differentiated P of the forward product is an FP16 number on Hopper,
-    whatever the inputs (`hopper_key_numbers`), and out may differ in the last place
-    from that of a call that is not: dQ's largest error would be P's rounding. A
+    whatever the inputs, and V with it (`hopper_key_numbers`), unless `recipe` says
+    otherwise; so out may differ in the last place from that of a call that is not.
+    Otherwise dQ's largest error would be P's rounding. A
     cotangent wider than the inputs is rounded to their format, and gradients come in
     that format.
 
@@ -320,7 +321,7 @@ def _attention_fwd(static, *primals):
     bias = _as_read(static, bias)
     more = _Extra.of(rules, sinks, bias)
     run = _forward_program(static, more.layout, residual=True)
-    names = _results(static, more.layout, residual=True)
+    names = _results(static, residual=True)
     results = dict(zip(names, run(*inputs, *more.arrays), strict=True))
     out = named_out(results.pop("out"))
     lse = named_lse(results.pop("lse"))
@@ -380,16 +381,14 @@ class _Extra(NamedTuple):
         return cls(tuple((name, axes[name]) for name in given), tuple(given.values()))
 
 
-def _results(static: local.Static, more, *, residual: bool) -> dict[str, str]:
+def _results(static: local.Static, *, residual: bool) -> dict[str, str]:
     """Axes of what `local.forward` returns, by name, for `Layout`."""
     low = residual and static.keeps_low
-    listed = any(name in Rules._fields for name, _ in more)
-    numbers = residual and static.keeps_numbers(listed=listed)
     return (
         {"out": "BTND"}
         | ({"out_low": "BTND"} if low else {})
         | {"lse": "BNT"}
-        | (_NUMBERS if numbers else {})
+        | (_NUMBERS if residual and static.keeps_numbers else {})
     )
 
 
@@ -400,7 +399,7 @@ def _forward_program(static: local.Static, more, residual: bool):
         local.forward, static=static, more=more, residual=residual
     )
     operands = {"query": "BTNH", "key": "BSKH", "value": "BSKD"} | dict(more)
-    results = tuple(_results(static, more, residual=residual).values())
+    results = tuple(_results(static, residual=residual).values())
     return jax.jit(partitioned(program, Layout(operands, results)))
 
 
@@ -414,7 +413,7 @@ def _backward_program(
     )
     operands = {"query": "BTNH", "key": "BSKH", "value": "BSKD", "dout": "BTND"}
     operands |= {"lse": "BNT", "out": "BTND"}
-    axes = _results(static, more, residual=True) | {"dlse": "BNT"}
+    axes = _results(static, residual=True) | {"dlse": "BNT"}
     operands |= {name: axes[name] for name in rest}
     results = ("BTNH", "BSKH", "BSKD", "BN")
     results += (dict(more)["bias"],) if wants_dbias else ()

@@ -115,7 +115,7 @@ class Kernel:
       serialised: C7512 or C7513 was reported, wgmma does not overlap with anything.
       order: the instructions of `_INSTRUCTIONS` as they stand in the machine code,
         repetitions written once.
-      opcodes: of all instructions, without what follows a dot.
+      instructions: of the machine code, all of them, without operands.
       registers: of a thread.
       shared_memory: bytes of a CTA.
     """
@@ -124,9 +124,14 @@ class Kernel:
     spilled_bytes: int
     serialised: bool
     order: str
-    opcodes: frozenset[str]
+    instructions: tuple[str, ...]
     registers: int
     shared_memory: int
+
+    @property
+    def opcodes(self) -> frozenset[str]:
+        """Of all instructions, without what follows a dot."""
+        return frozenset(name.partition(".")[0] for name in self.instructions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +184,7 @@ def reported(*, machine_code: bool) -> Iterator[list[Kernel]]:
     """What ptxas says of the kernels that are compiled inside, known after it.
 
     On any machine, also for the GPU that is there. Without `machine_code` kernels have
-    no `order` and no `opcodes`, and no disassembler is needed.
+    no `order` and no `instructions`, and no disassembler is needed.
 
     Raises:
       UnreadableReport: at the end, where it cannot be read.
@@ -241,7 +246,7 @@ def _read_kernel(ptxas: Path, resources: Path) -> Kernel:
         spilled_bytes=max(map(int, spills)),
         serialised=bool(re.search(r"C751[23]", report)),
         order="".join(letter for letter, _ in itertools.groupby(letters)),
-        opcodes=frozenset(re.findall(r"\*/ +(?:@!?U?P\w+ +)?([A-Z][A-Z0-9]*)", code)),
+        instructions=tuple(re.findall(r"\*/ +(?:@!?U?P\w+ +)?([A-Z][\w.]*)", code)),
         registers=int(re.findall(r"Used (\d+) registers", report)[-1]),
         shared_memory=int(
             re.findall(r"smem_scratch_bytes=(\d+)", resources.read_text())[0]

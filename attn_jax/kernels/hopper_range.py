@@ -58,6 +58,8 @@ def range_of(
     bound = 2 * jnp.sqrt(squares) * numbers.value_norm[..., 0]
     if dlse is not None:
         bound += of_group(jnp.abs(dlse))
+    # Infinity has no exponent.
+    bound = jnp.minimum(bound, FP32.max_finite)
     exponent = FP16.max_exponent - jnp.frexp(bound)[1]
     exponent = jnp.clip(exponent, -MOST_HEAD_EXPONENT, MOST_HEAD_EXPONENT)
     return Range(centre, numbers.key_factor, jnp.where(bound > 0, exponent, 0))

@@ -35,6 +35,9 @@ from attn_jax.kernels.tiles import widen
 
 # The most columns of a tile of TMA.
 MOST_COLUMNS = 256
+# Bytes of shared memory for the fills of a CTA, of which a multiprocessor, with 228
+# KiB, holds two.
+MOST_BYTES = 110 * 1024
 
 
 class RowSums(NamedTuple):
@@ -51,7 +54,7 @@ class Plan:
     Attributes:
       elements: of a tile, about; a fill is up to three tiles.
       columns: of a tile at most: as many whole heads as fit, one at least.
-      stages: fills in shared memory.
+      stages: fills in shared memory, if there is room for so many.
       ctas: of the grid; twice the multiprocessors: two on each.
     """
 
@@ -98,6 +101,12 @@ class RowTiles:
         return min(max(self.plan.elements // self.width // unit, 1) * unit, 256)
 
     @property
+    def stages(self) -> int:
+        values = self.rows * self.width
+        fill = values * (2 * self.arrays + 4 * self.wide)
+        return max(min(self.plan.stages, MOST_BYTES // fill), 1)
+
+    @property
     def blocks(self) -> int:
         return pl.cdiv(self.count, self.rows)
 
@@ -141,7 +150,7 @@ def row_sums(
     if tiles.count % 8:
         raise NotImplementedError("T must be a multiple of 8; pad with zeros")
     rows, width, group = tiles.rows, tiles.width, tiles.group
-    head_dim, arrays, stages = tiles.head_dim, tiles.arrays, plan.stages
+    head_dim, arrays, stages = tiles.head_dim, tiles.arrays, tiles.stages
     layout = tiles.lanes.layout()
     ctas = min(plan.ctas, tiles.items)
 

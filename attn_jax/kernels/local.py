@@ -67,13 +67,15 @@ class Static(NamedTuple):
         narrow = self.out_dtype != jnp.float32
         return narrow and self.options.delta_source == "o_hi_lo"
 
-    def keeps_numbers(self, *, listed: bool) -> bool:
-        """Whether the forward pass finds `KeyNumbers` for the backward pass. `listed`:
-        whether there are lists of blocks, which the one-pass kernel does not take."""
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether the forward pass finds `KeyNumbers` for the backward pass."""
         chosen = self.options
         if self.target != "hopper":
             return False
-        one_pass = not listed and chosen.design(self.backward) != "two_kernels"
+        # What it takes by shape; whether it is chosen is known on a device.
+        one_pass = self.tilings.backward_fused is not None and self.soft_cap is None
+        one_pass = one_pass and chosen.design(self.backward) != "two_kernels"
         centred = one_pass and chosen.dq_centre in (None, "keys")
         if INPUTS[self.dtype] == FP16:
             return centred
@@ -107,8 +109,7 @@ def forward(query, key, value, *arrays, static: Static, more, residual):
         options["soft_cap"] = static.soft_cap
     query_count, key_count = query.shape[1], key.shape[1]
     query, key, value = map(_pad_sequence, (query, key, value))
-    listed = rules is not None
-    keeps_numbers = residual and static.keeps_numbers(listed=listed)
+    keeps_numbers = residual and static.keeps_numbers
     half = static.half_weights(differentiated=residual)
     numbers = None
     if keeps_numbers or half:
