@@ -1,0 +1,51 @@
+"""What an audit says: findings, each of a kind, in the order of their weight."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Literal, get_args
+
+Kind = Literal[
+    "fails",  # raises, returns other shapes, is not differentiable
+    "not finite",
+    "wrong wiring",
+    "worse than its algorithm allows",
+    "not reproducible",
+    "as accurate as its algorithm allows, which is poor here",
+    "not taken",  # arguments that the target does not have: no fault
+    "trustworthy",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# Nobody need act on these.
+HARMLESS: tuple[Kind, ...] = ("not taken", "trustworthy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of a verdict.
+
+    Attributes:
+      kind: one of `KINDS`.
+      cause: what is wrong, a short name that stays the same in all reports, such as
+        "GQA heads grouped wrongly" or "delta"; "" if it has none.
+      says: one sentence for a person, with figures, that names what to do where that
+        is known.
+      tensors: the results concerned, names of `problem.TENSORS`.
+      where: the problems it was found in, in words, or a probe's name.
+      evidence: figures by name, for the report.
+    """
+
+    kind: Kind
+    cause: str
+    says: str
+    tensors: tuple[str, ...] = ()
+    where: tuple[str, ...] = ()
+    evidence: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Most serious first; of a kind, in the order given."""
+    return sorted(findings, key=lambda finding: KINDS.index(finding.kind))
+
+
+def is_trustworthy(findings: Iterable[Finding]) -> bool:
+    return all(finding.kind in HARMLESS for finding in findings)

@@ -1,0 +1,120 @@
+"""One problem of an audit: inputs of a family, a mask, and the exact results."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import ml_dtypes
+import numpy as np
+
+from attn_jax.audit.inputs import FAMILIES, Inputs, Shape, documents, make_inputs
+from attn_jax.formats import BF16, FP16, FP32, NumberFormat
+from attn_jax.mask import Mask
+from attn_jax.reference import Golden, golden
+
+DTYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+FORMATS: dict[str, NumberFormat] = {
+    "bfloat16": BF16,
+    "float16": FP16,
+    "float32": FP32,
+}
+# Results by name: out, dQ and so on [B, T or S, heads, H], LSE [B, N, T].
+Results = Mapping[str, np.ndarray]
+GRADIENTS = "dquery", "dkey", "dvalue"
+TENSORS = ("out", "lse", *GRADIENTS)
+
+
+def _lengths(shape: Shape) -> Mask:
+    """Each batch entry keeps less than the one before, of keys less than of queries."""
+    share = 1 / (1.5 + np.arange(shape.batch))
+    return Mask(
+        query_lengths=np.ceil(shape.query_length * np.sqrt(share)).astype(np.int32),
+        key_value_lengths=np.ceil(shape.key_length * share).astype(np.int32),
+    )
+
+
+def _packed(shape: Shape) -> Mask:
+    ids = [
+        np.broadcast_to(documents(length), (shape.batch, length))
+        for length in (shape.query_length, shape.key_length)
+    ]
+    return Mask(query_segment_ids=ids[0], key_value_segment_ids=ids[1])
+
+
+# By name. The window has two different sides, both of which some queries reach.
+MASKS: dict[str, Callable[[Shape], Mask]] = {
+    "full": lambda shape: Mask(),
+    "causal": lambda shape: Mask(is_causal=True),
+    "window": lambda shape: Mask(
+        window=(max(shape.key_length // 8, 2), max(shape.key_length // 16, 1))
+    ),
+    "lengths": _lengths,
+    "packed": _packed,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A cell of an audit. `dtype`: of Q, K, V and dO, a name of `DTYPES`; `mask`: a
+    name of `MASKS`; the scale is 1 / sqrt(H)."""
+
+    shape: Shape
+    dtype: str = "bfloat16"
+    family: str = "normal"
+    mask: str = "full"
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, known in (
+            ("dtype", DTYPES),
+            ("family", FAMILIES),
+            ("mask", MASKS),
+        ):
+            given = getattr(self, name)
+            if given not in known:
+                raise ValueError(f"no {name} {given!r}; there are {', '.join(known)}")
+
+    def __str__(self) -> str:
+        s = self.shape
+        lengths = f"{s.query_length}"
+        if s.key_length != s.query_length:
+            lengths += f" queries, {s.key_length}"
+        heads = f"{s.heads}"
+        if s.key_heads != s.heads:
+            heads += f" query, {s.key_heads} key"
+        return (
+            f"{self.family}, {self.mask}, {lengths} keys, {heads} heads of "
+            f"{s.head_dim}, batch {s.batch}, {self.dtype}"
+        )
+
+    @property
+    def format(self) -> NumberFormat:
+        return FORMATS[self.dtype]
+
+    @property
+    def scale(self) -> float:
+        return self.shape.head_dim**-0.5
+
+    @property
+    def rules(self) -> Mask:
+        return MASKS[self.mask](self.shape)
+
+    @property
+    def inputs(self) -> Inputs:
+        return make_inputs(self.family, self.seed, self.shape, DTYPES[self.dtype])
+
+    @property
+    def dlse(self) -> np.ndarray:
+        """The cotangent of LSE where that is differentiated, [B, N, T] float32."""
+        s = self.shape
+        rng = np.random.default_rng(self.seed + 1)
+        return rng.standard_normal((s.batch, s.heads, s.query_length)).astype("float32")
+
+    @functools.cache  # noqa: B019 - problems are few, and the audit asks again and again
+    def exact(self, *, absolute: bool = False) -> Golden:
+        """`reference.golden` on the inputs, with dLSE = 0: in FP64, whatever the mode."""
+        return golden(*self.inputs, mask=self.rules, absolute=absolute)
