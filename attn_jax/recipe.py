@@ -7,7 +7,7 @@ tests hold kernel and emulator together.
 import dataclasses
 from typing import Literal, get_args
 
-from attn_jax.formats import BF16, E4M3FN, FP32, FP64, Rounding
+from attn_jax.formats import BF16, E4M3FN, FP16, FP32, FP64, Rounding
 from attn_jax.recipe_schema import Recipe, Step
 
 _BF16 = Step(BF16)
@@ -188,6 +188,19 @@ ATTN_JAX = dataclasses.replace(
     dq_centre="mean",
 )
 
+# P of the forward product, and dS and K' of dQ, have more bits than the inputs.
+ATTN_JAX_HOPPER = dataclasses.replace(
+    ATTN_JAX,
+    name="attn_jax_hopper",
+    source="the Pallas kernels of this package for Hopper where they are "
+    "differentiated, backward pass in one kernel",
+    kv_order="reverse",
+    probability=Step(FP16),
+    probability_scale=2.0**15,
+    dq_centre="keys",
+    dq_dlogits=Step(FP16),
+)
+
 RING_FLASH_ATTN = dataclasses.replace(
     FLASH2,
     name="ring_flash_attn",
@@ -243,6 +256,7 @@ RECIPES: dict[str, Recipe] = {
         EAGER_BF16,
         JAX_NN,
         ATTN_JAX,
+        ATTN_JAX_HOPPER,
         EXACT_FP32,
         EXACT_FP64,
         EAGER_OP_BY_OP,

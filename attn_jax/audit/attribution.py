@@ -1,0 +1,244 @@
+"""Which algorithm rounds as a target does: recipes' predictions against measurements.
+
+Every candidate is run by the emulator on the inputs that the target was measured on.
+For a result and a family of inputs that gives its error u in units of the unavoidable
+rounding and its bias b, in the same units; u' and b' are the candidate's. The distance
+of a target from a candidate is, of the result that is furthest, the root mean square
+over families of
+
+    log2(u / u') / s      and      (b - b') / (u' s)      s = u' / 1.5, from 1 to 4
+
+Large errors come from a few roundings that everything else cancels against: two honest
+orders of additions differ in them by a factor of two, which s allows for. A candidate
+fits below `FITS`. Those that are as near as the nearest, to `ALIKE`, cannot be told
+from it by this.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attn_jax import emulator
+from attn_jax.audit.measure import Measured, measured, program
+from attn_jax.audit.problem import Problem
+from attn_jax.formats import BF16, NumberFormat, Rounding
+from attn_jax.recipe import EXACT_FP32, FLASH2, JAX_NN, RECIPES, Recipe, Step
+
+FITS = 0.15
+ALIKE = 0.05
+# On which recipes differ. `repeated_max` is all luck.
+FAMILIES = ("normal", "uniform", "outlier", "wide")
+
+_WIDE = Step(FLASH2.carrier)
+_CAST = Step(BF16)
+_CUT = Step(BF16, Rounding.TOWARD_ZERO)
+# What is often done wrong, or well, in an otherwise ordinary flash attention.
+_ALTERED: dict[str, tuple[Recipe, dict[str, Any]]] = {
+    "accumulator": (FLASH2, dict(accumulator=_CAST)),
+    "row_sum": (FLASH2, dict(row_sum=_CAST)),
+    "logits": (FLASH2, dict(logits=_CAST)),
+    "probability, cut off": (
+        FLASH2,
+        dict(probability=_CUT, backward_probability=_CUT),
+    ),
+    "output, cut off": (FLASH2, dict(output=_CUT, gradient=_CUT)),
+    "dk_accumulator": (FLASH2, dict(dk_accumulator=_CAST, dv_accumulator=_CAST)),
+    "dq_accumulator": (FLASH2, dict(dq_accumulator=_CAST)),
+    "delta": (FLASH2, dict(delta=_CAST)),
+    "exact delta": (FLASH2, dict(delta_source="o_f32")),
+    "unrounded P": (FLASH2, dict(probability=_WIDE)),
+    # XLA's CPU compiler keeps what it may in FP32.
+    "unrounded dP": (JAX_NN, dict(dprobability=_WIDE)),
+}
+"""Recipes with a change, which are candidates of their own."""
+# What nobody can leave out.
+_UNAVOIDABLE = ("output", "gradient", "lse")
+
+
+class Features(NamedTuple):
+    """Of one result on one family: error and bias, in units."""
+
+    units: float
+    bias: float
+
+
+# By family and result.
+Profile = Mapping[tuple[str, str], Features]
+
+
+def profile(found: Mapping[str, Mapping[str, Measured]]) -> dict:
+    """Of measurements by family."""
+    return {
+        (family, name): Features(m.errors.units, m.bias)
+        for family, of_family in found.items()
+        for name, m in of_family.items()
+        if name != "lse"
+    }
+
+
+def candidates(inputs: NumberFormat) -> dict[str, Recipe]:
+    """Recipes by name that a kernel for such inputs may follow: those of the library
+    on one device and in no 8-bit format, and changes of `flash2`."""
+    plain = {
+        name: recipe
+        for name, recipe in RECIPES.items()
+        if recipe.inputs == BF16
+        and recipe.ring_size == 1
+        and recipe.carrier == FLASH2.carrier
+        and min(_bits(recipe)) >= BF16.mantissa_bits
+    } | {"exact_fp32": EXACT_FP32}
+    for what, (base, changes) in _ALTERED.items():
+        name = f"{base.name} ({what})"
+        plain[name] = dataclasses.replace(base, name=name, **changes)
+    return {
+        name: recipe if recipe is EXACT_FP32 else recipe.with_inputs(inputs)
+        for name, recipe in plain.items()
+    }
+
+
+def _bits(recipe: Recipe) -> list[int]:
+    return [step.format.mantissa_bits for step in steps(recipe).values()]
+
+
+def steps(recipe: Recipe) -> dict[str, Step]:
+    """The recipe's steps by field."""
+    found = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
+    return {name: x for name, x in found.items() if isinstance(x, Step)}
+
+
+def predict(
+    recipe: Recipe, problems: Sequence[Problem], *, gradients: bool
+) -> list[dict[str, Measured]]:
+    """What the recipe gives on problems of one shape and mask: one program."""
+    first = problems[0]
+    attend = functools.partial(
+        emulator.attention, recipe=recipe, mask=first.rules, scale=first.scale
+    )
+    compiled = jax.jit(program(attend, gradients=gradients))
+    found = []
+    for problem in problems:
+        results = jax.device_get(compiled(*map(jnp.asarray, problem.inputs)))
+        found.append(measured(problem, results))
+    return found
+
+
+class Fit(NamedTuple):
+    """How far a target is from a candidate, over the results of one pass."""
+
+    candidate: str
+    distance: float
+
+    @property
+    def fits(self) -> bool:
+        return self.distance <= FITS
+
+
+def fits(target: Profile, predictions: Mapping[str, Profile]) -> list[Fit]:
+    """Of all candidates, the nearest first."""
+    found = [
+        Fit(name, distance(target, predicted))
+        for name, predicted in predictions.items()
+    ]
+    return sorted(found, key=lambda fit: fit.distance)
+
+
+def distance(target: Profile, predicted: Profile) -> float:
+    """As the module says; over what both have."""
+    squares: dict[str, list[float]] = {}
+    for cell in target.keys() & predicted.keys():
+        ratio, bias = _differences(target[cell], predicted[cell])
+        squares.setdefault(cell[1], []).append(ratio * ratio + bias * bias)
+    return max((math.sqrt(sum(x) / len(x)) for x in squares.values()), default=math.inf)
+
+
+def _differences(here: Features, there: Features) -> tuple[float, float]:
+    scale = min(max(there.units / 1.5, 1.0), 4.0)
+    if here.units == there.units:
+        ratio = 0.0
+    elif min(here.units, there.units) <= 0 or not math.isfinite(here.units):
+        ratio = math.inf
+    else:
+        ratio = math.log2(here.units / there.units)
+    return ratio / scale, (here.bias - there.bias) / max(there.units, 1.0) / scale
+
+
+class Cost(NamedTuple):
+    """What a step of a recipe costs on a problem.
+
+    `units` is the error with the step, `without` it without; `share` of the mean
+    square error goes with it, which is negative where two steps' errors cancel.
+    """
+
+    step: str
+    tensor: str
+    units: float
+    without: float
+
+    @property
+    def share(self) -> float:
+        return 1 - (self.without / self.units) ** 2 if self.units > 0 else 0.0
+
+
+# Steps of one tensor.
+JOINT = (("logits", "shifted"), ("product", "accumulator"))
+
+
+def casts(recipe: Recipe) -> dict[str, tuple[str, ...]]:
+    """The recipe's casts by name, the fields of each: steps that it keeps in less than
+    its carrier."""
+    single = [
+        name
+        for name, step in steps(recipe).items()
+        if step.format != recipe.carrier
+        and step.format.mantissa_bits <= recipe.carrier.mantissa_bits
+    ]
+    found: dict[str, tuple[str, ...]] = {name: (name,) for name in single}
+    for joint in JOINT:
+        if set(joint) <= set(single):
+            found["+".join(joint)] = joint
+    return found
+
+
+def without(recipe: Recipe, fields: Sequence[str]) -> Recipe:
+    """The recipe with these steps in its carrier."""
+    return dataclasses.replace(recipe, **dict.fromkeys(fields, Step(recipe.carrier)))
+
+
+def _better(recipe: Recipe) -> dict[str, Recipe]:
+    """By what it lacks: the recipe but for one thing that costs accuracy."""
+    found = {
+        name: without(recipe, fields)
+        for name, fields in casts(recipe).items()
+        if name not in _UNAVOIDABLE
+    }
+    if recipe.delta_source == "o":
+        found["delta from the rounded output"] = dataclasses.replace(
+            recipe, delta_source="o_f32"
+        )
+    if recipe.exponential == "exp2_polynomial":
+        found["exp2 by a polynomial"] = dataclasses.replace(
+            recipe, exponential="exp2", exp2_degree=None
+        )
+    return found
+
+
+def costs(recipe: Recipe, problem: Problem, *, gradients: bool) -> list[Cost]:
+    """What each thing costs that a recipe could do better, for each result; the
+    dearest first."""
+
+    def units(one: Recipe) -> dict[str, float]:
+        (found,) = predict(one, [problem], gradients=gradients)
+        return {name: m.errors.units for name, m in found.items() if name != "lse"}
+
+    here = units(recipe)
+    found = [
+        Cost(name, tensor, here[tensor], value)
+        for name, better in _better(recipe).items()
+        for tensor, value in units(better).items()
+    ]
+    return sorted(found, key=lambda cost: -cost.share)

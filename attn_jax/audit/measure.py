@@ -1,0 +1,175 @@
+"""Runs a target on a problem and says how far each result is from exact."""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_jax.audit.error import (
+    Errors,
+    correctly_rounded,
+    in_units,
+    measure,
+    signed_bias,
+    unit,
+)
+from attn_jax.audit.problem import GRADIENTS, Problem, Results
+from attn_jax.audit.target import (
+    Attend,
+    NotTakenError,
+    WrongResultError,
+    in_one_line,
+)
+from attn_jax.formats import BF16, FP16, FP32, FP64, NumberFormat
+
+Status = Literal["measured", "not taken", "failed", "out of memory"]
+_FORMATS: dict[str, NumberFormat] = {
+    "bfloat16": BF16,
+    "float16": FP16,
+    "float32": FP32,
+    "float64": FP64,
+}
+
+
+class Outcome(NamedTuple):
+    """What became of a target on a problem.
+
+    Attributes:
+      status: "not taken", it has no argument for this; "failed", it raised or gave
+        something that is no attention; "out of memory".
+      reason: why, in one line; "" where it was measured.
+      results: what it gave.
+      no_gradients: why there are no gradients though they were wanted; "" otherwise.
+      seconds: of the first call, compilation included.
+    """
+
+    status: Status
+    reason: str
+    results: Results
+    no_gradients: str
+    seconds: float
+
+
+class Measured(NamedTuple):
+    """Of one result.
+
+    Attributes:
+      errors: as `error.measure` gives them, in units of the problem's format (LSE: of
+        the format it came in).
+      bias, bias_ci: mean of the difference from the exact result rounded once, in
+        units, and half its 95 % interval (`error.signed_bias`).
+      not_finite: how many values are not finite where the exact ones are, or the other
+        way round; they are left out of the rest.
+    """
+
+    errors: Errors
+    bias: float
+    bias_ci: float
+    not_finite: int
+
+
+def program(attend: Attend, *, gradients: bool):
+    """(query, key, value, dout) -> results by name, to be compiled; dLSE = 0."""
+
+    def results(query, key, value, dout):
+        def named(out, lse):
+            return {"out": out} | ({} if lse is None else {"lse": lse})
+
+        if not gradients:
+            return named(*attend(query, key, value))
+        (out, lse), pullback = jax.vjp(attend, query, key, value)
+        zero = None if lse is None else jnp.zeros_like(lse)
+        found = pullback((dout.astype(out.dtype), zero))
+        return named(out, lse) | dict(zip(GRADIENTS, found, strict=True))
+
+    return results
+
+
+class Runner:
+    """A function under a mask and scale, which problems of one shape are run on: in
+    the mode that the process is in, compiled once. What it raises is caught and said.
+    """
+
+    def __init__(self, attend: Attend, *, gradients: bool = True):
+        self._programs = {
+            wanted: jax.jit(program(attend, gradients=wanted))
+            for wanted in ((True, False) if gradients else (False,))
+        }
+        self._no_gradients = ""
+
+    def __call__(self, problem: Problem) -> Outcome:
+        began = time.monotonic()
+        for wanted, function in self._programs.items():
+            if wanted and self._no_gradients:
+                continue
+            try:
+                found = jax.device_get(function(*map(jnp.asarray, problem.inputs)))
+            except Exception as error:  # A function of somebody's may raise anything.
+                status, reason = _refusal(error, problem)
+                if status == "failed" and wanted:
+                    self._no_gradients = reason
+                    continue
+                return Outcome(status, reason, {}, "", time.monotonic() - began)
+            seconds = time.monotonic() - began
+            return Outcome("measured", "", found, self._no_gradients, seconds)
+        raise AssertionError("the last program returns")
+
+
+def _refusal(error: Exception, problem: Problem) -> tuple[Status, str]:
+    reason = in_one_line(error)
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return "out of memory", reason
+    # Many refuse a mask so. Where there is none there is nothing to refuse.
+    refuses = isinstance(error, ValueError) and problem.mask not in ("full", "causal")
+    if refuses or isinstance(error, NotImplementedError):
+        return "not taken", str(error) if isinstance(error, NotTakenError) else reason
+    return "failed", str(error) if isinstance(error, WrongResultError) else reason
+
+
+def measured(problem: Problem, results: Results) -> dict[str, Measured]:
+    """By name of a result."""
+    exact = problem.exact()
+    sizes = problem.exact(absolute=True)
+    found = {}
+    for name, x in results.items():
+        golden = getattr(exact, name)
+        fmt, absolute = problem.format, getattr(sizes, name)
+        if name == "lse":
+            fmt, absolute = _FORMATS[str(x.dtype)], np.abs(golden)
+        found[name] = _measured(np.asarray(x, np.float64), golden, fmt, absolute)
+    return found
+
+
+def _measured(x, golden, fmt: NumberFormat, absolute) -> Measured:
+    # Rows that see nothing have an LSE of -inf, in both or else it counts.
+    finite = np.isfinite(golden)
+    wrong = np.where(finite, ~np.isfinite(x), x != golden)
+    golden, absolute = (np.where(finite, y, 0.0) for y in (golden, absolute))
+    x = np.where(finite & np.isfinite(x), x, golden)
+    size, _ = unit(golden, fmt, absolute)
+    bias, bias_ci = signed_bias(x - correctly_rounded(golden, fmt), size)
+    axes = (0, 1) if x.ndim == 3 else (0, 2)
+    errors = measure(x, golden, fmt, absolute, independent_axes=axes)
+    return Measured(errors, bias, bias_ci, int(wrong.sum()))
+
+
+def two_times_rule(x, plain, golden) -> float:
+    """FlashAttention's test: max |x - exact| over twice that of a plain implementation
+    in the same format; at most 1 passes there."""
+    largest = [
+        float(np.abs(np.asarray(y, np.float64) - golden).max()) for y in (x, plain)
+    ]
+    return in_units(largest[0], 2 * largest[1])
+
+
+def as_row(found: Mapping[str, Measured]) -> dict[str, dict[str, float]]:
+    """For a table or a file."""
+    return {
+        name: dataclasses.asdict(m.errors)
+        | {"bias": m.bias, "bias_ci": m.bias_ci, "not_finite": m.not_finite}
+        for name, m in found.items()
+    }

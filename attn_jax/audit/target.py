@@ -1,0 +1,290 @@
+"""What is audited: a function of somebody's, called as its signature wants it.
+
+A function has, unless an `Adapter` says otherwise, the signature of
+`jax.nn.dot_product_attention`. Arguments that it does not have are not passed; where a
+mask can be said in several ways, by its own argument or as a boolean array, the first
+that the function has is taken.
+"""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from attn_jax.mask import Mask
+from attn_jax.recipe import RECIPES, Recipe
+
+# (query, key, value) -> out [B, T, N, D] and LSE [B, N, T], None where there is none.
+Attend = Callable[[Array, Array, Array], tuple[Array, Array | None]]
+
+
+class TargetError(ValueError):
+    """The target cannot be audited at all, in one line that says what would work."""
+
+
+class NotTakenError(NotImplementedError):
+    """The target has no argument for this problem: no fault of its."""
+
+
+class WrongResultError(TypeError):
+    """The target returned something that is no attention of these arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """How a function is called that differs from `jax.nn.dot_product_attention`.
+
+    Attributes:
+      layout: of query, key, value and out: "BTNH", or "BNTH", heads before positions.
+      packed: the function takes one array [B, T, 3, N, H] ([B, 3, N, T, H] for "BNTH")
+        for query, key and value.
+      scale: "keyword" argument; "positional", the first after value; "none", it scales
+        by 1 / sqrt(H) by itself; "outside", it does not scale, the query is scaled.
+      lse: the name of the argument that is True to have LSE returned beside out;
+        "always" if it always is; None if it never is.
+      lse_layout: "BTN" or "BNT".
+      lse_base: "e" or "2".
+      renamed: the function's names of arguments of jax.nn's, such as
+        {"is_causal": "causal"}.
+      more: arguments by name that every call is given.
+    """
+
+    layout: Literal["BTNH", "BNTH"] = "BTNH"
+    packed: bool = False
+    scale: Literal["keyword", "positional", "none", "outside"] = "keyword"
+    lse: str | None = "return_residual"
+    lse_layout: Literal["BTN", "BNT"] = "BTN"
+    lse_base: Literal["e", "2"] = "e"
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A function to audit, its name in reports, and how it is called."""
+
+    name: str
+    function: Callable[..., Any]
+    adapter: Adapter = Adapter()
+
+    def attend(self, mask: Mask, *, scale: float) -> Attend:
+        """The function under a mask, in the canonical layout, to be traced.
+
+        Called, it raises what the function raises, and
+
+        Raises:
+          NotTakenError: the function has no argument for the mask.
+          WrongResultError: it returns other shapes or types than attention does.
+        """
+        return functools.partial(_attend, self, mask, scale)
+
+    @functools.cached_property
+    def takes(self) -> Callable[[str], bool]:
+        """Whether the function has an argument of a name."""
+        try:
+            parameters = inspect.signature(self.function).parameters.values()
+        except (TypeError, ValueError):  # Some builtins have none.
+            return lambda name: True
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return lambda name: True
+        names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+        return lambda name: name in names
+
+    @property
+    def has_lse(self) -> bool:
+        lse = self.adapter.lse
+        return lse == "always" or lse is not None and self.takes(lse)
+
+
+def _attend(target: Target, mask: Mask, scale: float, query, key, value):
+    adapter = target.adapter
+    shape = *query.shape[:3], value.shape[3]
+    keywords = dict(adapter.more)
+    keywords |= {
+        adapter.renamed.get(name, name): x
+        for name, x in _of_mask(target, mask, query, key).items()
+    }
+    positional = []
+    if adapter.scale == "keyword":
+        name = adapter.renamed.get("scale", "scale")
+        if target.takes(name):
+            keywords[name] = scale
+        elif not np.isclose(scale, query.shape[-1] ** -0.5):
+            raise NotTakenError(f"no argument {name!r}")
+    elif adapter.scale == "positional":
+        positional.append(scale)
+    elif adapter.scale == "outside":
+        query = (query.astype(jnp.float32) * scale).astype(query.dtype)
+    if adapter.lse not in (None, "always") and target.has_lse:
+        keywords[adapter.lse] = True
+    arrays = [query, key, value]
+    if adapter.layout == "BNTH":
+        arrays = [x.swapaxes(1, 2) for x in arrays]
+    if adapter.packed:
+        if query.shape != key.shape:
+            raise NotTakenError("one packed array holds as many keys as queries")
+        arrays = [jnp.stack(arrays, axis=2 if adapter.layout == "BTNH" else 1)]
+    results = target.function(*arrays, *positional, **keywords)
+    lse = None
+    if target.has_lse:
+        if not (isinstance(results, tuple | list) and len(results) == 2):
+            raise WrongResultError(
+                f"it returns {_described(results)} where (out, LSE) was asked for"
+            )
+        results, lse = results
+    out = _checked(results, query.dtype, shape, adapter.layout)
+    if lse is not None:
+        lse = _checked_lse(lse, (shape[0], shape[2], shape[1]), adapter)
+    return out, lse
+
+
+def _of_mask(target: Target, mask: Mask, query, key) -> dict[str, Any]:
+    """Arguments of jax.nn's (and of ours, for segment ids) that say the mask."""
+
+    def takes(*names: str) -> bool:
+        return all(target.takes(target.adapter.renamed.get(x, x)) for x in names)
+
+    if mask.is_empty:
+        return {}
+    given: dict[str, Any] = {}
+    rest = mask
+    if mask.query_offset is None:
+        if mask.is_causal and takes("is_causal"):
+            given["is_causal"] = True
+            rest = dataclasses.replace(rest, is_causal=False)
+        if mask.window is not None and takes("local_window_size"):
+            longest = max(query.shape[1], key.shape[1])
+            given["local_window_size"] = tuple(
+                longest if side is None else side for side in mask.window
+            )
+            rest = dataclasses.replace(rest, window=None)
+    for fields, names in (
+        (("query_lengths",), ("query_seq_lengths",)),
+        (("key_value_lengths",), ("key_value_seq_lengths",)),
+        (("query_segment_ids", "key_value_segment_ids"),) * 2,
+    ):
+        arrays = [getattr(mask, field) for field in fields]
+        if arrays[0] is not None and takes(*names):
+            given |= {name: jnp.asarray(x) for name, x in zip(names, arrays)}
+            rest = dataclasses.replace(rest, **dict.fromkeys(fields))
+    if rest.is_empty:
+        return given
+    if not takes("mask"):
+        wanted = [
+            name for name, x in vars(rest).items() if x is not None and x is not False
+        ]
+        raise NotTakenError(
+            f"no argument for {' and '.join(wanted)}, and none for a mask"
+        )
+    dense = rest.materialise(query.shape[1], key.shape[1])
+    assert dense is not None  # The mask is not empty.
+    return given | {"mask": dense}
+
+
+def _checked(
+    out: Any, dtype, shape: tuple[int, ...], layout: str
+) -> Float[Array, "B T N D"]:
+    theirs = tuple(shape[i] for i in (0, 2, 1, 3)) if layout == "BNTH" else shape
+    if not hasattr(out, "shape") or tuple(out.shape) != theirs:
+        raise WrongResultError(
+            f"it returns {_described(out)}, not an array of {theirs}"
+        )
+    if out.dtype not in (dtype, jnp.float32, jnp.float64):
+        raise WrongResultError(f"it returns {out.dtype} for inputs of {dtype}")
+    return out.swapaxes(1, 2) if layout == "BNTH" else out
+
+
+def _checked_lse(
+    lse: Any, shape: tuple[int, ...], adapter: Adapter
+) -> Float[Array, "B N T"]:
+    theirs = (
+        shape if adapter.lse_layout == "BNT" else tuple(shape[i] for i in (0, 2, 1))
+    )
+    if not hasattr(lse, "shape") or tuple(lse.shape) != theirs:
+        raise WrongResultError(
+            f"it returns {_described(lse)} for LSE, not an array of {theirs} "
+            f"({adapter.lse_layout})"
+        )
+    lse = lse if adapter.lse_layout == "BNT" else lse.swapaxes(1, 2)
+    return lse * np.log(2.0).astype(lse.dtype) if adapter.lse_base == "2" else lse
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, tuple | list):
+        return f"{len(x)} results"
+    return (
+        f"{x.dtype} of {tuple(x.shape)}"
+        if hasattr(x, "shape")
+        else repr(type(x).__name__)
+    )
+
+
+# Where named targets live: module, function, arguments. Found by name, since the audit
+# imports no kernel, and others' packages may not be there.
+_OURS = "attn_jax", "dot_product_attention"
+_JAX = "jax.nn", "dot_product_attention"
+NAMED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    **{
+        name: (*_OURS, {"implementation": name})
+        for name in ("pallas", "emulated", "reference")
+    },
+    **{name: (*_JAX, {"implementation": name}) for name in ("xla", "cudnn")},
+}
+# Before a colon; what follows is one of its implementations.
+PREFIXES: dict[str, tuple[str, str]] = {
+    "tokamax": ("tokamax", "dot_product_attention"),
+    "emulated": _OURS,
+}
+
+
+def resolve(name: str, adapter: Adapter = Adapter()) -> Target:
+    """The target of a name: one of `NAMED`, "tokamax:IMPLEMENTATION",
+    "emulated:RECIPE", or "package.module:function".
+
+    Raises:
+      TargetError: there is none such, or it cannot be imported.
+    """
+    more: dict[str, Any] = {}
+    if name in NAMED:
+        module, function, more = NAMED[name]
+    else:
+        module, _, function = name.partition(":")
+        if not module or not function:
+            raise TargetError(
+                f"no target {name!r}; there are {', '.join(NAMED)}, "
+                "tokamax:IMPLEMENTATION, emulated:RECIPE and package.module:function"
+            )
+        if module in PREFIXES:
+            more = {"implementation": function}
+            if module == "emulated":
+                more = {"implementation": module, "recipe": _recipe(function)}
+            module, function = PREFIXES[module]
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # A module of somebody's may raise anything.
+        raise TargetError(f"cannot import {module}: {in_one_line(error)}") from error
+    for part in function.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise TargetError(f"{module} has no function {function!r}")
+    if more:
+        adapter = dataclasses.replace(adapter, more={**more, **adapter.more})
+    return Target(name, found, adapter)
+
+
+def _recipe(name: str) -> Recipe:
+    if name not in RECIPES:
+        raise TargetError(f"no recipe {name!r}; there are {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def in_one_line(error: BaseException) -> str:
+    """An exception in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
