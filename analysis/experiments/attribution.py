@@ -20,7 +20,9 @@ from analysis import gradients, inputs, sweep
 from analysis.figures import Panel
 from analysis.record import Row
 from analysis.summary import plus_minus, summarise
-from attn_jax.recipe import RECIPES, Recipe, Step
+from attn_jax.audit import attribution
+from attn_jax.audit.attribution import without
+from attn_jax.recipe import RECIPES, Recipe
 from train.config import UsageError
 
 SUMMARY = "what each cast of a recipe costs alone, and what leaving it out saves"
@@ -28,8 +30,6 @@ LENGTHS = {"toy": (96,), "default": (1024, 8192), "full": (1024, 8192, 32768)}
 _LONGEST_BACKWARD = 1024
 # A relative error below every cast's, above that of FP32 throughout.
 _NOTHING = 1e-5
-# Steps of one tensor.
-JOINT = (("logits", "shifted"), ("product", "accumulator"))
 # Steps that nothing of the forward pass depends on.
 BACKWARD = (
     *("softmax_probability", "backward_probability", "delta", "dprobability"),
@@ -55,31 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def casts(recipe: Recipe) -> dict[str, tuple[str, ...]]:
-    """The recipe's casts by name: the fields of each.
+    """`attn_jax.audit.attribution.casts`.
 
     Raises:
       UsageError: it has none.
     """
-    carrier = recipe.carrier
-    single = [
-        field.name
-        for field in dataclasses.fields(recipe)
-        if isinstance(step := getattr(recipe, field.name), Step)
-        and step.format != carrier
-        and step.format.mantissa_bits <= carrier.mantissa_bits
-    ]
-    if not single:
+    found = attribution.casts(recipe)
+    if not found:
         raise UsageError(f"--recipe {recipe.name} keeps every step in its carrier")
-    found: dict[str, tuple[str, ...]] = {name: (name,) for name in single}
-    for joint in JOINT:
-        if set(joint) <= set(single):
-            found["+".join(joint)] = joint
     return found
-
-
-def without(recipe: Recipe, fields: Sequence[str]) -> Recipe:
-    """The recipe with these steps in its carrier."""
-    return dataclasses.replace(recipe, **dict.fromkeys(fields, Step(recipe.carrier)))
 
 
 def variants(recipe: Recipe, cast: str) -> dict[str, Recipe]:

@@ -52,8 +52,8 @@ _ALTERED: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "delta": (FLASH2, dict(delta=_CAST)),
     "exact delta": (FLASH2, dict(delta_source="o_f32")),
     "unrounded P": (FLASH2, dict(probability=_WIDE)),
-    # XLA's CPU compiler keeps what it may in FP32.
-    "unrounded dP": (JAX_NN, dict(dprobability=_WIDE)),
+    # As XLA's CPU compiler does it.
+    "unrounded dS": (JAX_NN, dict(dlogits=_WIDE)),
 }
 """Recipes with a change, which are candidates of their own."""
 # What nobody can leave out.

@@ -1,8 +1,6 @@
 """Runs a target on a problem and says how far each result is from exact."""
 
-import dataclasses
 import time
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import jax
@@ -164,12 +162,3 @@ def two_times_rule(x, plain, golden) -> float:
         float(np.abs(np.asarray(y, np.float64) - golden).max()) for y in (x, plain)
     ]
     return in_units(largest[0], 2 * largest[1])
-
-
-def as_row(found: Mapping[str, Measured]) -> dict[str, dict[str, float]]:
-    """For a table or a file."""
-    return {
-        name: dataclasses.asdict(m.errors)
-        | {"bias": m.bias, "bias_ci": m.bias_ci, "not_finite": m.not_finite}
-        for name, m in found.items()
-    }

@@ -1,0 +1,62 @@
+"""Which problems an audit measures."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from attn_jax.audit import attribution
+from attn_jax.audit.inputs import Shape
+from attn_jax.audit.problem import MASKS, Problem
+
+
+class Group(NamedTuple):
+    """Problems of one compiled program: families of inputs of a shape under a mask."""
+
+    shape: Shape
+    mask: str
+    families: tuple[str, ...]
+
+    def problems(self, dtype: str) -> list[Problem]:
+        return [Problem(self.shape, dtype, name, self.mask) for name in self.families]
+
+    def __str__(self) -> str:
+        s = self.shape
+        return f"{s.query_length} x {s.key_length} keys, {self.mask}"
+
+
+# Where kernels differ most, and what breaks them.
+FAMILIES = (*attribution.FAMILIES, "lse-130", "repeated_max", "zero_k_one_v")
+_FEW = ("normal", "uniform")
+# The first is measured under all masks, and compared with recipes.
+_ON_A_CPU = (
+    Shape(2, 256, 256, 4, 2, 64),
+    # Lengths that no tile divides, and one key head.
+    Shape(1, 200, 333, 4, 1, 64),
+    Shape(1, 1024, 1024, 2, 2, 64),
+)
+_ON_A_GPU = (
+    Shape(2, 512, 512, 8, 2, 128),
+    Shape(1, 1000, 1337, 8, 1, 64),
+    *(Shape(1, n, n, 4, 4, 128) for n in (2048, 4096, 16384)),
+)
+
+
+def plan(
+    shapes: Sequence[Shape] | None = None,
+    families: Sequence[str] | None = None,
+    masks: Sequence[str] | None = None,
+) -> list[Group]:
+    """Every combination of what is given. What is not is chosen: of shapes by the
+    device, and of families and masks fewer for all shapes but the first."""
+    if shapes is None:
+        shapes = _ON_A_CPU if jax.default_backend() == "cpu" else _ON_A_GPU
+    return [
+        Group(
+            shape,
+            mask,
+            tuple(families or (_FEW if i or mask != "full" else FAMILIES)),
+        )
+        for i, shape in enumerate(shapes)
+        for mask in (masks or (("full", "causal") if i else MASKS))
+    ]

@@ -1,0 +1,216 @@
+"""From what was measured to what is said: the rules of a verdict.
+
+A result is judged in the units of its unavoidable rounding, on each problem by itself,
+against what its algorithm allows there: the prediction of the recipe that fits the
+target or, where none does, the largest of those of `PLAIN`.
+
+    not finite            a value is not finite where the exact one is, or the reverse
+    worse than ...        error above `POOR` units and above `allowance` of the
+                          prediction
+    as accurate as ...    error above `POOR` units, and no more than that
+    trustworthy           nothing else is found
+
+One finding stands for all problems on which the same is wrong with the same result, and
+names the worst.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from attn_jax.audit.attribution import Cost, Fit
+from attn_jax.audit.finding import Finding
+from attn_jax.audit.measure import Measured, Outcome
+from attn_jax.audit.problem import GRADIENTS, Problem
+
+# What plain flash attention has on the problems that it is good at is 1.5.
+POOR = 1.7
+# Ordinary algorithms: what nobody is blamed for.
+PLAIN = ("flash2", "jax_nn", "eager_bf16")
+_NAMES = {"dquery": "dQ", "dkey": "dK", "dvalue": "dV", "lse": "LSE", "out": "out"}
+
+
+class Judged(NamedTuple):
+    """A problem: what the target gave there, and what is allowed, by result."""
+
+    problem: Problem
+    outcome: Outcome
+    found: dict[str, Measured]
+    allowed: dict[str, float]
+
+
+def allowance(predicted: float) -> float:
+    """How many times its predicted error an honest target may have: errors that come
+    from a few roundings are half luck."""
+    return 1.5 if predicted < 4 else 4.0
+
+
+def said(tensor: str) -> str:
+    return _NAMES[tensor]
+
+
+def judge(
+    cells: Sequence[Judged],
+    fit: Fit | None,
+    costs: Sequence[tuple[Problem, Sequence[Cost]]] = (),
+    wiring: Iterable[Finding] = (),
+) -> list[Finding]:
+    """Findings of the measurements. `costs`: what steps of the recipe that fits cost
+    on some problems; `wiring`: what was recognised, which explains all that is wrong
+    with its results there."""
+    wiring = list(wiring)
+    wrong = {place for finding in wiring for place in finding.where}
+    found = [*_refusals(cells), *_merged(wiring)]
+    found += _not_finite([cell for cell in cells if str(cell.problem) not in wrong])
+    for tensor in ("out", *GRADIENTS):
+        here = [
+            cell
+            for cell in cells
+            if tensor in cell.found and str(cell.problem) not in wrong
+        ]
+        poor = [cell for cell in here if cell.found[tensor].errors.units > POOR]
+        bad = [cell for cell in poor if _is_worse(cell, tensor)]
+        if bad:
+            found.append(_worse(bad, here, tensor, fit))
+        if rest := [cell for cell in poor if cell not in bad]:
+            found.append(_poor(rest, here, tensor, fit, costs))
+    return found
+
+
+def _is_worse(cell: Judged, tensor: str) -> bool:
+    allowed = cell.allowed.get(tensor, math.inf)
+    return cell.found[tensor].errors.units > allowance(allowed) * allowed
+
+
+def _worst(cells: Sequence[Judged], tensor: str) -> Judged:
+    return max(cells, key=lambda cell: cell.found[tensor].errors.units)
+
+
+def _evidence(cell: Judged, tensor: str) -> dict[str, float | str]:
+    m = cell.found[tensor]
+    return {
+        "units": m.errors.units,
+        "allowed": cell.allowed.get(tensor, math.nan),
+        "bias": m.bias,
+        "directionality": m.errors.directionality,
+    }
+
+
+def _worse(bad, here, tensor: str, fit: Fit | None) -> Finding:
+    worst = max(
+        bad, key=lambda c: c.found[tensor].errors.units / max(c.allowed[tensor], 1e-300)
+    )
+    units, allowed = worst.found[tensor].errors.units, worst.allowed[tensor]
+    whose = f"{fit.candidate} has" if fit and fit.fits else "ordinary algorithms have"
+    return Finding(
+        "worse than its algorithm allows",
+        "",
+        f"{said(tensor)} is {units:.3g} units from exact on {worst.problem}, where "
+        f"{whose} {allowed:.3g}; so on {len(bad)} of {len(here)} problems: this is no "
+        "rounding of a known algorithm",
+        (tensor,),
+        tuple(str(cell.problem) for cell in bad),
+        _evidence(worst, tensor),
+    )
+
+
+def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
+    worst = _worst(poor, tensor)
+    units = worst.found[tensor].errors.units
+    cause, because = "", ""
+    candidates = [
+        cost
+        for problem, of_problem in costs
+        if problem == worst.problem
+        for cost in of_problem
+        if cost.tensor == tensor
+    ]
+    if candidates:
+        dearest = max(candidates, key=lambda cost: cost.share)
+        cause = dearest.step
+        because = (
+            f"; {100 * min(dearest.share, 1):.0f} % of it is {dearest.step}, without "
+            f"which {dearest.without:.3g} are left"
+        )
+    algorithm = (
+        f"as {fit.candidate} predicts ({worst.allowed[tensor]:.3g})"
+        if fit and fit.fits
+        else f"no more than ordinary algorithms ({worst.allowed[tensor]:.3g})"
+    )
+    return Finding(
+        "as accurate as its algorithm allows, which is poor here",
+        cause,
+        f"{said(tensor)} is {units:.3g} units from exact on {worst.problem}, "
+        f"{algorithm}{because}; above {POOR} on {len(poor)} of {len(here)} problems",
+        (tensor,),
+        tuple(str(cell.problem) for cell in poor),
+        _evidence(worst, tensor),
+    )
+
+
+def _not_finite(cells: Sequence[Judged]) -> list[Finding]:
+    found = []
+    for tensor in ("out", "lse", *GRADIENTS):
+        bad = [c for c in cells if tensor in c.found and c.found[tensor].not_finite]
+        if not bad:
+            continue
+        first = bad[0]
+        what = "not finite where the exact one is, or finite where it is infinite"
+        # Of out and gradients none are infinite.
+        unseen = tensor == "lse" and any(c.problem.mask != "full" for c in bad)
+        found.append(
+            Finding(
+                "not finite",
+                "rows that see no key" if unseen else "",
+                f"{said(tensor)} is {what}, in {first.found[tensor].not_finite} values "
+                f"on {first.problem}, and on {len(bad)} of {len(cells)} problems",
+                (tensor,),
+                tuple(str(cell.problem) for cell in bad),
+                {"values": float(first.found[tensor].not_finite)},
+            )
+        )
+    return found
+
+
+def _refusals(cells: Sequence[Judged]) -> list[Finding]:
+    """What raised and what was not taken, once for each reason."""
+    found = []
+    by_reason: dict[tuple[str, str], list[Judged]] = {}
+    for cell in cells:
+        if cell.outcome.status != "measured":
+            key = cell.outcome.status, cell.outcome.reason
+            by_reason.setdefault(key, []).append(cell)
+        if cell.outcome.no_gradients:
+            key = "no gradients", cell.outcome.no_gradients
+            by_reason.setdefault(key, []).append(cell)
+    ran = any(cell.outcome.status == "measured" for cell in cells)
+    for (status, reason), those in by_reason.items():
+        harmless = ran and status in ("not taken", "out of memory")
+        cause = {"no gradients": "not differentiable"}.get(status, status)
+        number = f"on {len(those)} of {len(cells)} problems"
+        found.append(
+            Finding(
+                "not taken" if harmless else "fails",
+                cause,
+                f"{cause} {number}, such as {those[0].problem}: {reason}",
+                (),
+                tuple(str(cell.problem) for cell in those),
+            )
+        )
+    return found
+
+
+def _merged(findings: Sequence[Finding]) -> list[Finding]:
+    """One for each cause, the first of them with all places and results."""
+    by_cause: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        by_cause.setdefault((finding.kind, finding.cause), []).append(finding)
+    return [
+        dataclasses.replace(
+            same[0],
+            tensors=tuple(dict.fromkeys(t for f in same for t in f.tensors)),
+            where=tuple(dict.fromkeys(place for f in same for place in f.where)),
+        )
+        for same in by_cause.values()
+    ]

@@ -1,0 +1,181 @@
+"""Targets of an audit: how they are found and called, and what is said of bad ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attn_jax import reference
+from attn_jax.audit.inputs import Shape
+from attn_jax.audit.measure import Runner, measured
+from attn_jax.audit.problem import MASKS, Problem
+from attn_jax.audit.target import Adapter, Target, TargetError, resolve
+
+SHAPE = Shape(2, 24, 40, 4, 2, 16)
+LOG_2 = float(np.log(2.0))
+
+
+def problem(mask: str = "full", **changes) -> Problem:
+    return Problem(SHAPE, mask=mask, **changes)
+
+
+def outcome(target: Target, problem: Problem, **options):
+    attend = target.attend(problem.rules, scale=problem.scale)
+    return Runner(attend, **options)(problem)
+
+
+def exact(query, key, value, *, scale, mask=None, is_causal=False):
+    """out and LSE [B, N, T]."""
+    rules = reference.Mask(is_causal=is_causal, dense=mask)
+    return reference.attention(query, key, value, scale=scale, mask=rules)
+
+
+def jax_nn_like(query, key, value, bias=None, mask=None, *, scale=None, **more):
+    return jax.nn.dot_product_attention(
+        query, key, value, bias, mask, scale=scale, implementation="xla", **more
+    )
+
+
+def heads_first(q, k, v, sm_scale, causal=False):
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    out, lse = exact(q, k, v, scale=sm_scale, is_causal=causal)
+    return out.swapaxes(1, 2), lse / LOG_2
+
+
+def packed(qkv):
+    query, key, value = (qkv[:, :, i] for i in range(3))
+    return exact(query, key, value, scale=query.shape[-1] ** -0.5)[0]
+
+
+def unscaled(query, key, value, mask=None):
+    return exact(query, key, value, scale=1.0, mask=mask)[0]
+
+
+ADAPTED = {
+    "jax.nn": Target("jax.nn", jax_nn_like),
+    "heads first": Target(
+        "heads first",
+        heads_first,
+        Adapter(
+            layout="BNTH",
+            scale="positional",
+            lse="always",
+            lse_layout="BNT",
+            lse_base="2",
+            renamed={"is_causal": "causal"},
+        ),
+    ),
+    "scaled outside": Target("unscaled", unscaled, Adapter(scale="outside")),
+}
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("name", ADAPTED)
+def test_functions_are_called_as_they_want_it(name, mask):
+    """A wrong layout, scale or base would be off by far more than two roundings: one
+    of `outside`, of a query times a power of two, is exact."""
+    here = problem(mask)
+    found = outcome(ADAPTED[name], here)
+    assert found.status == "measured" and not found.no_gradients, found
+    assert ("lse" in found.results) == (name != "scaled outside")
+    for tensor, m in measured(here, found.results).items():
+        # LSE is measured in roundings of FP32, and in base 2 it is rounded once more.
+        assert m.errors.units <= (4 if tensor == "lse" else 1.9), tensor
+
+
+def test_one_packed_array_is_taken_where_lengths_are_equal():
+    target = Target("packed", packed, Adapter(packed=True))
+    assert outcome(target, problem()).status == "not taken"
+    here = Problem(Shape(1, 24, 24, 2, 2, 16))
+    found = measured(here, outcome(target, here).results)
+    assert max(m.errors.units for m in found.values()) <= 1.1
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_reach_a_function_by_whatever_argument_it_has(mask):
+    """Those of jax.nn's have one each, but for segment ids; another has an array."""
+    here = problem(mask)
+    for target in (resolve("xla"), Target("array", unscaled, Adapter(scale="outside"))):
+        found = outcome(target, here)
+        assert found.status == "measured", found
+        errors = measured(here, found.results)
+        assert errors["out"].errors.units < 2
+
+
+def test_what_a_function_has_no_argument_for_is_not_taken():
+    def bare(query, key, value):
+        return unscaled(query, key, value)
+
+    target = Target("bare", bare, Adapter(scale="outside"))
+    found = outcome(target, problem("packed"))
+    assert found.status == "not taken"
+    assert "query_segment_ids" in found.reason and "mask" in found.reason
+    assert outcome(target, problem()).status == "measured"
+
+
+def _raises(query, key, value, scale=None, is_causal=False):
+    raise RuntimeError("no kernel image\nfor this device")
+
+
+def _wrong_shape(query, key, value, scale=None, is_causal=False):
+    return query[:, :3]
+
+
+def _wrong_type(query, key, value, scale=None, is_causal=False):
+    return query.astype(jnp.int32)
+
+
+def _two_results(query, key, value, scale=None, return_residual=False):
+    return query
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (_raises, "RuntimeError: no kernel image"),
+        (_wrong_shape, r"it returns bfloat16 of \(2, 3, 4, 16\)"),
+        (_wrong_type, "it returns int32 for inputs of bfloat16"),
+        (_two_results, r"bfloat16 of .* where \(out, LSE\) was asked for"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_bad_functions_fail_in_one_line(function, says):
+    found = outcome(Target("bad", function), problem())
+    assert found.status == "failed" and "\n" not in found.reason
+    with pytest.raises(AssertionError, match=says):
+        raise AssertionError(found.reason)
+
+
+def test_what_cannot_be_differentiated_is_measured_forward():
+    def forward_only(query, key, value, scale=None):
+        shape = jax.ShapeDtypeStruct(query.shape, query.dtype)
+        return jax.pure_callback(
+            lambda q, k, v: np.asarray(exact(q, k, v, scale=float(scale))[0]),
+            *(shape, query, key, value),
+        )
+
+    found = outcome(Target("forward", forward_only), problem())
+    assert found.status == "measured" and set(found.results) == {"out"}
+    assert "JVP" in found.no_gradients or "differentia" in found.no_gradients
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nothing", "no target 'nothing'; there are pallas"),
+        ("no.such.module:f", "cannot import no.such.module: ModuleNotFoundError"),
+        ("jax.nn:no_such", "jax.nn has no function 'no_such'"),
+        ("jax.numpy:pi", "jax.numpy has no function 'pi'"),
+        ("emulated:flash9", "no recipe 'flash9'; there are flash2"),
+    ],
+)
+def test_bad_names_are_said_in_one_line(name, says):
+    with pytest.raises(TargetError, match=says) as raised:
+        resolve(name)
+    assert "\n" not in str(raised.value)
+
+
+def test_names_find_functions():
+    assert resolve("emulated:flash2").function is resolve("reference").function
+    assert resolve("jax.nn:dot_product_attention").function is resolve("xla").function
+    assert resolve("xla").adapter.more == {"implementation": "xla"}

@@ -1,0 +1,116 @@
+"""What is said of measurements, and what is not."""
+
+import dataclasses
+
+import pytest
+
+from attn_jax.audit.attribution import Cost, Fit
+from attn_jax.audit.error import Errors
+from attn_jax.audit.finding import Finding, in_order, is_trustworthy
+from attn_jax.audit.inputs import Shape
+from attn_jax.audit.measure import Measured, Outcome
+from attn_jax.audit.problem import Problem
+from attn_jax.audit.verdict import POOR, Judged, allowance, judge
+
+SHAPE = Shape(1, 16, 16, 1, 1, 16)
+TENSORS = ("out", "dquery", "dkey", "dvalue")
+FITTING, FAR = Fit("flash2", 0.02), Fit("flash2", 0.9)
+
+
+def measured(units: float, not_finite: int = 0) -> Measured:
+    errors = Errors(units, False, 1e-3, 1e-2, 1e-2, 0.0, 0.0, 0.5)
+    return Measured(errors, 0.0, 0.1, not_finite)
+
+
+def cell(family="normal", mask="full", allowed=1.5, not_finite=0, **units) -> Judged:
+    found = {name: measured(units.get(name, 1.2)) for name in TENSORS}
+    if not_finite:
+        found["lse"] = measured(1.0, not_finite)
+    problem = Problem(SHAPE, family=family, mask=mask)
+    outcome = Outcome("measured", "", {}, "", 0.1)
+    return Judged(problem, outcome, found, dict.fromkeys(TENSORS, allowed))
+
+
+def refused(status, reason, family="normal") -> Judged:
+    problem = Problem(SHAPE, family=family)
+    return Judged(problem, Outcome(status, reason, {}, "", 0.1), {}, {})
+
+
+def test_nothing_is_said_of_what_is_good():
+    cells = [cell(), cell("wide", dquery=POOR)]
+    assert judge(cells, FITTING) == judge(cells, None) == []
+    assert is_trustworthy([])
+
+
+def test_a_poor_algorithm_is_no_bug_and_its_step_is_named():
+    cells = [cell("uniform", allowed=52.0, dquery=50.0), cell()]
+    costs = [
+        (
+            cells[0].problem,
+            [Cost("delta", "dquery", 50, 4), Cost("dlogits", "dquery", 50, 49)],
+        )
+    ]
+    (found,) = judge(cells, FITTING, costs)
+    assert found.kind.startswith("as accurate as its algorithm allows")
+    assert found.cause == "delta" and found.tensors == ("dquery",)
+    assert (
+        "as flash2 predicts (52)" in found.says and "99 % of it is delta" in found.says
+    )
+    assert "1 of 2 problems" in found.says
+    # Without a fit nothing is said of its steps.
+    (found,) = judge(cells, FAR)
+    assert found.cause == "" and "ordinary algorithms (52)" in found.says
+
+
+@pytest.mark.parametrize("allowed", [1.0, 3.0, 5.0, 100.0])
+def test_more_than_an_algorithm_has_is_a_bug(allowed):
+    most = allowance(allowed) * allowed
+    (found,) = judge([cell(allowed=allowed, out=1.01 * most + POOR)], FITTING)
+    assert found.kind == "worse than its algorithm allows"
+    found = judge([cell(allowed=allowed, out=0.99 * most)], FITTING)
+    assert all(f.kind != "worse than its algorithm allows" for f in found)
+
+
+def test_the_worst_of_a_kind_stands_for_all():
+    cells = [cell(family, out=u) for family, u in (("normal", 9.0), ("wide", 30.0))]
+    (found,) = judge(cells, None)
+    assert "30 units" in found.says and "on wide" in found.says
+    assert len(found.where) == 2 and found.evidence["units"] == 30
+
+
+def test_wiring_explains_all_that_is_wrong_there():
+    cells = [cell(out=900.0, dquery=800.0), cell("wide", out=30.0)]
+    known = Finding("wrong wiring", "scale", "said", ("out",), (str(cells[0].problem),))
+    same = dataclasses.replace(known, where=("elsewhere",), tensors=("lse",))
+    found = in_order(judge(cells, None, (), [known, same]))
+    assert [f.kind for f in found] == [
+        "wrong wiring",
+        "worse than its algorithm allows",
+    ]
+    assert found[0].tensors == ("out", "lse") and len(found[0].where) == 2
+    assert found[1].where == (str(cells[1].problem),)
+
+
+def test_infinities_where_none_should_be():
+    (found,) = judge([cell(mask="lengths", not_finite=3), cell()], None)
+    assert found.kind == "not finite" and found.cause == "rows that see no key"
+    assert "3 values" in found.says and "1 of 2" in found.says
+
+
+def test_refusals_are_faults_only_where_nothing_runs():
+    reasons = [
+        refused("not taken", "no argument"),
+        refused("out of memory", "RESOURCE"),
+    ]
+    found = judge([*reasons, cell()], None)
+    assert {f.kind for f in found} == {"not taken"} and is_trustworthy(found)
+    assert {f.kind for f in judge(reasons, None)} == {"fails"}
+    found = judge([refused("failed", "boom"), refused("failed", "boom", "wide")], None)
+    assert [f.kind for f in found] == ["fails"] and "2 of 2" in found[0].says
+
+
+def test_what_has_no_gradients_fails():
+    one = cell()
+    outcome = one.outcome._replace(no_gradients="TypeError: no JVP")
+    (found,) = judge([one._replace(outcome=outcome)], None)
+    assert found.kind == "fails" and found.cause == "not differentiable"
