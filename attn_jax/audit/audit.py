@@ -9,14 +9,14 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from attn_jax.audit import attribution, verdict
 from attn_jax.audit.attribution import Cost, Fit
-from attn_jax.audit.error import Errors
+from attn_jax.audit.error import Errors, in_units
 from attn_jax.audit.finding import Finding, in_order
 from attn_jax.audit.measure import Measured, Outcome, Runner, measured
 from attn_jax.audit.plan import Group
@@ -27,6 +27,9 @@ from attn_jax.audit.wiring import recognise
 from attn_jax.recipe import Recipe
 from attn_jax.store import Row, Store
 
+# A plain implementation in the inputs' format: FlashAttention's tests take one such for
+# their measure.
+SAME_FORMAT = "jax_nn"
 # Problems whose steps are priced, at most; each takes a program for each step.
 _PRICED = 2
 
@@ -118,20 +121,12 @@ def carry_out(audit: Audit, parts: Parts) -> Result:
     algorithms = (fit.candidate,) if fit and fit.fits else verdict.PLAIN
     cells = []
     for group in audit.groups:
-        allowed = []
+        known = predicted if group == first else {}
         if any(row["found"] for row in rows[group]):
-            allowed = [
-                predicted[name]
-                if group == first and compared
-                else _found(
-                    parts(
-                        f"{name} on {group}",
-                        _predict(audit, audit.recipes[name], group),
-                    )
-                )
-                for name in algorithms
-            ]
-        cells += _judged(audit, group, rows[group], allowed)
+            for name in {*algorithms, SAME_FORMAT} - known.keys():
+                part = _predict(audit, audit.recipes[name], group)
+                known[name] = _found(parts(f"{name} on {group}", part))
+        cells += _judged(audit, group, rows[group], known, algorithms)
     wiring = [
         Finding(**finding)
         for of_group in rows.values()
@@ -141,7 +136,10 @@ def carry_out(audit: Audit, parts: Parts) -> Result:
     costs = []
     if fit and fit.fits:
         costs = [
-            (problem, [Cost(**_values(row, Cost)) for row in parts(name, make)])
+            (
+                problem,
+                [Cost(*(row[x] for x in Cost._fields)) for row in parts(name, make)],
+            )
             for problem in _poorest(cells)
             for name, make in [
                 (
@@ -196,17 +194,29 @@ def _poorest(cells: list[Judged]) -> list[Problem]:
     return list(dict.fromkeys(problem for _, problem in by_size))[:_PRICED]
 
 
-def _judged(audit: Audit, group: Group, rows: list[Row], allowed) -> list[Judged]:
-    """`allowed`: predictions by family; the largest counts."""
+def _judged(
+    audit: Audit,
+    group: Group,
+    rows: list[Row],
+    predicted: Mapping[str, Mapping[str, Found]],
+    algorithms: Sequence[str],
+) -> list[Judged]:
+    """`predicted`: by recipe and family. The largest error of `algorithms` counts."""
     cells = []
     for problem, row in zip(group.problems(audit.dtype), rows, strict=True):
-        of_problem = [predicted[problem.family] for predicted in allowed]
-        most = {
-            tensor: max(found[tensor].errors.units for found in of_problem)
-            for tensor in (of_problem[0] if of_problem else ())
+        found = _measured(row["found"])
+        here = {name: of[problem.family] for name, of in predicted.items() if found}
+        allowed = {
+            tensor: max(here[name][tensor].errors.units for name in algorithms)
+            for tensor in found
+        }
+        twice = {
+            tensor: in_units(m.errors.maximum, 2 * plain.errors.maximum)
+            for tensor, m in found.items()
+            if (plain := here[SAME_FORMAT][tensor]) and tensor != "lse"
         }
         outcome = Outcome(**row["outcome"])
-        cells.append(Judged(problem, outcome, _measured(row["found"]), most))
+        cells.append(Judged(problem, outcome, found, allowed, twice))
     return cells
 
 
@@ -219,7 +229,9 @@ def _rows_of(found: Found) -> dict[str, Row]:
 
 def _measured(rows: dict[str, Row]) -> Found:
     return {
-        tensor: Measured(**row | {"errors": Errors(**row["errors"])})
+        tensor: Measured(
+            Errors(**row["errors"]), row["bias"], row["bias_ci"], row["not_finite"]
+        )
         for tensor, row in rows.items()
     }
 
@@ -227,7 +239,3 @@ def _measured(rows: dict[str, Row]) -> Found:
 def _found(rows: list[Row]) -> dict[str, Found]:
     """By family."""
     return {row["family"]: _measured(row["found"]) for row in rows}
-
-
-def _values(row: Row, of: type[NamedTuple]) -> Row:
-    return {name: row[name] for name in of._fields}

@@ -10,7 +10,6 @@ import numpy as np
 from attn_jax.audit.error import (
     Errors,
     correctly_rounded,
-    in_units,
     measure,
     signed_bias,
     unit,
@@ -153,12 +152,3 @@ def _measured(x, golden, fmt: NumberFormat, absolute) -> Measured:
     axes = (0, 1) if x.ndim == 3 else (0, 2)
     errors = measure(x, golden, fmt, absolute, independent_axes=axes)
     return Measured(errors, bias, bias_ci, int(wrong.sum()))
-
-
-def two_times_rule(x, plain, golden) -> float:
-    """FlashAttention's test: max |x - exact| over twice that of a plain implementation
-    in the same format; at most 1 passes there."""
-    largest = [
-        float(np.abs(np.asarray(y, np.float64) - golden).max()) for y in (x, plain)
-    ]
-    return in_units(largest[0], 2 * largest[1])

@@ -1,0 +1,209 @@
+"""`audit_attention`: a callable in, a report out."""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from attn_jax import machine
+from attn_jax.audit import attribution, verdict
+from attn_jax.audit.audit import Audit, Parts, Result, carry_out
+from attn_jax.audit.inputs import Shape
+from attn_jax.audit.plan import plan
+from attn_jax.audit.problem import FORMATS
+from attn_jax.audit.report import Attribution, Cell, Report
+from attn_jax.audit.target import Adapter, Target, TargetError, resolve
+from attn_jax.recipe import Recipe
+from attn_jax.recipe_checks import check_is_recipe
+from attn_jax.store import Store
+
+_PACKAGES = ("jax", "jaxlib", "numpy", "attn_jax", "tokamax")
+
+
+def audit_attention(
+    fn: str | Callable[..., Any] | Target,
+    *,
+    shapes: Sequence[Shape] | None = None,
+    dtype: str = "bfloat16",
+    families: Sequence[str] | None = None,
+    masks: Sequence[str] | None = None,
+    gradients: bool = True,
+    against: Sequence[Recipe] | None = None,
+    adapter: Adapter = Adapter(),
+    folder: Path | str | None = None,
+    fresh: bool = False,
+    tell: Callable[[str], None] = lambda part: None,
+) -> Report:
+    """How far an attention callable is from exact, why, and whether that is a fault.
+
+    It runs `fn` on `shapes` under `masks`, on inputs of `families`, in the mode that
+    the process is in (x64 or not), and compares out, LSE, dQ, dK and dV with FP64, in
+    units of the unavoidable rounding (`error.unit`); it looks for mistakes of wiring,
+    probes what needs no exact result, and finds the recipe whose predicted errors are
+    nearest. `verdict` has the rules. Nothing that `fn` raises ends it.
+
+    Args:
+      fn: a function with the signature of `jax.nn.dot_product_attention`, or one that
+        `adapter` describes; or the name of one, as `target.resolve` takes.
+      shapes: the first is the one that is compared with recipes, all masks are tried
+        on and all families; None: by the device (`plan.plan`).
+      dtype: of the inputs, a name of `problem.DTYPES`.
+      families, masks: names of `inputs.FAMILIES` and `problem.MASKS`; None: chosen.
+      gradients: whether dQ, dK and dV are wanted.
+      against: recipes to look among; None: those of the library that are for such
+        inputs (`attribution.candidates`).
+      folder: where what is measured is kept as it comes, and the report is written in
+        the end; a second call with the same arguments goes on where the first ended.
+        None: nothing is written.
+      fresh: begin anew in the folder.
+      tell: called with the name of each part before it is measured.
+
+    Raises:
+      TargetError: there is no such target.
+      ValueError: a name of a family, mask or dtype that does not exist.
+      attn_jax.canaries.CanaryError: this backend's arithmetic cannot be trusted to
+        measure anything.
+      attn_jax.store.StoreError: the folder is of another audit, or cannot be written.
+    """
+    target = _target(fn, adapter)
+    if dtype not in FORMATS:
+        raise ValueError(f"no dtype {dtype!r}; there are {', '.join(FORMATS)}")
+    recipes = dict(attribution.candidates(FORMATS[dtype]))
+    if against is not None:
+        plain = {name: recipes[name] for name in verdict.PLAIN}
+        for recipe in against:
+            check_is_recipe(recipe)
+        recipes = plain | {recipe.name: recipe for recipe in against}
+    groups = plan(shapes, families, masks)
+    for group in groups:
+        group.problems(dtype)  # Names that do not exist are refused before anything.
+    audit = Audit(target, tuple(groups), dtype, recipes, gradients)
+    # Imported on use: it takes its units of error from this package.
+    from attn_jax import canaries
+
+    tell("canaries")
+    passed = canaries.certify().passed
+    began = datetime.datetime.now(datetime.UTC)
+    with _store(audit, folder, fresh) as store:
+        result = carry_out(audit, Parts(store, tell))
+    report = _report(audit, result, passed, began)
+    if folder is not None:
+        report.write(folder)
+    return report
+
+
+def _target(fn: str | Callable[..., Any] | Target, adapter: Adapter) -> Target:
+    if isinstance(fn, Target):
+        return fn
+    if isinstance(fn, str):
+        return resolve(fn, adapter)
+    if not callable(fn):
+        raise TargetError(f"not a function: {type(fn).__name__}")
+    name = getattr(fn, "__qualname__", None) or repr(fn)
+    return Target(name, fn, adapter)
+
+
+@contextlib.contextmanager
+def _store(
+    audit: Audit, folder: Path | str | None, fresh: bool
+) -> Iterator[Store | None]:
+    if folder is None:
+        yield None
+        return
+    store = Store(Path(folder) / "parts.jsonl", audit.settings(), fresh=fresh)
+    with contextlib.closing(store):
+        store.describe(_environment())
+        yield store
+
+
+@functools.cache
+def _environment() -> dict[str, Any]:
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "driver": machine.driver() if device.platform == "gpu" else None,
+        "python": platform.python_version(),
+        "versions": machine.versions(_PACKAGES),
+    }
+
+
+def _report(audit: Audit, result: Result, canaries: Sequence[str], began) -> Report:
+    environment = dict(_environment())
+    versions = environment.pop("versions")
+    fit = result.fits[0] if result.fits else None
+    settings = audit.settings()
+    return Report(
+        target=audit.target.name,
+        environment=environment
+        | versions
+        | {
+            "date": began.isoformat(timespec="seconds"),
+            "x64": settings["x64"],
+            "command": " ".join(sys.orig_argv),
+        },
+        settings=settings,
+        canaries=list(canaries),
+        cells=[_cell(cell, settings["x64"]) for cell in result.cells],
+        findings=result.findings,
+        attribution=_attribution(result),
+        fits=bool(fit and fit.fits),
+    )
+
+
+def _cell(cell: verdict.Judged, x64: bool) -> Cell:
+    s, problem = cell.problem.shape, cell.problem
+    return Cell(
+        family=problem.family,
+        mask=problem.mask,
+        dtype=problem.dtype,
+        batch=s.batch,
+        query_length=s.query_length,
+        key_length=s.key_length,
+        heads=s.heads,
+        key_heads=s.key_heads,
+        head_dim=s.head_dim,
+        status=cell.outcome.status,
+        reason=cell.outcome.reason or cell.outcome.no_gradients,
+        x64=x64,
+        errors={
+            tensor: {
+                **dataclasses.asdict(m.errors),
+                "two_times_rule": cell.twice.get(tensor),
+            }
+            for tensor, m in cell.found.items()
+        },
+        seconds=cell.outcome.seconds,
+    )
+
+
+def _attribution(result: Result) -> list[Attribution]:
+    """Rows of the nearest recipe: of each result its dearest steps, on the problem
+    where it is furthest from exact."""
+    if not result.fits:
+        return []
+    fit = result.fits[0]
+    by_problem = {cell.problem: cell for cell in result.cells}
+    rows = []
+    for problem, costs in result.costs:
+        cell = by_problem[problem]
+        for cost in costs:
+            rows.append(
+                Attribution(
+                    tensor=cost.tensor,
+                    recipe=fit.candidate,
+                    residual=fit.distance,
+                    measured=cell.found[cost.tensor].errors.units,
+                    predicted=cost.units,
+                    step=cost.step,
+                    share=cost.share,
+                )
+            )
+    return rows
