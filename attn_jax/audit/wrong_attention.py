@@ -1,0 +1,412 @@
+"""Attention that is wired wrongly: its scale, mask, heads, layouts, tiles."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from attn_jax.audit.exact import Exact, visible
+from attn_jax.audit.problem import TENSORS
+from attn_jax.audit.variant import Registry, Setting, Thunk, Wrong, whole
+from attn_jax.mask import Mask
+
+# Sizes of the tiles of keys that kernels walk over.
+TILES = (16, 32, 64, 128)
+
+ATTENTION = Registry()
+
+# Scale ---------------------------------------------------------------------------
+
+
+def _scaled(s: Setting, scale: float, detail: str = "") -> Iterator[Wrong]:
+    if not math.isclose(scale, s.attention.scale):
+        yield whole(s.attention.replaced(scale=scale), detail)
+
+
+@ATTENTION.add(
+    "scale missing",
+    "the logits are not scaled",
+    "multiply them by 1 / sqrt(H)",
+)
+def _(s: Setting):
+    yield from _scaled(s, 1.0)
+
+
+@ATTENTION.add(
+    "scale applied twice",
+    "the logits are scaled by 1 / H",
+    "scale once, by 1 / sqrt(H)",
+)
+def _(s: Setting):
+    yield from _scaled(s, s.attention.scale**2)
+
+
+@ATTENTION.add(
+    "scale of another head dim",
+    "the scale is that of another head dim",
+    "use 1 / sqrt(H) with the H before padding",
+)
+def _(s: Setting):
+    H = s.problem.shape.head_dim
+    for padded in sorted({-(-H // m) * m for m in (16, 32, 64, 128, 256)} - {H}):
+        yield from _scaled(s, padded**-0.5, f"that of H = {padded}")
+
+
+@ATTENTION.add(
+    "base of the exponential",
+    "the exponential has another base than e",
+    "fold log2(e) into the scale with exp2, and only with it",
+)
+def _(s: Setting):
+    for factor, detail in (
+        (math.log(2), "exp2 of x"),
+        (1 / math.log(2), "exp of x log2(e)"),
+    ):
+        yield from _scaled(s, s.attention.scale * factor, detail)
+
+
+# Masks ---------------------------------------------------------------------------
+
+
+def _seen(s: Setting, mask: np.ndarray | None, detail: str = "") -> Iterator[Wrong]:
+    """Attention with another mask; both rules for queries that see no key."""
+    now = s.attention.visible
+    full = s.attention.products.shape
+    if np.array_equal(
+        np.broadcast_to(True if mask is None else mask, full),
+        np.broadcast_to(True if now is None else now, full),
+    ):
+        return
+    masked = s.attention.replaced(visible=mask)
+    yield whole(masked, detail)
+    if mask is not None and not mask.any(-1).all():
+        yield whole(masked.replaced(empty="mean"), detail)
+
+
+def _ruled(s: Setting, detail: str = "", **rules) -> Iterator[Wrong]:
+    shape = s.problem.shape
+    mask = dataclasses.replace(s.problem.rules, **rules)
+    yield from _seen(s, visible(mask, shape.query_length, shape.key_length), detail)
+
+
+def _banded(s: Setting, left, right, detail: str = "") -> Iterator[Wrong]:
+    """Keys i - left ... i + right; sides may be negative, as a mask's may not."""
+    i = np.arange(s.problem.shape.query_length)[:, None]
+    j = np.arange(s.problem.shape.key_length)
+    band = np.ones((1, 1, i.size, j.size), bool)
+    if left is not None:
+        band &= j >= i - left
+    if right is not None:
+        band &= j <= i + right
+    others = dataclasses.replace(s.problem.rules, is_causal=False, window=None)
+    rest = visible(others, i.size, j.size)
+    yield from _seen(s, band if rest is None else band & rest, detail)
+
+
+@ATTENTION.add(
+    "causal ignored",
+    "queries see the keys after them",
+    "apply is_causal",
+)
+def _(s: Setting):
+    if s.problem.rules.is_causal:
+        yield from _ruled(s, is_causal=False)
+
+
+def _causal(make: Callable[[Setting, int | None], Iterator[Wrong]]):
+    """For problems with a causal mask, with the left side of their window."""
+
+    def of(s: Setting):
+        if s.problem.rules.is_causal:
+            yield from make(s, s.problem.rules.band[0])
+
+    return of
+
+
+ATTENTION.add(
+    "causal off by one (j < i)",
+    "queries do not see the key at their own position",
+    "use j <= i",
+)(_causal(lambda s, left: _banded(s, left, -1)))
+ATTENTION.add(
+    "causal off by one (j <= i + 1)",
+    "queries see one key after them",
+    "use j <= i",
+)(_causal(lambda s, left: _banded(s, left, 1)))
+ATTENTION.add(
+    "causal the other way round",
+    "queries see the keys after them and not those before",
+    "use j <= i",
+)(_causal(lambda s, left: _banded(s, 0, None)))
+
+
+@ATTENTION.add(
+    "causal aligned to the last key",
+    "the last query sees up to the last key, as if queries ended where keys do",
+    "align query 0 with key 0, as jax.nn does, or say so with query_offset",
+)
+def _(s: Setting):
+    shape = s.problem.shape
+    if s.problem.rules.is_causal:
+        shift = np.full(shape.batch, shape.key_length - shape.query_length)
+        yield from _ruled(s, query_offset=shift)
+
+
+@ATTENTION.add("mask inverted", "True hides a pair", "let True take part")
+def _(s: Setting):
+    if s.attention.visible is not None:
+        yield from _seen(s, ~s.attention.visible)
+
+
+@ATTENTION.add(
+    "window ignored", "keys outside of the window are seen", "apply the window"
+)
+def _(s: Setting):
+    if s.problem.rules.window is not None:
+        yield from _ruled(s, window=None)
+
+
+def _windowed(make: Callable[..., Iterator[Wrong]]):
+    def of(s: Setting):
+        if s.problem.rules.window is not None:
+            yield from make(s, *s.problem.rules.band)
+
+    return of
+
+
+@ATTENTION.add(
+    "window side ignored",
+    "the window is open on one side",
+    "apply both sides",
+)
+@_windowed
+def _(s: Setting, left, right):
+    if left is not None and right is not None:
+        yield from _banded(s, None, right, "on the left")
+        yield from _banded(s, left, None, "on the right")
+
+
+@ATTENTION.add(
+    "window off by one on the left",
+    "the left side of the window is off by one key",
+    "see the keys from i - left on",
+)
+@_windowed
+def _(s: Setting, left, right):
+    if left is not None:
+        yield from _banded(s, left + 1, right, "one key more")
+        yield from _banded(s, left - 1, right, "one key less")
+
+
+@ATTENTION.add(
+    "window off by one on the right",
+    "the right side of the window is off by one key",
+    "see the keys up to i + right, that one included",
+)
+@_windowed
+def _(s: Setting, left, right):
+    if right is not None:
+        yield from _banded(s, left, right + 1, "one key more")
+        yield from _banded(s, left, right - 1, "one key less")
+
+
+@ATTENTION.add(
+    "window sides swapped",
+    "left and right of the window are exchanged",
+    "see the keys i - left to i + right",
+)
+@_windowed
+def _(s: Setting, left, right):
+    yield from _banded(s, right, left)
+
+
+@ATTENTION.add(
+    "segment ids ignored",
+    "queries see the keys of other segments",
+    "apply the segment ids",
+)
+def _(s: Setting):
+    if s.problem.rules.query_segment_ids is not None:
+        yield from _ruled(s, query_segment_ids=None, key_value_segment_ids=None)
+
+
+@ATTENTION.add(
+    "query lengths ignored",
+    "queries beyond their length attend",
+    "give zeros there, and no gradient",
+)
+def _(s: Setting):
+    if s.problem.rules.query_lengths is not None:
+        yield from _ruled(s, query_lengths=None)
+
+
+@ATTENTION.add(
+    "key lengths ignored",
+    "keys beyond their length are seen",
+    "apply the key lengths",
+)
+def _(s: Setting):
+    if s.problem.rules.key_value_lengths is not None:
+        yield from _ruled(s, key_value_lengths=None)
+
+
+@ATTENTION.add(
+    "query and key lengths ignored",
+    "queries and keys beyond their lengths take part",
+    "apply the lengths",
+)
+def _(s: Setting):
+    rules = s.problem.rules
+    if rules.query_lengths is not None and rules.key_value_lengths is not None:
+        yield from _ruled(s, query_lengths=None, key_value_lengths=None)
+
+
+@ATTENTION.add(
+    "lengths of another batch entry",
+    "a batch entry has the lengths, or the segments, of another",
+    "read them by the batch index",
+)
+def _(s: Setting):
+    if s.attention.visible is not None and s.attention.visible.shape[0] > 1:
+        yield from _seen(s, s.attention.visible[::-1], "in reverse order")
+        first = np.broadcast_to(s.attention.visible[:1], s.attention.visible.shape)
+        yield from _seen(s, first.copy(), "those of the first for all")
+
+
+@ATTENTION.add(
+    "queries that see no key",
+    "a query that sees no key gives the mean of V",
+    "give zeros there, and no gradient",
+)
+def _(s: Setting):
+    if s.attention.sees_none.any():
+        yield whole(s.attention.replaced(empty="mean"))
+
+
+# Heads, layouts, tiles -----------------------------------------------------------
+
+
+@ATTENTION.add(
+    "GQA heads grouped wrongly",
+    "query heads read the wrong key heads",
+    "let query head n read key head n // (N / K)",
+)
+def _(s: Setting):
+    N, K = s.problem.shape.heads, s.problem.shape.key_heads
+    for heads, detail in (
+        (tuple(n % K for n in range(N)), "n % K"),
+        (tuple(min(n, K - 1) for n in range(N)), "min(n, K - 1)"),
+        ((0,) * N, "the first for all"),
+    ):
+        if heads != s.attention.key_head:
+            yield whole(s.attention.replaced(key_head=heads), detail)
+
+
+@ATTENTION.add(
+    "key and value exchanged",
+    "K is read for V and V for K",
+    "pass query, key, value in this order",
+)
+def _(s: Setting):
+    x = s.attention
+    wrong = x.replaced(key=x.value, value=x.key)
+    of = {"dkey": "dvalue", "dvalue": "dkey"}
+    results = {n: functools.partial(getattr, wrong, of.get(n, n)) for n in TENSORS}
+    yield Wrong("", results)
+
+
+@ATTENTION.add(
+    "layout swapped",
+    "[B, T, N, H] is read as [B, N, T, H]",
+    "transpose the arrays, or name the layout",
+)
+def _(s: Setting):
+    x, shape = s.attention, s.problem.shape
+    T, S, N, K = shape.query_length, shape.key_length, shape.heads, shape.key_heads
+    names = "query", "key", "value", "dout"
+    if T % S == 0:
+        # T heads of N queries, S key heads of K keys.
+        swapped = x.replaced(
+            **{name: getattr(x, name).swapaxes(1, 2) for name in names},
+            visible=visible(
+                Mask(s.problem.rules.is_causal, s.problem.rules.window), N, K
+            ),
+            key_head=tuple(t // (T // S) for t in range(T)),
+        )
+        yield Wrong("", _back(swapped, lambda y: y.swapaxes(1, 2)))
+    if 1 in (N, T):
+        return
+    reshaped = x.replaced(**{name: _as_heads_first(getattr(x, name)) for name in names})
+    yield Wrong("reshaped, not transposed", _back(reshaped, _as_rows_first))
+
+
+def _as_heads_first(y: np.ndarray) -> np.ndarray:
+    """[B, T, N, H] whose memory is read as [B, N, T, H]."""
+    B, T, N, H = y.shape
+    return y.reshape(B, N, T, H).swapaxes(1, 2)
+
+
+def _as_rows_first(y: np.ndarray) -> np.ndarray:
+    """What `_as_heads_first` undoes; LSE stays as it is."""
+    return y.swapaxes(1, 2).reshape(y.shape) if y.ndim == 4 else y
+
+
+def _back(wrong: Exact, restore) -> dict[str, Thunk]:
+    """Results in the layout that the callable gives them in, LSE as [B, N, T]."""
+    results: dict[str, Thunk] = {
+        name: lambda name=name: restore(getattr(wrong, name))
+        for name in TENSORS
+        if name != "lse"
+    }
+    return {**results, "lse": lambda: restore(wrong.lse)}
+
+
+@ATTENTION.add(
+    "KV tile dropped",
+    "the keys of one tile take no part",
+    "check the bounds of the loop over tiles",
+    on_top=True,
+)
+def _(s: Setting):
+    x, S = s.attention, s.problem.shape.key_length
+    tiles = {(0, tile) for tile in TILES if tile < S}
+    tiles |= {((S - 1) // tile * tile, S) for tile in TILES if tile < S}
+    for start, stop in sorted(tiles):
+        inside = (np.arange(S) >= start) & (np.arange(S) < stop)
+        detail = f"keys {start} to {stop - 1}"
+        mask = np.broadcast_to(~inside, (1, 1, s.problem.shape.query_length, S))
+        yield from _seen(s, mask & (True if x.visible is None else x.visible), detail)
+        yield Wrong(
+            f"{detail}, which still count in the normaliser",
+            {"out": lambda inside=inside: x.weighted(x.probability * ~inside)},
+        )
+
+
+@ATTENTION.add(
+    "last partial tile unmasked",
+    "zeros beyond the last key take part as keys",
+    "mask the last tile at the number of keys",
+)
+def _(s: Setting):
+    x, shape = s.attention, s.problem.shape
+    T, S = shape.query_length, shape.key_length
+    if s.problem.rules.query_segment_ids is not None:
+        return
+    for length in sorted({-(-S // tile) * tile for tile in TILES} - {S}):
+        pad = ((0, 0), (0, length - S), (0, 0), (0, 0))
+        wrong = x.replaced(
+            key=np.pad(x.key, pad),
+            value=np.pad(x.value, pad),
+            visible=visible(s.problem.rules, T, length),
+        )
+        if wrong.visible is not None and not wrong.visible[..., S:].any():
+            continue
+        results = {
+            name: lambda name=name, w=wrong: getattr(w, name)[
+                :, : S if name in ("dkey", "dvalue") else None
+            ]
+            for name in TENSORS
+        }
+        yield Wrong(f"up to {length}", results)

@@ -1,0 +1,316 @@
+"""Wrong wiring is recognised under its name, and rounding is never taken for it."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attn_jax.audit.error import unit
+from attn_jax.audit.exact import exact, visible
+from attn_jax.audit.inputs import FAMILIES, Shape
+from attn_jax.audit.problem import MASKS, TENSORS, Problem
+from attn_jax.audit.wiring import (
+    VARIANTS,
+    of_probabilities,
+    probabilities,
+    recognise,
+)
+from attn_jax.formats import BF16, FP16
+from tests.knobs import bfloat16
+from tests.planted import (
+    GROUPED,
+    HONEST,
+    PLANTED,
+    SQUARE,
+    attend,
+    honest,
+    results,
+)
+
+# Not seen in results for dLSE = 0 / by P alone.
+ELSEWHERE = {"LSE stop_gradient", "dropout left on"}
+WIRING = [
+    name
+    for name, planted in PLANTED.items()
+    if planted.expects == "wrong wiring" and name not in ELSEWHERE
+]
+POOR = [
+    name
+    for name, planted in PLANTED.items()
+    if planted.expects in ("worse than its algorithm allows", "not reproducible")
+]
+# More queries than keys: with a window, some of them see no key.
+LONG = Shape(2, 90, 50, 4, 2, 16)
+
+
+def causes(findings) -> list[str]:
+    assert all(finding.kind == "wrong wiring" for finding in findings)
+    return [finding.cause for finding in findings]
+
+
+@functools.cache
+def exact_results(problem: Problem) -> dict[str, np.ndarray]:
+    golden = problem.exact()
+    return {name: getattr(golden, name) for name in TENSORS}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", [GROUPED, SQUARE, LONG], ids=str)
+def test_parts_make_up_the_golden_results(shape, mask):
+    problem = Problem(shape, mask=mask)
+    parts = exact(problem)
+    for name, right in exact_results(problem).items():
+        size = abs(right[np.isfinite(right)]).max()
+        np.testing.assert_allclose(
+            getattr(parts, name), right, rtol=0, atol=1e-12 * size, err_msg=name
+        )
+
+
+def test_what_was_computed_is_kept_only_where_it_stays_the_same():
+    first = exact(Problem(GROUPED, mask="causal"))
+    assert first.out.shape == GROUPED.query and first.dquery.any()
+    changes = {"scale": 0.5, "visible": None, "key_head": (1, 0, 1, 0)}
+    for changed in (*({n: x} for n, x in changes.items()), {"value": first.key}):
+        again = first.replaced(**changed)
+        anew = dataclasses.replace(first, **changed)
+        for name in TENSORS:
+            np.testing.assert_array_equal(getattr(again, name), getattr(anew, name))
+
+
+@pytest.mark.parametrize("name", WIRING)
+def test_a_mistake_is_recognised_by_its_name_and_no_other(name):
+    planted = PLANTED[name]
+    findings = recognise(results(planted.function, planted.problem), planted.problem)
+    (cause,) = causes(findings)
+    assert cause.lower() in planted.cause
+    (finding,) = findings
+    assert finding.tensors and finding.where == (str(planted.problem),)
+    assert finding.evidence["matches"] < 0.01 < finding.evidence["right"] or (
+        "rounded" in cause
+    )
+
+
+def test_every_mistake_that_can_be_planted_has_a_variant():
+    known = {name.lower() for name in VARIANTS}
+    known |= {f"{name} in the backward pass" for name in known}
+    known |= {"lse rounded to bf16", "lse rounded to fp16"}
+    for name in WIRING:
+        assert PLANTED[name].cause <= known
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_rounding_is_not_taken_for_wiring(name):
+    cells = [("normal", mask) for mask in MASKS]
+    cells += [("uniform", "full"), ("lse-130", "causal"), ("repeated_max", "full")]
+    cells += [("zero_k_one_v", "full")]
+    for family, mask in cells:
+        problem = Problem(GROUPED, family=family, mask=mask)
+        assert causes(recognise(results(HONEST[name], problem), problem)) == []
+
+
+@pytest.mark.parametrize("name", POOR)
+def test_poor_arithmetic_is_not_taken_for_wiring(name):
+    planted = PLANTED[name]
+    for problem in {planted.problem, Problem(GROUPED, family="uniform")}:
+        given = results(planted.function, problem)
+        assert causes(recognise(given, problem)) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_noise_of_a_hundred_units_is_not_taken_for_wiring(family):
+    problem = Problem(GROUPED, family=family)
+    right, absolute = problem.exact(), problem.exact(absolute=True)
+    rng = np.random.default_rng(0)
+    noisy = {}
+    for name in ("out", "dquery", "dkey", "dvalue"):
+        golden = getattr(right, name)
+        size, _ = unit(golden, BF16, getattr(absolute, name))
+        noisy[name] = golden + 100 * size * rng.standard_normal(golden.shape)
+    assert causes(recognise(noisy, problem)) == []
+
+
+@pytest.mark.parametrize("family", ["uniform", "offset", "wide"])
+def test_a_mistake_is_recognised_where_rounding_is_large(family):
+    problem = Problem(GROUPED, family=family)
+    for name in ("dQ without the scale", "delta missing", "causal ignored"):
+        on = dataclasses.replace(problem, mask=PLANTED[name].problem.mask)
+        found = recognise(results(PLANTED[name].function, on), on)
+        assert causes(found) == [name]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_types(dtype):
+    problem = Problem(GROUPED, dtype=dtype)
+    name = "scale missing"
+    found = recognise(results(PLANTED[name].function, problem), problem)
+    assert causes(found) == [name]
+    assert causes(recognise(results(honest(), problem), problem)) == []
+
+
+@pytest.mark.parametrize(
+    ("mask", "changed", "cause"),
+    [
+        ("full", {"scale": 1.0}, "scale missing"),
+        ("causal", {"is_causal": False}, "causal ignored"),
+        ("window", {"local_window_size": (10, 20)}, "window sides swapped"),
+        ("lengths", {"key_value_seq_lengths": None}, "key lengths ignored"),
+        ("lengths", {"query_seq_lengths": None}, "query lengths ignored"),
+    ],
+)
+def test_jax_nn_called_wrongly(mask, changed, cause):
+    # Forward and backward pass, by JAX's derivative, share nothing with what is looked
+    # for.
+    def wrong(*arrays, **rules):
+        return HONEST["jax.nn"].function(*arrays, **{**rules, **changed})
+
+    wrong.residual = False
+    problem = Problem(GROUPED, mask=mask)
+    (finding,) = recognise(results(wrong, problem), problem)
+    assert finding.cause == cause
+    assert finding.tensors == ("out", "dquery", "dkey", "dvalue")
+
+
+def test_two_mistakes_are_two_findings():
+    problem = Problem(GROUPED)
+    function = honest(
+        scale=lambda scale, H: 1.0, lse=lambda lse, m, scale: lse / np.log(2)
+    )
+    found = recognise(results(function, problem), problem)
+    assert [(f.cause, f.tensors) for f in found] == [
+        ("scale missing", ("out", "dquery", "dkey", "dvalue")),
+        ("LSE in base 2", ("lse",)),
+    ]
+
+
+def test_some_results_are_enough():
+    planted = PLANTED["causal ignored"]
+    given = results(planted.function, planted.problem)
+    for names in (["out"], ["lse"], ["dquery", "dvalue"], ["dkey"]):
+        some = {name: given[name] for name in names}
+        (finding,) = recognise(some, planted.problem)
+        assert finding.tensors == tuple(names)
+        assert finding.cause == "causal ignored"
+    assert recognise({}, planted.problem) == []
+
+
+def test_a_sentence_says_what_is_computed_and_what_to_change():
+    planted = PLANTED["GQA sum missing, the last head"]
+    (finding,) = recognise(results(planted.function, planted.problem), planted.problem)
+    assert finding.says.startswith("dK, dV: dK and dV are not summed")
+    assert "(the last alone)" in finding.says
+    assert finding.says.endswith("that read each key head")
+
+
+def test_results_that_are_not_finite_match_nothing():
+    planted = PLANTED["NaN where a query sees no key"]
+    given = results(planted.function, planted.problem)
+    assert np.isnan(given["out"]).any()
+    assert causes(recognise(given, planted.problem)) == []
+
+
+def test_lse_is_rounded_only_if_its_numbers_are_and_are_the_nearest():
+    problem = Problem(GROUPED)
+    right = problem.exact().lse.astype(np.float32)
+    noise = np.random.default_rng(0).standard_normal(right.shape).astype(np.float32)
+    assert recognise({"lse": right}, problem) == []
+    assert recognise({"lse": right + noise / 64}, problem) == []
+    assert recognise({"lse": np.asarray(bfloat16(right + noise / 8))}, problem) == []
+    rounded = right.astype(jnp.bfloat16)
+    for given in (rounded, rounded.astype(np.float32), rounded.astype(np.float64)):
+        assert causes(recognise({"lse": given}, problem)) == ["LSE rounded to BF16"]
+
+
+# P, read from a callable ----------------------------------------------------------
+
+SMALL = Shape(2, 48, 80, 4, 2, 32)
+
+
+def read(function, problem: Problem) -> np.ndarray:
+    query, key, *_ = (jnp.asarray(x) for x in problem.inputs)
+    return probabilities(attend(function, problem), query, key)
+
+
+def judged(p: np.ndarray, problem: Problem, fmt=BF16):
+    s = problem.shape
+    seen = visible(problem.rules, s.query_length, s.key_length)
+    return of_probabilities(p, exact(problem).probability, seen, fmt, (str(problem),))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_p_is_read_and_nothing_is_wrong_with_it(mask):
+    problem = Problem(SMALL, mask=mask)
+    p = read(honest(), problem)
+    # P and the output, each rounded once to BF16.
+    np.testing.assert_allclose(
+        p, exact(problem).probability, rtol=2.5 * BF16.unit_roundoff, atol=1e-30
+    )
+    assert judged(p, problem) == []
+
+
+@pytest.mark.parametrize("name", ["jax.nn", "blocks of 32"])
+@pytest.mark.parametrize("family", ["lse-130", "wide", "repeated_max"])
+def test_small_probabilities_may_vanish(family, name):
+    problem = Problem(SMALL, family=family, mask="causal")
+    assert judged(read(HONEST[name], problem), problem) == []
+    half = dataclasses.replace(problem, dtype="float16")
+    if name != "jax.nn":  # which has no FP16 products on a CPU
+        p = read(HONEST[name], half)
+        right = exact(half).probability
+        assert family != "wide" or ((p == 0) & (right > 0)).any()
+        assert judged(p, half, FP16) == []
+
+
+def test_dropout_is_found_with_its_share():
+    problem = Problem(SMALL)
+    (finding,) = judged(read(PLANTED["dropout left on"].function, problem), problem)
+    assert finding.cause == "dropout left on" and finding.kind == "wrong wiring"
+    pairs = 2 * 4 * 48 * 80
+    spread = 5 * (0.1 * 0.9 / pairs) ** 0.5
+    assert abs(finding.evidence["share"] - 0.1) < spread
+    assert abs(finding.evidence["gain"] * 0.9 - 1) < 2 * BF16.unit_roundoff
+
+
+def test_clipping_is_found_with_its_threshold():
+    problem = Problem(SMALL)
+    (finding,) = judged(read(PLANTED["P clipped"].function, problem), problem)
+    assert finding.cause == "P clipped"
+    assert finding.kind == "worse than its algorithm allows"
+    p = exact(problem).probability
+    # Weights of less than 2**-4 of the largest of their row, or of their tile's turn.
+    assert finding.evidence["below"] < 2.0**-4 * p.max() * 1.01
+
+
+@pytest.mark.parametrize(
+    ("mask", "name", "cause", "pattern"),
+    [
+        (
+            "causal",
+            "causal off by one (j <= i + 1)",
+            "hidden pairs carry weight",
+            "all with j - i = 1;",
+        ),
+        (
+            "causal",
+            "causal off by one (j < i)",
+            "visible pairs carry none",
+            "all with j - i = 0;",
+        ),
+        ("full", "first KV tile dropped", "visible pairs carry none", "keys 0 to 63;"),
+        ("lengths", "key lengths ignored", "hidden pairs carry weight", "first query"),
+        ("lengths", "queries that see no key", "queries that see no key", "zeros"),
+    ],
+)
+def test_pairs_that_should_not_and_should_carry_weight(mask, name, cause, pattern):
+    problem = Problem(SMALL, mask=mask)
+    (finding,) = judged(read(PLANTED[name].function, problem), problem)
+    assert finding.cause == cause and finding.kind == "wrong wiring"
+    assert pattern in finding.says
+
+
+@pytest.mark.parametrize("name", ["not normalised", "last partial tile unmasked"])
+def test_rows_that_do_not_sum_to_one(name):
+    problem = Problem(SMALL)
+    (finding,) = judged(read(PLANTED[name].function, problem), problem)
+    assert finding.cause == "rows do not sum to one"
