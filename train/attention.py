@@ -7,6 +7,7 @@ same `shard_map` and the same barriers, so that two runs differ in attention alo
 import collections
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -114,6 +115,16 @@ def make_attention(resolved: ResolvedAttention, policy: Policy) -> AttentionFn:
 
     Rounds the three to the policy's attention format; the output has that format.
     """
+    rounded = make_rounded_attention(resolved, policy)
+
+    def attention(query: Array, key: Array, value: Array) -> Array:
+        return rounded(*(x.astype(policy.attention) for x in (query, key, value)))
+
+    return attention
+
+
+def make_rounded_attention(resolved: ResolvedAttention, policy: Policy) -> AttentionFn:
+    """The same of a query, key and value in the policy's attention format already."""
     recipe = None
     if resolved.recipe in RECIPES:
         recipe = RECIPES[resolved.recipe]
@@ -122,9 +133,9 @@ def make_attention(resolved: ResolvedAttention, policy: Policy) -> AttentionFn:
 
     def attention(query: Array, key: Array, value: Array) -> Array:
         out = dot_product_attention(
-            query.astype(policy.attention),
-            key.astype(policy.attention),
-            value.astype(policy.attention),
+            query,
+            key,
+            value,
             implementation=resolved.implementation,
             recipe=recipe,
         )
@@ -133,8 +144,12 @@ def make_attention(resolved: ResolvedAttention, policy: Policy) -> AttentionFn:
     return attention
 
 
-def shard_attention(attention: AttentionFn, mesh: Mesh) -> AttentionFn:
+def shard_attention(
+    attention: Callable[..., Array], mesh: Mesh, *more: P
+) -> Callable[..., Array]:
     """Runs an attention function on each device's own rows and heads.
+
+    `more` places what it takes beside query, key and value.
 
     A kernel is opaque to XLA's partitioner, which would gather its inputs onto every
     device; inside `shard_map` each device calls it on its part. The barriers keep
@@ -145,7 +160,7 @@ def shard_attention(attention: AttentionFn, mesh: Mesh) -> AttentionFn:
     mapped = jax.shard_map(
         attention,
         mesh=mesh,
-        in_specs=(spec, spec, spec),
+        in_specs=(spec, spec, spec, *more),
         out_specs=spec,
         check_vma=False,
     )
@@ -154,9 +169,10 @@ def shard_attention(attention: AttentionFn, mesh: Mesh) -> AttentionFn:
         query: Float[Array, "B L N H"],
         key: Float[Array, "B L N H"],
         value: Float[Array, "B L N H"],
+        *others: Array,
     ) -> Float[Array, "B L N H"]:
         query, key, value = jax.lax.optimization_barrier((query, key, value))
-        return jax.lax.optimization_barrier(mapped(query, key, value))
+        return jax.lax.optimization_barrier(mapped(query, key, value, *others))
 
     return attention_fn
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 Attention = Literal["pallas", "baseline", "emulated", "reference", "xla", "cudnn"]
 PresetName = Literal["tiny", "small", "small-long", "base", "base-long", "large"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
+Shadow = Literal["none", "reference", "xla", "emulated"]
 AttentionInputs = Literal["compute", "bf16", "fp16", "fp32"]
 
 
@@ -164,6 +165,10 @@ class Config:
     """Of everything but attention; 16-bit policies but bf16_pure keep fp32 weights."""
     attention_inputs: AttentionInputs = "compute"
     """Format query, key and value are rounded to; compute is that of the policy."""
+    shadow: Shadow = "none"
+    """Attention to compare that of the run with, in every layer, on the same inputs."""
+    shadow_every: int = 100
+    """Steps between such comparisons; each takes the time of both attentions."""
     profile: Literal["fast", "exact"] = "fast"
     """exact sets the XLA flags that make two runs on a GPU bit-identical."""
     steps: int = 10_000
@@ -222,6 +227,8 @@ EXTENDABLE = frozenset(
         "log_every",
         "run_dir",
         "print_config",
+        "shadow",
+        "shadow_every",
         "data.workers",
         "eval.every",
         "checkpoint.every",

@@ -1,4 +1,4 @@
-"""The two pictures of a run: its loss curve and a grid of captioned samples."""
+"""The pictures of a run: its curves and a grid of captioned samples."""
 
 import textwrap
 from collections.abc import Sequence
@@ -36,6 +36,46 @@ def write_loss_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("flow loss (mean squared error of the velocity)")
     axes.grid(alpha=0.3, which="both")
+    figure.savefig(path, dpi=150)
+
+
+def write_shadow_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Units of error against the step, one panel a tensor and one line a layer.
+
+    Of the attention that the last row is compared with. Zero (no
+    gradient yet) and infinity have no place on an axis and are left out.
+    """
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    against = rows[-1]["against"]
+    rows = [row for row in rows if row["against"] == against]
+    layers = sorted({row["layer"] for row in rows})
+    colours = colormaps["viridis"](np.linspace(0.0, 0.9, len(layers)))
+    figure = Figure(figsize=(9, 6.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, 2, sharex=True)
+    tensors = dict.fromkeys(row["tensor"] for row in rows)
+    for axes, tensor in zip(panels.ravel(), tensors, strict=True):
+        shown = [
+            row for row in rows if row["tensor"] == tensor and 0 < row["units"] < np.inf
+        ]
+        for layer, colour in zip(layers, colours, strict=True):
+            one = [row for row in shown if row["layer"] == layer]
+            steps, units = ([row[name] for row in one] for name in ("step", "units"))
+            axes.plot(steps, units, ".-", color=colour, label=f"layer {layer}")
+        sizes = [row["units"] for row in shown]
+        if sizes and max(sizes) > 10 * min(sizes):
+            axes.set_yscale("log")
+        axes.set_title(tensor)
+        axes.grid(alpha=0.3, which="both")
+    for axes in panels[1]:
+        axes.set_xlabel("step")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("RMS deviation, units of rounding")
+    figure.legend(handles=panels[0, 0].get_lines(), loc="outside right center")
+    figure.suptitle(f"Attention in training against {against}")
     figure.savefig(path, dpi=150)
 
 

@@ -21,8 +21,9 @@ from train.config import Config, UsageError, image_tokens
 from train.data.loader import BatchIterator, batches
 from train.data.source import Source
 from train.evaluate import Evaluator, captions_of, rates, satisfied
-from train.figures import write_grid, write_loss_curve
+from train.figures import write_grid, write_loss_curve, write_shadow_curves
 from train.record import Record, RunFolder, environment
+from train.shadow import ShadowedFn, is_due, make_shadowed, rows_of, summary
 from train.sharding import put_batch, rows_of_process, start_processes
 from train.state import TrainState
 from train.step import Metrics, compile_step, make_train_step
@@ -56,6 +57,7 @@ def run(config: Config) -> dict[str, Any]:
     speaks = jax.process_index() == 0
     folder = RunFolder(config)
     assembly = assemble(config)
+    shadowed = make_shadowed(assembly)
     train, val = open_split(config, "train"), open_split(config, "val")
     folder.check(config)
     record = Record(folder, speaks=speaks)
@@ -82,7 +84,7 @@ def run(config: Config) -> dict[str, Any]:
         weights = None
         if config.init_from is not None and checkpoints.latest is None:
             weights = find_weights(Path(config.init_from), assembly.abstract_state())
-        trainer = _Trainer(assembly, record, checkpoints, weights, train, val)
+        trainer = _Trainer(assembly, shadowed, record, checkpoints, weights, train, val)
         state = trainer.start()
         try:
             state = trainer.train(state, stopping)
@@ -120,6 +122,7 @@ class _Trainer:
     def __init__(
         self,
         assembly: Assembly,
+        shadowed: ShadowedFn | None,
         record: Record,
         checkpoints: Checkpoints,
         weights: Path | None,
@@ -128,6 +131,7 @@ class _Trainer:
     ):
         self.config = assembly.config
         self.assembly = assembly
+        self.shadowed = shadowed
         self.record = record
         self.checkpoints = checkpoints
         self.weights = weights
@@ -201,10 +205,11 @@ class _Trainer:
             return state
         with contextlib.closing(self._batches(start)) as feed:
             batch = put_batch(self.assembly.mesh, next(feed))
-            compiled, state = self._compile(state, batch)
+            plain, audited = self._compile(state, batch)
             self.record.start_progress(start, config.steps)
             self.window = _Window(time.monotonic())
             for step in range(start, config.steps):
+                compiled = audited if is_due(config, step + 1) else plain
                 with jax.transfer_guard("disallow"):
                     state, metrics = compiled(state, batch)
                 self.pending.append((step, metrics))
@@ -217,15 +222,25 @@ class _Trainer:
         self.checkpoints.save(config.steps, state)
         return state
 
-    def _compile(self, state: TrainState, batch: Any) -> tuple[Any, TrainState]:
+    def _compile(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
+        """The step, and the step with the audit of `--shadow`, the same without one."""
         began = time.monotonic()
         assembly = self.assembly
-        step = make_train_step(
-            assembly.parts, assembly.optimizer, assembly.attention_fn
-        )
-        compiled = compile_step(step, state, assembly.shardings, batch, assembly.mesh)
-        calls = lowered_kernels(compiled.as_text())
-        line = check_lowered(assembly.attention, calls)
+
+        def compiled(shadowed: ShadowedFn | None) -> tuple[Any, dict[str, int], str]:
+            step = make_train_step(
+                assembly.parts, assembly.optimizer, assembly.attention_fn, shadowed
+            )
+            program = compile_step(
+                step, state, assembly.shardings, batch, assembly.mesh
+            )
+            calls = lowered_kernels(program.as_text())
+            return program, calls, check_lowered(assembly.attention, calls)
+
+        plain, calls, line = compiled(None)
+        audited = plain
+        if self.shadowed is not None:
+            audited = compiled(self.shadowed)[0]
         self._describe(calls)
         count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         mesh = " x ".join(
@@ -239,7 +254,7 @@ class _Trainer:
             f"{np.dtype(assembly.policy.attention).name}, mesh {mesh} on {device}"
         )
         self.record.say(f"{line}; compiled in {time.monotonic() - began:.0f} s")
-        return compiled, state
+        return plain, audited
 
     def _after_step(self, state: TrainState, done: int, stopping: list[int]) -> None:
         """Everything due once `done` steps have been given to the device."""
@@ -254,7 +269,7 @@ class _Trainer:
         if self._must_stop(stopping, logged):
             self._settle(0)
             self.checkpoints.save(done, state)
-            self._draw_losses()
+            self._draw_curves()
             self.checkpoints.wait()
             raise Preempted(
                 f"stopped by SIGTERM; step {done} is saved in "
@@ -273,9 +288,13 @@ class _Trainer:
         """Fetches the figures of all but the last `ahead` steps."""
         while len(self.pending) > ahead:
             step, metrics = self.pending.popleft()
-            row = {
-                name: value.item() for name, value in jax.device_get(metrics).items()
-            }
+            fetched = jax.device_get(metrics)
+            statistics = fetched.pop("shadow", None)
+            row = {name: value.item() for name, value in fetched.items()}
+            if statistics is not None:
+                rows = rows_of(self.config, step + 1, statistics)
+                self.record.add_shadow(rows)
+                self.record.say(summary(self.config, rows))
             if not row["ok"]:
                 raise Diverged(self._divergence(step, row))
             if row["applied"]:
@@ -331,13 +350,16 @@ class _Trainer:
         verdicts = satisfied(self.config, images, captions)
         self.record.write(lambda: write_grid(images, captions, verdicts, path))
         self.record.add({"step": step, "held_out_loss": loss})
-        self._draw_losses()
+        self._draw_curves()
         self.record.say(f"step {step}  held-out loss {loss:.4f}  samples {path}")
         self.window.started += time.monotonic() - began
 
-    def _draw_losses(self) -> None:
+    def _draw_curves(self) -> None:
         folder = self.record.folder
         self.record.write(lambda: write_loss_curve(folder.rows(), folder.loss_curve))
+        rows = folder.shadow_rows()
+        if rows:
+            self.record.write(lambda: write_shadow_curves(rows, folder.shadow_figure))
 
     def _report_data(self, feed: BatchIterator) -> None:
         if feed.skipped:
@@ -381,6 +403,6 @@ class _Trainer:
         if speeds:
             result["images_per_s"] = float(np.median(speeds))
             result["loss"] = [row["loss"] for row in rows if "loss" in row][-1]
-        self._draw_losses()
+        self._draw_curves()
         self.checkpoints.wait()
         return result

@@ -4,6 +4,8 @@
       config.json        the resolved configuration
       environment.json   versions, device, XLA flags, the attention really run
       metrics.jsonl      one JSON object a line
+      shadow.jsonl       with --shadow: one object for each step, layer and tensor
+      shadow.png         with --shadow: units of error, drawn with the loss curve
       checkpoints/STEP/  state and position in the data
       samples/STEP.png   sample grids
       loss.png           loss curve, drawn again at every evaluation
@@ -51,6 +53,8 @@ class RunFolder:
         self.root = run_dir(config)
         self.checkpoints = self.root / "checkpoints"
         self.metrics = self.root / "metrics.jsonl"
+        self.shadow = self.root / "shadow.jsonl"
+        self.shadow_figure = self.root / "shadow.png"
         self.log = self.root / "log.txt"
         self.loss_curve = self.root / "loss.png"
         self.sample_grid = self.root / "samples.png"
@@ -124,22 +128,31 @@ class RunFolder:
 
         A last line that a killed run left unfinished goes too.
         """
-        if not self.metrics.exists():
-            return
-        kept = []
-        for line in self.metrics.read_text().splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except ValueError:
+        for path in (self.metrics, self.shadow):
+            if not path.exists():
                 continue
-        self.metrics.write_text("".join(kept))
+            kept = []
+            for line in path.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line + "\n")
+                except ValueError:
+                    continue
+            path.write_text("".join(kept))
 
     def rows(self) -> list[dict[str, Any]]:
         """All metrics written so far."""
-        if not self.metrics.exists():
-            return []
-        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        return _rows(self.metrics)
+
+    def shadow_rows(self) -> list[dict[str, Any]]:
+        """What `--shadow` has written so far."""
+        return _rows(self.shadow)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 class Record:
@@ -173,9 +186,16 @@ class Record:
 
     def add(self, row: dict[str, Any]) -> None:
         """One row of metrics."""
+        self._append(self.folder.metrics, [row])
+
+    def add_shadow(self, rows: list[dict[str, Any]]) -> None:
+        """The rows of one audited step."""
+        self._append(self.folder.shadow, rows)
+
+    def _append(self, path: Path, rows: list[dict[str, Any]]) -> None:
         if self._speaks:
-            with self.folder.metrics.open("a") as metrics:
-                metrics.write(json.dumps(row) + "\n")
+            with path.open("a") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
 
     def write(self, action: Callable[[], None]) -> None:
         """Runs an action that writes files, on process 0 only."""

@@ -14,6 +14,7 @@ from train.diffusion import draw_times, drop_captions, flow_losses, from_pixels
 from train.model import AttentionFn
 from train.optimizer import make_schedule, update_average
 from train.precision import all_finite, exhausted, select, update_loss_scale
+from train.shadow import ShadowedFn, layer_by_layer, make_probes
 from train.sharding import BATCH, replicated
 from train.state import STEP_STREAM, ModelParts, TrainState, stream
 
@@ -61,8 +62,12 @@ def make_train_step(
     parts: ModelParts,
     optimizer: optax.GradientTransformation,
     attention_fn: AttentionFn,
+    shadowed: ShadowedFn | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step as a pure function of state and batch.
+
+    With `shadowed` the model calls that instead of `attention_fn`, which changes no
+    result, and the metrics have its statistics, "shadow" [layers, 4, statistics].
 
     The noise of a step is a function of (seed, step) alone, so a run taken up again
     draws what the unbroken one would have drawn, on any mesh. An update with a
@@ -72,14 +77,20 @@ def make_train_step(
     config, policy = parts.config, parts.policy
     schedule = make_schedule(config)
 
-    def loss_of(params: Any, examples: Examples, scale: Array) -> Array:
-        losses = example_losses(parts, attention_fn, params, examples)
+    def loss_of(params: Any, probes: Any, examples: Examples, scale: Array) -> Array:
+        attend = attention_fn
+        if shadowed is not None:
+            attend = layer_by_layer(shadowed, probes)
+        losses = example_losses(parts, attend, params, examples)
         return losses.mean() * scale
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         examples = draw_examples(config, batch, state.step)
         scale = state.loss_scale.scale
-        loss, scaled = jax.value_and_grad(loss_of)(state.params, examples, scale)
+        probes = None if shadowed is None else make_probes(config)
+        loss, (scaled, statistics) = jax.value_and_grad(loss_of, argnums=(0, 1))(
+            state.params, probes, examples, scale
+        )
         # Unscaled in fp32, before clipping sees the gradient.
         gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / scale, scaled)
         norm = optax.tree.norm(gradients)
@@ -109,6 +120,8 @@ def make_train_step(
             "applied": finite,
             "ok": ok,
         }
+        if statistics is not None:
+            metrics["shadow"] = statistics
         return TrainState(params, average, inner, loss_scale, state.step + 1), metrics
 
     return step

@@ -9,6 +9,7 @@ _AT_LEAST_ONE = (
     "steps",
     "batch_size",
     "log_every",
+    "shadow_every",
     "data.resolution",
     "model.width",
     "model.depth",
@@ -79,6 +80,11 @@ def validate(config: Config) -> None:
         )
     if config.recipe is not None and config.attn != "emulated":
         raise UsageError("--recipe needs --attn=emulated")
+    if config.shadow == {"baseline": "xla"}.get(config.attn, config.attn):
+        raise UsageError(
+            f"--shadow={config.shadow} would compare --attn={config.attn} with itself: "
+            f"use --shadow={'xla' if config.shadow == 'reference' else 'reference'}"
+        )
     if config.optimizer.static_loss_scale is not None and config.precision != "fp16":
         raise UsageError("--optimizer.static-loss-scale needs --precision=fp16")
     if mesh.seq > 1:
