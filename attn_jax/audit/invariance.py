@@ -1,0 +1,289 @@
+"""What should not change a bit: re-runs, the batch, padding, the place of a head."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
+import numpy as np
+
+from attn_jax.audit.finding import Finding
+from attn_jax.audit.inputs import Inputs
+from attn_jax.audit.judge import by_keys, by_lse, by_rows
+from attn_jax.audit.noise import Attend, Noise, rounding_noise, run
+from attn_jax.audit.problem import TENSORS, Problem
+from attn_jax.formats import BF16, FP16, FP32, FP64
+from attn_jax.mask import Mask
+
+_Results = dict[str, np.ndarray]
+
+# Queries or keys that are added, and runs of the same program.
+PADDING = 64
+RUNS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Invariance:
+    """Two results that are the same in exact arithmetic.
+
+    bit_equal  whether they are the same bits
+    ulps       largest difference in units of the last place of the larger of the two
+    measured   RMS of the difference in units of what rounding allows two runs (for LSE
+               the largest, in units of what FP32 allows); 0 to `bound` is noise
+    finding    for re-runs, if bits differ; for all else if `measured` exceeds `bound`
+    """
+
+    name: str
+    tensor: str
+    bit_equal: bool
+    ulps: float
+    measured: float
+    bound: float
+    finding: Finding | None
+
+
+def invariances(
+    attend: Attend,
+    problem: Problem,
+    *,
+    attend_of: Callable[[Mask], Attend] | None = None,
+    attends: Mapping[str, Attend] | None = None,
+) -> tuple[Invariance, ...]:
+    """All that apply, forward and gradients, for the inputs of `problem`.
+
+    re-run          the same program three times
+    batch size      the first entry alone; needs two entries
+    batch position  entries rolled; needs two
+    head position   key heads and their groups rolled, or the one group's heads
+    padded queries  more queries, with dO = 0
+    padded keys     more keys, hidden by their lengths; dK and dV there must be 0
+    block size      each of `attends`, variants of one target, against the first
+
+    `attend_of(mask)` makes the target for another mask. Without it there are no padded
+    keys, and under a mask that holds arrays only re-run, head position and block size.
+    """
+    inputs, mask = problem.inputs, problem.rules
+    noise = rounding_noise(inputs, mask, problem.scale, problem.format)
+    first = run(attend, inputs)
+    again = [run(attend, inputs) for _ in range(RUNS - 1)]
+    records = [
+        _of_rerun(max(pairs, key=lambda record: record.ulps))
+        for pairs in zip(
+            *(_compare("re-run", first, x, noise, problem) for x in again), strict=True
+        )
+    ]
+    for name, results in _transformed(attend, problem, attend_of):
+        if name == "hidden keys":
+            records += _hidden(results)
+        else:
+            entries = {n: x[: len(results["out"])] for n, x in first.items()}
+            records += _compare(name, entries, results, noise, problem)
+    if attends:
+        (base, of_base), *rest = ((n, run(a, inputs)) for n, a in attends.items())
+        for name, results in rest:
+            what = f"block size, {name} against {base}"
+            records += _compare(what, of_base, results, noise, problem)
+    return tuple(records)
+
+
+def _transformed(
+    attend: Attend, problem: Problem, attend_of
+) -> Iterator[tuple[str, _Results]]:
+    """Results of each transformed call, transformed back; entries may be fewer."""
+    inputs, mask = problem.inputs, problem.rules
+    B, T, N = inputs.query.shape[:3]
+    S, K = inputs.key.shape[1:3]
+    shared = not jax.tree_util.tree_leaves(mask)
+    target = attend_of or (lambda changed: attend)
+    if (attend_of or shared) and B > 1:
+        alone = np.arange(1)
+        yield "batch size", run(target(_entries(mask, alone)), _pick(inputs, alone))
+        order = np.roll(np.arange(B), 1)
+        rolled = run(target(_entries(mask, order)), _pick(inputs, order))
+        back = np.argsort(order)
+        yield "batch position", {name: x[back] for name, x in rolled.items()}
+    if attend_of or shared:
+        more = inputs._replace(query=_padded(inputs.query), dout=_padded(inputs.dout))
+        more.dout[:, T:] = 0
+        results = run(target(_more_queries(mask)), more)
+        yield "padded queries", _cut(results, T, S)
+    if attend_of:
+        more = inputs._replace(key=_padded(inputs.key), value=_padded(inputs.value))
+        results = run(target(_more_keys(mask, B, S)), more)
+        yield "padded keys", _cut(results, T, S)
+        yield "hidden keys", {n: results[n][:, S:] for n in ("dkey", "dvalue")}
+    if N > 1 and (mask.dense is None or mask.dense.shape[1] == 1):
+        # Within the one group where there is but one.
+        step = N // K if K > 1 else 1
+        roll = {"query": step, "dout": step, "key": 1, "value": 1}
+        moved = Inputs(
+            **{n: np.roll(getattr(inputs, n), by, 2) for n, by in roll.items()}
+        )
+        results = run(attend, moved)
+        axes = {"out": 2, "dquery": 2, "lse": 1, "dkey": 2, "dvalue": 2}
+        by = {"dkey": 1, "dvalue": 1}
+        yield (
+            "head position",
+            {n: np.roll(x, -by.get(n, step), axes[n]) for n, x in results.items()},
+        )
+
+
+def _pick(inputs: Inputs, order: np.ndarray) -> Inputs:
+    return Inputs(*(x[order] for x in inputs))
+
+
+def _padded(x: np.ndarray, axis: int = 1) -> np.ndarray:
+    """The first entries again at the end, as often as it takes: finite, not special."""
+    more = np.resize(np.arange(x.shape[axis]), PADDING)
+    return np.concatenate([x, np.take(x, more, axis)], axis)
+
+
+def _cut(results: _Results, T: int, S: int) -> _Results:
+    return {
+        n: x[..., :T] if n == "lse" else x[:, : S if n in ("dkey", "dvalue") else T]
+        for n, x in results.items()
+    }
+
+
+def _entries(mask: Mask, order: np.ndarray) -> Mask:
+    def pick(x):
+        return np.asarray(x)[order if len(x) > 1 else slice(None)]
+
+    return jax.tree_util.tree_map(pick, mask)
+
+
+def _more_queries(mask: Mask) -> Mask:
+    """What the added queries see does not matter."""
+    return _longer(mask, "query_segment_ids", 2)
+
+
+def _more_keys(mask: Mask, B: int, S: int) -> Mask:
+    lengths = mask.key_value_lengths
+    if lengths is None:
+        lengths = np.full(B, S, np.int32)
+    longer = _longer(mask, "key_value_segment_ids", 3)
+    return dataclasses.replace(longer, key_value_lengths=np.asarray(lengths))
+
+
+def _longer(mask: Mask, ids: str, axis: int) -> Mask:
+    changes = {}
+    if getattr(mask, ids) is not None:
+        changes[ids] = _padded(np.asarray(getattr(mask, ids)))
+    if mask.dense is not None and mask.dense.shape[axis] > 1:
+        changes["dense"] = _padded(np.asarray(mask.dense), axis)
+    return dataclasses.replace(mask, **changes)
+
+
+def _compare(
+    name: str, before: _Results, after: _Results, noise: Noise, problem: Problem
+) -> list[Invariance]:
+    noise = _first(noise, len(before["out"]))
+    cause = f"result depends on the {name.partition(',')[0]}"
+    records = []
+    for tensor in (t for t in TENSORS if t in before):
+        old, new = before[tensor], after[tensor]
+        says = (
+            f"{tensor} changes by {{measured:.3g}} times what rounding allows: {name}"
+        )
+        if tensor == "lse":
+            rows = [x[..., noise.rows].swapaxes(1, 2).astype(float) for x in (old, new)]
+            values = np.concatenate([old.ravel(), new.ravel()])
+            u = problem.format.unit_roundoff
+            pair, none = (rows[0], rows[1]), np.zeros(())
+            judged = by_lse(name, pair, none, (noise, noise), values, u)
+        elif tensor in ("out", "dquery"):
+            # Logits that round to 16 bits may round otherwise after another sum.
+            variance = 2 * (getattr(noise, tensor) + noise.by_logits[tensor])
+            change = _rows(new, noise) - _rows(old, noise)
+            tiers = [("", variance)]
+            judged = by_rows(name, change, tiers, noise, (tensor,), cause, says)
+        else:
+            tiers = [("", getattr(noise, tensor))]
+            judged = by_keys(
+                name, old, new, tiers, noise, problem, (tensor,), cause, says
+            )
+        records.append(
+            Invariance(
+                name,
+                tensor,
+                same_bits(old, new),
+                largest_ulps(old, new),
+                judged.measured,
+                judged.bound,
+                judged.finding,
+            )
+        )
+    return records
+
+
+def _rows(x: np.ndarray, noise: Noise) -> np.ndarray:
+    return x[:, noise.rows].astype(np.float64)
+
+
+def _first(noise: Noise, entries: int) -> Noise:
+    """The noise of the first entries of the batch."""
+    cut = {n: x[:entries] for n, x in noise._asdict().items() if n in _BATCHED}
+    by_logits = {n: x[:entries] for n, x in noise.by_logits.items()}
+    return noise._replace(**cut, by_logits=by_logits)
+
+
+_BATCHED = set(Noise._fields) - {"rows", "by_logits"}
+
+
+def _of_rerun(record: Invariance) -> Invariance:
+    """Other bits are a finding, and nothing else is."""
+    finding = None
+    if not record.bit_equal:
+        finding = Finding(
+            "not reproducible",
+            "re-run",
+            f"{record.tensor} of one program on the same inputs differs from run to "
+            f"run, by up to {record.ulps:.3g} units of the last place: sums are added "
+            "up in no fixed order",
+            (record.tensor,),
+            ("re-run",),
+            {"ulps": record.ulps},
+        )
+    return dataclasses.replace(record, finding=finding)
+
+
+def _hidden(results: _Results) -> list[Invariance]:
+    records = []
+    for tensor, x in results.items():
+        largest = float(np.abs(x.astype(np.float64)).max())
+        finding = None
+        if largest != 0:
+            finding = Finding(
+                "wrong wiring",
+                "hidden keys get a gradient",
+                f"{tensor} of keys beyond their length is {largest:.3g}, not 0",
+                (tensor,),
+                ("hidden keys",),
+                {"largest": largest},
+            )
+        zero = np.zeros_like(x)
+        ulps = largest_ulps(x, zero)
+        records.append(
+            Invariance("hidden keys", tensor, largest == 0, ulps, largest, 0.0, finding)
+        )
+    return records
+
+
+def same_bits(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether two arrays hold the same bits; NaN equals itself, and 0 not -0."""
+    return x.dtype == y.dtype and x.tobytes() == y.tobytes()
+
+
+def largest_ulps(x: np.ndarray, y: np.ndarray) -> float:
+    """Largest |x - y| in units of the last place of the larger; inf if one is not
+    finite and the other is anything else."""
+    formats = {"bfloat16": BF16, "float16": FP16, "float32": FP32, "float64": FP64}
+    fmt = formats[str(x.dtype)]
+    differ = (x != y) & ~(np.isnan(x) & np.isnan(y))
+    a, b = x[differ].astype(np.float64), y[differ].astype(np.float64)
+    if not a.size:
+        return 0.0
+    if not (np.isfinite(a) & np.isfinite(b)).all():
+        return np.inf
+    exponent = np.frexp(np.maximum(np.abs(a), np.abs(b)))[1] - 1
+    place = np.maximum(exponent, fmt.min_exponent) - fmt.mantissa_bits
+    return float(np.ldexp(np.abs(a - b), -place).max())

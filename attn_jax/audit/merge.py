@@ -1,0 +1,404 @@
+"""What results on parts of the keys are worth when merged, as rings and split keys do.
+
+With out_w and LSE_w of part w of W equal parts of the keys,
+    LSE = log(sum_w exp LSE_w)        out = sum_w exp(LSE_w - LSE) out_w
+in FP32; a part that a query does not see has LSE_w = -inf and weight 0. The backward
+pass goes through the merge: dO_w = exp(LSE_w - LSE) dO and
+dLSE_w = exp(LSE_w - LSE) dO . (out_w - out), so LSE must carry a gradient.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_jax.audit.error import correctly_rounded, unit, unit_error
+from attn_jax.audit.finding import Finding
+from attn_jax.audit.inputs import Inputs
+from attn_jax.audit.judge import POOR, WORSE
+from attn_jax.audit.noise import Attend
+from attn_jax.audit.problem import Problem
+from attn_jax.formats import BF16, FP16, FP32, NumberFormat
+from attn_jax.mask import Mask
+from attn_jax.reference import golden
+
+PARTS = (2, 4, 8, 16, 32, 64)
+# T S above which errors are taken against the target's own result in one part.
+GOLDEN_LIMIT = 2**18
+# RMS of a rounding at the bottom of a binade over that of a log-uniform number is
+# 1.36: what other binades may do to the P of parts. LSE itself is off by a few units
+# of the last place in FP32, which is as much for out in FP32.
+_FITS = {"16 bits": 1.5, "32 bits": 6.0}
+# An LSE gradient off by a tenth is none that rounding could have made.
+_SHARE = 0.1
+# Combinations whose predictions are closer than this cannot be told apart.
+_ALIKE = 1.05
+
+Combination = tuple[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeAudit:
+    """Errors by number of parts, and what explains them.
+
+    against       "golden", or "one part" where that is too long
+    errors        of out, lse, dquery, dkey, dvalue by W, from 1, in units of error (of
+                  FP32 for LSE)
+    growth        exponents g of error ~ W^g, fitted to all W
+    predicted     units of out by (format of out_w, format of LSE_w): exact partial
+                  results rounded to these, and the target's error in one part
+    combination   the one that fits best; None if none does or there are none
+    lse_gradient  the share of the gradient through LSE that dQ has: 1 is right; None
+                  where it cannot be told
+    verdict       in words
+    """
+
+    against: str
+    errors: Mapping[str, Mapping[int, float]]
+    growth: Mapping[str, float]
+    predicted: Mapping[Combination, Mapping[int, float]]
+    combination: Combination | None
+    lse_gradient: float | None
+    verdict: str
+    findings: tuple[Finding, ...]
+
+
+def merge_audit(
+    attend_of: Callable[[Mask], Attend],
+    problem: Problem,
+    *,
+    parts: tuple[int, ...] = PARTS,
+    golden_limit: int = GOLDEN_LIMIT,
+) -> MergeAudit:
+    """Calls the target on parts of the keys of `problem`, all parts as one batch.
+
+    `attend_of(mask)` makes the target for the mask of parts; masks with a band have a
+    `query_offset` there. The merged out and the summed dQ are rounded once, to the
+    format of the problem; dK and dV are those of the parts.
+
+    Raises ValueError if the keys cannot be cut into so many parts, or without LSE.
+    """
+    S = problem.shape.key_length
+    bad = [w for w in parts if w < 2 or S % w]
+    if bad or not parts:
+        raise ValueError(f"parts must be divisors of {S} above 1, got {parts}")
+    inputs, mask = problem.inputs, problem.rules
+    numbers = 1, *parts
+    measured = {w: _merged_results(attend_of, problem, w) for w in numbers}
+    exact = S * problem.shape.query_length <= golden_limit
+    if exact:
+        whole = problem.exact()
+        base = {name: getattr(whole, name) for name in measured[1]}
+    else:
+        base = measured[1]
+    errors = {
+        name: {
+            w: _units(problem, name, x[name], base[name], exact)
+            for w, x in measured.items()
+            if exact or w > 1
+        }
+        for name in base
+    }
+    growth = {name: _exponent(of) for name, of in errors.items()}
+    if not exact:
+        verdict = "not judged: too long for exact partial results"
+        return MergeAudit("one part", errors, growth, {}, None, None, verdict, ())
+    halves = (BF16, FP16) if problem.format == FP32 else (problem.format,)
+    partial = {w: _exact_parts(inputs, mask, w, problem.scale) for w in numbers}
+    predicted = {
+        (of_out.name, of_lse.name): _predict(
+            problem, partial, base["out"], of_out, of_lse, errors["out"][1]
+        )
+        for of_out in (FP32, *halves)
+        for of_lse in dict.fromkeys((FP32, BF16, *halves))
+    }
+    combination = _best_fit(problem, predicted, errors["out"])
+    share = _lse_gradient(
+        problem, measured, base["dquery"], partial[parts[0]], parts[0]
+    )
+    findings = _findings(errors, predicted, combination, share)
+    verdict = "; ".join(_verdict(combination, findings))
+    return MergeAudit(
+        "golden", errors, growth, predicted, combination, share, verdict, findings
+    )
+
+
+def part_mask(mask: Mask, parts: int, batch: int, keys: int) -> Mask:
+    """The mask of all parts as entries of a batch, part w of entry b at b parts + w."""
+    if parts == 1:
+        return mask
+    starts = np.tile(np.arange(parts) * (keys // parts), batch)
+    changes = {}
+    for name in ("query_lengths", "query_segment_ids"):
+        if getattr(mask, name) is not None:
+            changes[name] = np.repeat(getattr(mask, name), parts, 0)
+    if mask.key_value_lengths is not None:
+        left = np.repeat(mask.key_value_lengths, parts) - starts
+        changes["key_value_lengths"] = np.clip(left, 0, keys // parts).astype(np.int32)
+    if mask.key_value_segment_ids is not None:
+        ids = np.asarray(mask.key_value_segment_ids)
+        changes["key_value_segment_ids"] = ids.reshape(batch * parts, -1)
+    if mask.band != (None, None):
+        offset = np.zeros(batch) if mask.query_offset is None else mask.query_offset
+        changes["query_offset"] = (np.repeat(offset, parts) - starts).astype(np.int32)
+    if mask.dense is not None:
+        dense = np.broadcast_to(mask.dense, (batch, *mask.dense.shape[1:3], keys))
+        dense = dense.reshape(*dense.shape[:3], parts, -1)
+        changes["dense"] = np.moveaxis(dense, 3, 1).reshape(
+            batch * parts, *dense.shape[1:3], -1
+        )
+    return dataclasses.replace(mask, **changes)
+
+
+def _in_parts(x: np.ndarray, parts: int) -> np.ndarray:
+    """[B, S, ...] to [B parts, S / parts, ...]."""
+    return x.reshape(len(x) * parts, -1, *x.shape[2:])
+
+
+def _merged_results(attend_of, problem: Problem, parts: int) -> dict[str, np.ndarray]:
+    query, key, value, dout = problem.inputs
+    B, S = key.shape[:2]
+    attend = attend_of(part_mask(problem.rules, parts, B, S))
+    arrays = (
+        np.repeat(query, parts, 0),
+        _in_parts(key, parts),
+        _in_parts(value, parts),
+    )
+    out, lse, dquery, dkey, dvalue = (
+        np.asarray(x).astype(np.float64) for x in _merge(attend, parts, *arrays, dout)
+    )
+    return {
+        "out": correctly_rounded(out, problem.format),
+        "lse": lse,
+        "dquery": correctly_rounded(_summed(dquery, parts), problem.format),
+        "dkey": dkey.reshape(key.shape),
+        "dvalue": dvalue.reshape(value.shape),
+    }
+
+
+def _summed(x: np.ndarray, parts: int) -> np.ndarray:
+    return x.reshape(-1, parts, *x.shape[1:]).sum(1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _merge(attend, parts, query, key, value, dout):
+    """out [B, T, N, H] and LSE [B, N, T] in FP32, and the gradients of the parts."""
+
+    def merged(query, key, value):
+        out, lse = attend(query, key, value)
+        if lse is None:
+            raise ValueError("merging needs LSE, and the target returns none")
+        out, lse = (
+            x.astype(jnp.float32).reshape(-1, parts, *x.shape[1:]) for x in (out, lse)
+        )
+        hidden = jnp.isneginf(lse)
+        largest = jax.lax.stop_gradient(lse.max(1, keepdims=True))
+        top = jnp.where(jnp.isneginf(largest), 0.0, largest)
+        # Zeros under a `where`, or the gradient of a hidden part would be 0 times inf.
+        safe = jnp.where(hidden, 0.0, lse)
+        total = jnp.where(hidden, 0.0, jnp.exp(safe - top)).sum(1, keepdims=True)
+        sees = total > 0
+        whole = top + jnp.log(jnp.where(sees, total, 1.0))
+        weight = jnp.where(hidden, 0.0, jnp.exp(safe - whole))
+        weight = weight.swapaxes(2, 3)[..., None]
+        lse = jnp.where(sees, whole, -jnp.inf)[:, 0]
+        return (weight * out).sum(1), lse
+
+    out, pullback, lse = jax.vjp(merged, query, key, value, has_aux=True)
+    return out, lse, *pullback(dout.astype(jnp.float32))
+
+
+def _units(problem: Problem, name: str, x, base, exact: bool) -> float:
+    fmt = FP32 if name == "lse" else problem.format
+    finite = np.isfinite(base)
+    if not np.array_equal(np.isneginf(x), np.isneginf(base)):
+        return np.inf
+    x, base = x[finite], base[finite]
+    if not base.any():
+        return 0.0 if np.array_equal(x, base) else np.inf
+    if exact:
+        absolute = None
+        if name != "lse":
+            absolute = getattr(problem.exact(absolute=True), name)
+        else:
+            absolute = np.abs(base)
+        return unit_error(x, base, fmt, absolute)
+    # Its own result is a number of the format: the unit is that of numbers like it.
+    size = fmt.rms_roundoff * np.sqrt(np.mean(base**2))
+    return float(np.sqrt(np.mean((x - base) ** 2)) / size)
+
+
+def _exponent(errors: Mapping[int, float]) -> float:
+    """Least squares of log error over log W; nan if an error is 0 or not finite."""
+    if len(errors) < 2 or not all(0 < e < np.inf for e in errors.values()):
+        return np.nan
+    return float(np.polyfit(np.log(list(errors)), np.log(list(errors.values())), 1)[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Partial:
+    """Exact out [B, W, T, N, H] and LSE [B, W, N, T]; the folded inputs and mask."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    inputs: Inputs
+    mask: Mask
+
+
+def _exact_parts(inputs: Inputs, mask: Mask, parts: int, scale: float) -> _Partial:
+    B, S = inputs.key.shape[:2]
+    folded = Inputs(
+        np.repeat(inputs.query, parts, 0),
+        _in_parts(inputs.key, parts),
+        _in_parts(inputs.value, parts),
+        np.repeat(inputs.dout, parts, 0),
+    )
+    mask = part_mask(mask, parts, B, S)
+    of = golden(*folded, mask=mask, scale=scale)
+    out, lse = (x.reshape(B, parts, *x.shape[1:]) for x in (of.out, of.lse))
+    return _Partial(out, lse, folded, mask)
+
+
+def _weights(lse: np.ndarray) -> np.ndarray:
+    """[B, W, N, T] to the weights of parts [B, W, T, N, 1], in the type given."""
+    top = lse.max(1, keepdims=True)
+    e = np.exp(lse - np.where(np.isneginf(top), lse.dtype.type(0), top))
+    total = e.sum(1, keepdims=True)
+    weight = e / np.where(total == 0, lse.dtype.type(1), total)
+    return weight.swapaxes(2, 3)[..., None]
+
+
+def _rounded(x: np.ndarray, fmt: NumberFormat) -> np.ndarray:
+    """To the format, as float32; -inf stays."""
+    finite = np.isfinite(x)
+    return np.where(finite, correctly_rounded(np.where(finite, x, 0), fmt), x).astype(
+        np.float32
+    )
+
+
+def _predict(
+    problem: Problem, partial, whole, of_out, of_lse, alone: float
+) -> dict[int, float]:
+    """Units of out that exact partial results give when rounded so, by W.
+
+    The target's error in one part, beyond that of this prediction, is independent and
+    is added in squares: splitting the keys does not change how P rounds.
+    """
+    absolute = problem.exact(absolute=True).out
+    units = {}
+    for w, x in partial.items():
+        weight = _weights(_rounded(x.lse, of_lse))
+        out = (weight * _rounded(x.out, of_out)).sum(1, dtype=np.float32)
+        out = correctly_rounded(out, problem.format)
+        units[w] = unit_error(out, whole, problem.format, absolute)
+    inner = max(alone**2 - units[1] ** 2, 0.0)
+    return {w: float(np.hypot(e, inner**0.5)) for w, e in units.items()}
+
+
+def _best_fit(problem: Problem, predicted, errors) -> Combination | None:
+    """Smallest sum of squared log ratios; None where an error is above what it fits."""
+
+    def distance(units):
+        ratios = [max(errors[w], 1e-3) / max(e, 1e-3) for w, e in units.items()]
+        return np.square(np.log(ratios)).sum()
+
+    if not all(np.isfinite(e) for e in errors.values()):
+        return None
+    best = min(predicted, key=lambda combination: distance(predicted[combination]))
+    # The plainest of those that predict the same.
+    for combination, units in predicted.items():
+        if all(
+            1 / _ALIKE < units[w] / max(e, 1e-300) < _ALIKE
+            for w, e in predicted[best].items()
+        ):
+            best = combination
+            break
+    allowed = _FITS["32 bits" if problem.format == FP32 else "16 bits"]
+    fits = all(errors[w] <= allowed * max(e, 1.0) for w, e in predicted[best].items())
+    return best if fits else None
+
+
+def _lse_gradient(problem, measured, whole, partial: _Partial, parts: int):
+    """How much of what dLSE adds to dQ the measured dQ has, by projection."""
+    weight = _weights(partial.lse)
+    dout = problem.inputs.dout.astype(np.float64)[:, None] * weight
+    dout = dout.reshape(partial.inputs.dout.shape)
+    without = golden(
+        *partial.inputs[:3], dout, mask=partial.mask, scale=problem.scale
+    ).dquery
+    added = whole - _summed(without, parts)
+    off = measured[1]["dquery"] - whole
+    # As large as four times the error in one part, or the share is of noise.
+    if np.square(added).sum() <= 16 * np.square(off).sum():
+        return None
+    missed = measured[parts]["dquery"] - whole
+    return float(1 + (missed * added).sum() / np.square(added).sum())
+
+
+def _findings(errors, predicted, combination, share) -> tuple[Finding, ...]:
+    findings = []
+    if share is not None and not abs(share - 1) <= _SHARE:
+        cause = "LSE gradient wrong"
+        says = (
+            f"dQ has {share:.2f} times the gradient through LSE when parts are merged"
+        )
+        if abs(share) <= _SHARE:
+            cause = "LSE gets no gradient"
+            says = "dQ of merged parts lacks the gradient through LSE"
+        says += ": differentiate LSE, dS = P (dP - delta + dLSE)"
+        evidence = {"lse_gradient": share}
+        tensors = "dquery", "dkey"
+        findings.append(
+            Finding("wrong wiring", cause, says, tensors, ("merge",), evidence)
+        )
+    worst = max(errors["out"], key=lambda w: errors["out"][w])
+    evidence: dict[str, float | str] = {
+        f"out, {w} parts": e for w, e in errors["out"].items()
+    }
+    if combination is None:
+        findings.append(
+            Finding(
+                WORSE,
+                "parts do not merge",
+                f"out merged from {worst} parts is {errors['out'][worst]:.3g} units "
+                "off, which no rounding of partial results explains: out or LSE of a "
+                "part is not that of its keys",
+                ("out", "lse"),
+                ("merge",),
+                evidence,
+            )
+        )
+        return tuple(findings)
+    plain = predicted[FP32.name, FP32.name]
+    if max(e / plain[w] for w, e in predicted[combination].items()) <= _ALIKE:
+        return tuple(findings)
+    of_out, of_lse = combination
+    causes = []
+    if of_out != FP32.name:
+        causes.append(("16-bit partial results", "out", f"out of parts in {of_out}"))
+    if of_lse != FP32.name:
+        label = of_lse.upper()
+        causes.append((f"LSE in {label}", "lse", f"LSE of parts in {label}"))
+    for cause, tensor, what in causes:
+        says = (
+            f"{what} give {errors['out'][worst]:.3g} units of error of out in {worst} "
+            f"parts, against {errors['out'][1]:.3g} in one: return it in FP32"
+        )
+        findings.append(Finding(POOR, cause, says, (tensor,), ("merge",), evidence))
+    return tuple(findings)
+
+
+def _verdict(combination, findings):
+    words = {
+        "16-bit partial results": "partials leave in 16 bits",
+        "LSE in BF16": "LSE is rounded to BF16",
+        "LSE in FP16": "LSE is rounded to FP16",
+        "parts do not merge": "no rounding of partial results explains the error",
+    }
+    said = [words.get(finding.cause, finding.cause) for finding in findings]
+    if combination is not None and all(f.kind != POOR for f in findings):
+        said.append("merges exactly" if not said else "out merges exactly")
+    return said

@@ -1,0 +1,442 @@
+"""Properties that hold exactly whatever the inputs, at any length: no golden is needed.
+
+Each probe calls `attend` (traceable; [B, T, N, H], [B, S, K, H] twice -> out and LSE
+[B, N, T], natural, or None; closed over the mask and scale of `problem`, without sinks,
+bias or soft cap) on inputs of the problem or altered ones, and measures how far an
+identity is missed, in units of what honest rounding allows. Memory grows with T + S
+times `noise.ROWS`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from attn_jax.audit.inputs import Inputs
+from attn_jax.audit.judge import (
+    ProbeResult,
+    by_keys,
+    by_lse,
+    by_rows,
+    count,
+    judge,
+    pooled,
+    root_mean_square_bound,
+)
+from attn_jax.audit.noise import (
+    Attend,
+    Noise,
+    rms_of_rounding,
+    rounding_noise,
+    run,
+    run_forward,
+)
+from attn_jax.audit.problem import DTYPES, Problem
+from attn_jax.audit.visible import counted, key_classes
+from attn_jax.formats import BF16, FP32, TF32, NumberFormat
+
+# Positions of a result that are widened at a time.
+_CHUNK = 4096
+
+Probe = Callable[[Attend, Problem], tuple[ProbeResult, ...]]
+
+
+def unit_value(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
+    """V = 1: out is 1 in rows that see a key, 0 in others; largest deviation.
+
+    Bound, worst case: u from rounding P where its sum is of unrounded numbers, u from
+    rounding out, FP32 sums that lose 2^-23 in every 8 products, and half of the
+    smallest positive number for each key, where P is subnormal.
+    """
+    s = problem.shape
+    query, key, value, _ = problem.inputs
+    ones = np.ones_like(value)
+    out = run_forward(attend, query, key, ones)["out"]
+    measured = 0.0
+    for start, stop, seen in counted(problem.rules, s, np.zeros(s.key_length, int), 1):
+        off = out[:, start:stop].astype(np.float64) - (seen > 0)
+        measured = _largest(measured, off)
+
+    return (
+        judge(
+            "V = 1",
+            _sum_tiers(problem, measured),
+            "absolute",
+            ("out",),
+            "rows of P do not sum to 1",
+            "with V = 1 out is off from 1 (0 where nothing is seen) by {measured:.2g}, "
+            "and rounding allows {bound:.2g}: the sum that normalises a row is not "
+            "that of the weights V gets; look for keys or tiles that only one of the "
+            "two has",
+        ),
+    )
+
+
+def counted_keys(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
+    """Q = K = 0 and V one-hot: column h is the share of class h among the keys seen.
+
+    Keys are dealt in runs of at most 64 to the H columns, so a dropped tile of keys
+    takes a sizeable part of one column at any length. The largest deviation relative to
+    the share (to one key, in empty classes); bound as in `unit_value`.
+    """
+    s = problem.shape
+    run_length = min(64, -(-s.key_length // s.head_dim))
+    classes = np.arange(s.key_length) // run_length % s.head_dim
+    dtype = DTYPES[problem.dtype]
+    value = np.zeros(s.key, dtype)
+    value[:, np.arange(s.key_length), :, classes] = 1
+    out = run_forward(attend, np.zeros(s.query, dtype), np.zeros(s.key, dtype), value)
+    measured = 0.0
+    for start, stop, counts in counted(problem.rules, s, classes, s.head_dim):
+        total = np.maximum(counts.sum(-1, keepdims=True), 1)
+        got = out["out"][:, start:stop].astype(np.float64) * total
+        measured = _largest(measured, (got - counts) / np.maximum(counts, 1))
+
+    result = judge(
+        "counted keys",
+        _sum_tiers(problem, measured),
+        "relative",
+        ("out",),
+        "keys dropped or counted twice",
+        "with all logits 0 the share of some keys in a row is off by {measured:.2g} of "
+        "itself, and rounding allows {bound:.2g}: keys are dropped, counted twice or "
+        "masked wrongly",
+    )
+    if result.finding and measured > 8 * result.bound:
+        wrong = dataclasses.replace(result.finding, kind="wrong wiring")
+        result = dataclasses.replace(result, finding=wrong)
+    return (result,)
+
+
+def ones_column(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
+    """K has a constant column c, where Q is 0: that column of dQ is
+    scale c sum_j dS_ij, which vanishes in exact arithmetic.
+
+    RMS over sampled rows of sum_j dS_ij in units of what rounding dS and P allows, row
+    by row (`noise.rounding_noise`: row_sum). Within what rounding O allows besides, the
+    cause is "delta" = rowsum(dO O) from the rounded O.
+    """
+    constant = 16.0  # Keeps the column clear of FP16's subnormal numbers.
+    query, key, value, dout = problem.inputs
+    query, key = query.copy(), key.copy()
+    query[..., -1], key[..., -1] = 0, constant
+    inputs = Inputs(query, key, value, dout)
+    dquery = run(attend, inputs)["dquery"][..., -1]
+    size = problem.scale * constant
+    lost = (problem.format.min_positive / size) ** 2
+    noise = _noise(problem, inputs)
+    got = dquery[:, noise.rows].astype(np.float64) / size
+
+    def tiers():
+        yield "", noise.row_sum + lost
+        yield "delta", noise.row_sum + noise.row_sum_of_o + lost
+        for fmt, cause in list(_steps(problem.format, logits=False))[1:]:
+            coarse = _noise(problem, inputs, fmt)
+            yield cause, coarse.row_sum + coarse.row_sum_of_o + lost
+
+    return (
+        by_rows(
+            "ones column of K",
+            got,
+            tiers(),
+            noise,
+            ("dquery",),
+            "rows of dS do not sum to 0",
+            {
+                "delta": "sum_j dS_ij is {measured:.3g} times what rounding allows an "
+                "exact delta, as much as delta from the rounded out gives: what keys "
+                "have in common adds scale * mean(K) * sum_j dS_ij to dQ; take delta "
+                "from an unrounded out, or a mean off the keys",
+                "": "sum_j dS_ij is {measured:.3g} times what rounding allows, more "
+                "than even delta from the rounded out explains: P of the backward pass "
+                "is not that of the forward pass, or delta is wrong",
+            },
+        ),
+    )
+
+
+def sum_of_dvalue(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
+    """sum_j dV_j = sum_i dO_i over the queries, of a group's heads, that see a key.
+
+    RMS over columns in units of u sqrt(sum dO^2), since rounding changes a row's sum
+    of P by at most u (and FP32 by about `Noise.shift`), and of rounding dV twice, as
+    heads of a group may be.
+    """
+    s, inputs = problem.shape, problem.inputs
+    dvalue = run(attend, inputs)["dvalue"]
+    groups = s.batch, -1, s.key_heads, s.heads // s.key_heads, s.head_dim
+    wanted, squares = np.zeros((2, s.batch, s.key_heads, s.head_dim))
+    for start, stop, seen in counted(problem.rules, s, np.zeros(s.key_length, int), 1):
+        part = inputs.dout[:, start:stop].astype(np.float64) * (seen > 0)
+        part = part.reshape(groups)
+        wanted += part.sum((1, 3))
+        squares += (part**2).sum((1, 3))
+    rounded = np.zeros_like(wanted)
+    for start in range(0, s.key_length, _CHUNK):
+        part = dvalue[:, start : start + _CHUNK].astype(np.float64)
+        rounded += 2 * (rms_of_rounding(part, problem.format) ** 2).sum(1)
+    difference = dvalue.sum(1, dtype=np.float64) - wanted
+    longest = [np.abs(x.astype(np.float32)).max() for x in inputs[:2]]
+    extent = problem.scale * s.head_dim * longest[0] * longest[1]
+    shift = FP32.unit_roundoff * (8 + extent + max(s.query_length, s.key_length) / 8)
+
+    def tiers():
+        for fmt, cause in _steps(problem.format, logits=False):
+            yield cause, (fmt.unit_roundoff**2 + shift**2) * squares + rounded
+
+    return (
+        pooled(
+            "sum of dV",
+            difference**2,
+            tiers(),
+            root_mean_square_bound(difference.size),
+            ("dvalue",),
+            "columns of P do not add up",
+            "sum_j dV_j differs from sum_i dO_i by {measured:.3g} times what rounding "
+            "allows: dV misses queries or keys, or its P is not normalised",
+        ),
+    )
+
+
+def shifted_keys(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
+    """A vector c added to all keys: out and dQ stay, LSE moves by scale q.c.
+
+    K is rounded to a grid of 8 bits at most, on which K + c is exact. RMS over sampled
+    rows of the change of out and dQ in units of what rounding allows the two runs
+    together (`noise.rounding_noise`); if logits in the inner format explain the excess,
+    that is the cause. LSE: largest change over `Noise.shift` and one FP32 rounding.
+    """
+    query, key, value, dout = problem.inputs
+    dtype = key.dtype
+    grid = 2.0 ** np.ceil(np.log2(max(np.abs(key.astype(np.float64)).max(), 1) / 96))
+    signs = np.random.default_rng(problem.seed).choice([-1, 1], problem.shape.head_dim)
+    centre = 32 * grid * signs
+    key = np.rint(key.astype(np.float64) / grid) * grid
+    keys = key.astype(dtype), (key + centre).astype(dtype)
+    pair = [Inputs(query, k, value, dout) for k in keys]
+    noises = [_noise(problem, inputs) for inputs in pair]
+    first, second = (run(attend, inputs) for inputs in pair)
+    results = []
+    for name in ("out", "dquery"):
+        difference = _at(noises[0], second[name]) - _at(noises[0], first[name])
+        results.append(
+            by_rows(
+                f"K + c: {name}",
+                difference,
+                _pair_tiers(problem, pair, noises, name),
+                noises[0],
+                (name,),
+                "result depends on what all keys share",
+                {
+                    "": f"{name} changes by {{measured:.3g}} times what rounding "
+                    "allows when a constant is added to all keys, which a softmax "
+                    "does not see"
+                },
+            )
+        )
+    if "lse" in first:
+        moved = problem.scale * np.einsum(
+            "btnh,h->btn", query.astype(np.float64)[:, noises[0].rows], centre
+        )
+        results.append(
+            _lse_result("K + c: lse", (first, second), moved, noises, problem)
+        )
+    return tuple(results)
+
+
+def permuted_keys(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
+    """Keys and values in another order: the same results, dK and dV in that order.
+
+    Keys change places only with keys that every query sees or does not see alike;
+    () under a mask where no two are sure to be alike (causal, window, dense). RMS over
+    sampled rows of the change, in units of what rounding allows two runs; dK and dV are
+    pooled, and half as much again is allowed for rows that were not sampled.
+    """
+    classes = key_classes(problem.rules, problem.shape)
+    if classes is None:
+        return ()
+    rng = np.random.default_rng(problem.seed)
+    order = np.stack([_shuffled(rng, c) for c in classes])[..., None, None]
+    inputs = problem.inputs
+    moved = inputs._replace(
+        key=np.take_along_axis(inputs.key, order, 1),
+        value=np.take_along_axis(inputs.value, order, 1),
+    )
+    noise = _noise(problem, inputs)
+    first, second = run(attend, inputs), run(attend, moved)
+    says = (
+        "changes by {measured:.3g} times what rounding allows when keys and values "
+        "change places together: some keys or tiles are treated otherwise than others"
+    )
+    results = [
+        by_rows(
+            f"permuted keys: {name}",
+            _at(noise, second[name]) - _at(noise, first[name]),
+            _pair_tiers(problem, [inputs, moved], [noise, noise], name, logits=False),
+            noise,
+            (name,),
+            "result depends on the order of keys",
+            {"": f"{name} {says}"},
+        )
+        for name in ("out", "dquery")
+    ]
+    for name in ("dkey", "dvalue"):
+
+        def tiers(name=name):
+            for fmt, cause in _steps(problem.format, logits=False):
+                of = noise if fmt == problem.format else _noise(problem, inputs, fmt)
+                yield cause, getattr(of, name)
+
+        results.append(
+            by_keys(
+                f"permuted keys: {name}",
+                np.take_along_axis(first[name], order, 1),
+                second[name],
+                tiers(),
+                noise,
+                problem,
+                (name,),
+                "result depends on the order of keys",
+                f"{name} {says}",
+            )
+        )
+    return tuple(results)
+
+
+def extremes(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
+    """Logits of about +1000 and -1000, beyond the range of exp: all stays finite.
+
+    One channel shifts every logit by the same. Counts values of out and gradients that
+    are not finite and LSE that are not where a key is seen (bound 0); rows that see
+    nothing must give out = 0, LSE = -inf and dQ = 0, else they count, too. LSE must
+    move by the shift, to the bound of `shifted_keys`.
+    """
+    s, dtype = problem.shape, DTYPES[problem.dtype]
+    base = dataclasses.replace(problem, family="normal").inputs
+    query = base.query.copy()
+    query[..., 0] = 64
+    channel = float(np.asarray(1000 / (64 * problem.scale)).astype(dtype))
+    signed = []
+    for amount in (-channel, 0.0, channel):
+        key = base.key.copy()
+        key[..., 0] = amount
+        signed.append(base._replace(query=query, key=key))
+    results = [run(attend, inputs) for inputs in signed]
+    broken, blind = 0, 0
+    for x in results:
+        broken += sum(int((~np.isfinite(x[n])).sum()) for n in x if n != "lse")
+        for start, stop, seen in counted(
+            problem.rules, s, np.zeros(s.key_length, int), 1
+        ):
+            seen = np.broadcast_to(seen > 0, (s.batch, stop - start, s.heads, 1))
+            for name in ("out", "dquery"):
+                blind += int(((x[name][:, start:stop] != 0) & ~seen).sum())
+            if "lse" in x:
+                lse = x["lse"][..., start:stop].swapaxes(1, 2)
+                broken += int((~np.isfinite(lse) & seen[..., 0]).sum())
+                blind += int((~np.isneginf(lse) & ~seen[..., 0]).sum())
+    found = [
+        count(
+            "finite at extremes",
+            broken,
+            "not finite at extreme logits",
+            "{measured:.0f} values are not finite where logits are about +1000 or "
+            "-1000: take the row's largest logit off before exp",
+        ),
+        count(
+            "rows that see nothing",
+            blind,
+            "rows that see nothing",
+            "{measured:.0f} values of rows that see no key are not out = 0, dQ = 0 and "
+            "LSE = -inf: divide by 1 where the row's sum is 0",
+        ),
+    ]
+    if "lse" in results[0] and not broken:
+        for index, sign in ((0, -1), (2, 1)):
+            pair = 1, index
+            found.append(
+                _lse_result(
+                    f"lse at {sign * 1000:+}",
+                    tuple(results[i] for i in pair),
+                    np.float64(sign * problem.scale * 64 * channel),
+                    [_noise(problem, signed[i]) for i in pair],
+                    problem,
+                )
+            )
+    return tuple(found)
+
+
+PROBES: dict[str, Probe] = {
+    "V = 1": unit_value,
+    "counted keys": counted_keys,
+    "ones column of K": ones_column,
+    "sum of dV": sum_of_dvalue,
+    "K + c": shifted_keys,
+    "permuted keys": permuted_keys,
+    "finite at extremes": extremes,
+}
+
+
+def probe(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
+    """The results of all `PROBES`."""
+    return tuple(r for each in PROBES.values() for r in each(attend, problem))
+
+
+def _steps(fmt: NumberFormat, *, logits: bool) -> Iterator[tuple[NumberFormat, str]]:
+    """Formats of inner steps and the cause they would be, the honest one first."""
+    yield fmt, ""
+    if fmt == FP32:
+        yield TF32, "products in TF32"
+        yield BF16, "products in BF16"
+    elif logits:
+        yield fmt, "logits in 16 bits"
+
+
+def _sum_tiers(problem: Problem, measured: float):
+    keys, outer = problem.shape.key_length, problem.format
+    sums = 2 * FP32.unit_roundoff * (2 + keys / 8)
+    for inner, cause in _steps(outer, logits=False):
+        lost = keys * inner.min_positive / 2
+        yield cause, measured, inner.unit_roundoff + outer.unit_roundoff + sums + lost
+
+
+def _noise(problem: Problem, inputs: Inputs, inner=None) -> Noise:
+    return rounding_noise(inputs, problem.rules, problem.scale, problem.format, inner)
+
+
+def _pair_tiers(problem, pair, noises, name, *, logits=True):
+    """Variances of the difference of two runs, by the cause they stand for."""
+    for fmt, cause in _steps(problem.format, logits=logits):
+        if fmt != problem.format:
+            noises = [_noise(problem, inputs, fmt) for inputs in pair]
+        variance = sum(getattr(noise, name) for noise in noises)
+        # What FP32 logits do is in `Noise.shift`.
+        if cause:
+            variance = variance + sum(noise.by_logits[name] for noise in noises)
+        yield cause, variance
+
+
+def _at(noise: Noise, x: np.ndarray) -> np.ndarray:
+    return x[:, noise.rows].astype(np.float64)
+
+
+def _lse_result(name, runs, moved, noises, problem: Problem) -> ProbeResult:
+    rows = noises[0].rows
+    pair = [x["lse"][..., rows].swapaxes(1, 2).astype(np.float64) for x in runs]
+    # Of both runs, and more than a few: a row of LSEs may be round by chance.
+    values = np.concatenate([x["lse"].ravel() for x in runs])
+    u = problem.format.unit_roundoff
+    return by_lse(name, (pair[0], pair[1]), moved, noises, values, u)
+
+
+def _largest(so_far: float, off: np.ndarray) -> float:
+    """NaN stays: it exceeds every bound."""
+    return float(np.maximum(so_far, np.abs(off).max()))
+
+
+def _shuffled(rng, classes: np.ndarray) -> np.ndarray:
+    order = np.arange(len(classes))
+    for one in np.unique(classes):
+        members = np.flatnonzero(classes == one)
+        order[members] = rng.permutation(members)
+    return order

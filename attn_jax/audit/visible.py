@@ -1,0 +1,65 @@
+"""Which keys queries see, counted without a T x S array."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from attn_jax.audit.inputs import Shape
+from attn_jax.mask import Mask
+
+# Numbers of a tile of the mask, and of the counts of an interval.
+_TILE = 2**24
+
+
+def counted(
+    mask: Mask, shape: Shape, classes: Int[np.ndarray, " S"], number: int
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """How many keys of each class queries start:stop see, [B or 1, n, N or 1, number].
+
+    Yields (start, stop, counts) for runs of queries; `classes` are below `number`.
+    """
+    T, S = shape.query_length, shape.key_length
+    one_hot = classes[:, None] == np.arange(number)
+    if mask.is_interval:
+        before = np.zeros((S + 1, number), np.int32)
+        np.cumsum(one_hot, 0, out=before[1:])
+        first, last = (np.asarray(x) for x in mask.interval(T, S))
+        step = max(1, _TILE // (number * shape.batch * shape.heads))
+        for start in range(0, T, step):
+            here = slice(start, min(start + step, T))
+            counts = before[last[:, here]] - before[first[:, here]]
+            yield here.start, here.stop, counts[:, :, None]
+        return
+    step = max(1, _TILE // (S * shape.batch * shape.heads))
+    matrix = jnp.asarray(one_hot, jnp.float32)
+    for start in range(0, T, step):
+        size = min(step, T - start)
+        tile = mask.block(start, 0, size, S)
+        assert tile is not None  # A mask without rules is an interval.
+        # Whole numbers below 2^24: exact in FP32, and as sums of zeros and ones in any.
+        counts = jnp.einsum(
+            "bnts,sc->btnc",
+            tile.astype(jnp.float32),
+            matrix,
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        yield start, start + size, np.asarray(counts).astype(np.int32)
+
+
+def key_classes(mask: Mask, shape: Shape) -> Int[np.ndarray, "B S"] | None:
+    """Keys of one class are seen by the same queries; None if the mask's band or dense
+    array sets every key apart."""
+    if mask.dense is not None or mask.band != (None, None):
+        return None
+    classes = np.zeros((shape.batch, shape.key_length), int)
+    if mask.key_value_segment_ids is not None:
+        classes += np.asarray(mask.key_value_segment_ids)
+    if mask.key_value_lengths is not None:
+        hidden = (
+            np.arange(shape.key_length) >= np.asarray(mask.key_value_lengths)[:, None]
+        )
+        classes[hidden] = classes.max() + 1
+    return classes
