@@ -18,7 +18,7 @@ from attn_jax.kernels.attention import declared_recipe
 from attn_jax.recipe import ATTN_JAX_HOPPER, FLASH2, RECIPES
 
 SHAPE = Shape(2, 192, 192, 4, 2, 64)
-PROBLEMS = [Problem(SHAPE, family=family) for family in FAMILIES]
+PROBLEMS = tuple(Problem(SHAPE, family=family) for family in FAMILIES)
 CANDIDATES = attribution.candidates(BF16)
 # Recipes that round at the same steps, or nearly.
 ALMOST = [

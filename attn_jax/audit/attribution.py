@@ -51,7 +51,7 @@ _ALTERED: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "dq_accumulator": (FLASH2, dict(dq_accumulator=_CAST)),
     "delta": (FLASH2, dict(delta=_CAST)),
     "exact delta": (FLASH2, dict(delta_source="o_f32")),
-    "unrounded P": (FLASH2, dict(probability=_WIDE)),
+    "unrounded P": (FLASH2, dict(probability=_WIDE, backward_probability=_WIDE)),
     # As XLA's CPU compiler does it.
     "unrounded dS": (JAX_NN, dict(dlogits=_WIDE)),
 }
@@ -111,8 +111,10 @@ def steps(recipe: Recipe) -> dict[str, Step]:
     return {name: x for name, x in found.items() if isinstance(x, Step)}
 
 
+# Kept, so that one process may audit many targets: only figures, no arrays.
+@functools.lru_cache(maxsize=1024)
 def predict(
-    recipe: Recipe, problems: Sequence[Problem], *, gradients: bool
+    recipe: Recipe, problems: tuple[Problem, ...], *, gradients: bool
 ) -> list[dict[str, Measured]]:
     """What the recipe gives on problems of one shape and mask: one program."""
     first = problems[0]
@@ -232,7 +234,7 @@ def costs(recipe: Recipe, problem: Problem, *, gradients: bool) -> list[Cost]:
     dearest first."""
 
     def units(one: Recipe) -> dict[str, float]:
-        (found,) = predict(one, [problem], gradients=gradients)
+        (found,) = predict(one, (problem,), gradients=gradients)
         return {name: m.errors.units for name, m in found.items() if name != "lse"}
 
     here = units(recipe)

@@ -171,7 +171,7 @@ def _measure(audit: Audit, group: Group) -> Iterator[Row]:
 
 def _predict(audit: Audit, recipe: Recipe, group: Group) -> Iterator[Row]:
     problems = group.problems(audit.dtype)
-    found = attribution.predict(recipe, problems, gradients=audit.gradients)
+    found = attribution.predict(recipe, tuple(problems), gradients=audit.gradients)
     for problem, of_problem in zip(problems, found, strict=True):
         yield {"family": problem.family, "found": _rows_of(of_problem)}
 

@@ -1,0 +1,179 @@
+"""`python -m attn_jax.audit TARGET`: see `--help`."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from attn_jax.audit.inputs import FAMILIES, Shape
+from attn_jax.audit.problem import DTYPES, MASKS
+from attn_jax.audit.run import audit_attention
+from attn_jax.audit.table import print_report
+from attn_jax.audit.target import Adapter, TargetError
+from attn_jax.canaries import CanaryError
+from attn_jax.recipe import RECIPES
+from attn_jax.store import StoreError
+
+DESCRIPTION = """\
+Says how far an attention function is from exact, forward and backward, why, and whether
+that is a fault. TARGET is xla, cudnn, pallas, emulated, reference, emulated:RECIPE,
+tokamax:IMPLEMENTATION or package.module:function, a function with the signature of
+jax.nn.dot_product_attention; the options of the second group describe another one.
+Ends with 0 if the function is trustworthy, with 4 if it is not, with 2 if the command
+cannot be carried out."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def shape(text: str) -> Shape:
+    """B,T,S,N,K,H."""
+    numbers = text.split(",")
+    if len(numbers) != 6 or not all(x.isdecimal() and int(x) > 0 for x in numbers):
+        raise argparse.ArgumentTypeError(
+            f"a shape is six numbers B,T,S,N,K,H such as 2,256,256,4,2,64, not {text!r}"
+        )
+    found = Shape(*map(int, numbers))
+    if found.heads % found.key_heads:
+        raise argparse.ArgumentTypeError(
+            f"{found.key_heads} key heads do not divide {found.heads} query heads"
+        )
+    return found
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"NAME=VALUE is wanted, not {text!r}")
+    return name, value
+
+
+def _argument(text: str) -> tuple[str, object]:
+    name, value = _pair(text)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    made = _Parser(prog="python -m attn_jax.audit", description=DESCRIPTION)
+    add = made.add_argument
+    add("target", metavar="TARGET")
+    add("--shapes", nargs="+", type=shape, metavar="B,T,S,N,K,H")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add(
+        "--families",
+        nargs="+",
+        choices=FAMILIES,
+        metavar="FAMILY",
+        help=_among(FAMILIES),
+    )
+    add("--masks", nargs="+", choices=MASKS, metavar="MASK", help=_among(MASKS))
+    add("--no-gradients", action="store_true", help="the forward pass alone")
+    add(
+        *("--against",),
+        nargs="+",
+        choices=RECIPES,
+        metavar="RECIPE",
+        help="recipes to look among for one that rounds alike; all, if not given",
+    )
+    add("--out", type=Path, help="folder of the report (runs/audit/TARGET)")
+    add("--fresh", action="store_true", help="measure anew what is in the folder")
+    group = made.add_argument_group("a function of another signature")
+    add = group.add_argument
+    add("--layout", choices=("BTNH", "BNTH"), default="BTNH")
+    add("--packed", action="store_true", help="one array [B, T, 3, N, H]")
+    add(
+        *("--scale",),
+        choices=("keyword", "positional", "none", "outside"),
+        default="keyword",
+        help="positional: after value; none: it knows; outside: it does not scale",
+    )
+    add(
+        *("--lse",),
+        default="return_residual",
+        metavar="NAME",
+        help="argument to have LSE, too; always: it comes in any case; never",
+    )
+    add("--lse-layout", choices=("BTN", "BNT"), default="BTN")
+    add("--lse-base", choices=("e", "2"), default="e")
+    add(
+        *("--rename",),
+        nargs="+",
+        type=_pair,
+        default=[],
+        metavar="NAME=THEIRS",
+        help="such as is_causal=causal",
+    )
+    add(
+        *("--argument",),
+        nargs="+",
+        type=_argument,
+        default=[],
+        metavar="NAME=VALUE",
+        help="given to every call; JSON, or a text",
+    )
+    return made
+
+
+def _among(names) -> str:
+    return f"some of {', '.join(names)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    made = parser()
+    options = made.parse_args(arguments)
+    adapter = Adapter(
+        layout=options.layout,
+        packed=options.packed,
+        scale=options.scale,
+        lse=None if options.lse == "never" else options.lse,
+        lse_layout=options.lse_layout,
+        lse_base=options.lse_base,
+        renamed=dict(options.rename),
+        more=dict(options.argument),
+    )
+    folder = options.out
+    if folder is None:
+        folder = Path("runs") / "audit" / re.sub(r"[^\w.-]+", "-", options.target)
+    try:
+        report = audit_attention(
+            options.target,
+            shapes=options.shapes,
+            dtype=options.dtype,
+            families=options.families,
+            masks=options.masks,
+            gradients=not options.no_gradients,
+            against=options.against and [RECIPES[name] for name in options.against],
+            adapter=adapter,
+            folder=folder,
+            fresh=options.fresh,
+            tell=_tell,
+        )
+    except (TargetError, StoreError, CanaryError, OSError) as error:
+        _clear()
+        made.exit(2, f"{made.prog}: {error}\n")
+    _clear()
+    print_report(report, sys.stdout)
+    print(f"{folder / 'report.html'}")
+    return report.exit_code
+
+
+def _tell(part: str) -> None:
+    """The part that is measured, on a line of its own or, on a terminal, in place."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[2K{part}", end="", file=sys.stderr, flush=True)
+
+
+def _clear() -> None:
+    if sys.stderr.isatty():
+        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
