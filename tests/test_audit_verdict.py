@@ -79,16 +79,20 @@ def test_the_worst_of_a_kind_stands_for_all():
 
 
 def test_wiring_explains_all_that_is_wrong_there():
-    cells = [cell(out=900.0, dquery=800.0), cell("wide", out=30.0)]
-    known = Finding("wrong wiring", "scale", "said", ("out",), (str(cells[0].problem),))
-    same = dataclasses.replace(known, where=("elsewhere",), tensors=("lse",))
-    found = in_order(judge(cells, None, (), [known, same]))
+    cells = [cell(out=900.0, dquery=800.0), cell("wide", out=30.0, not_finite=2)]
+    known = Finding("wrong wiring", "scale", "said", ("dquery",), ("here",))
+    found = in_order(judge(cells, None, (), [known]))
     assert [f.kind for f in found] == [
+        "not finite",
         "wrong wiring",
         "worse than its algorithm allows",
     ]
-    assert found[0].tensors == ("out", "lse") and len(found[0].where) == 2
-    assert found[1].where == (str(cells[1].problem),)
+    assert found[2].tensors == ("out",)
+    # All gradients, and LSE, follow from what makes out.
+    same = dataclasses.replace(known, where=("there",), tensors=("lse", "out"))
+    (found,) = judge(cells, None, (), [known, same])
+    assert found.tensors == ("dquery", "lse", "out")
+    assert found.where == ("here", "there")
 
 
 def test_infinities_where_none_should_be():

@@ -16,13 +16,13 @@ names the worst.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.finding import Finding
 from attn_jax.audit.measure import Measured, Outcome
-from attn_jax.audit.problem import GRADIENTS, Problem
+from attn_jax.audit.problem import TENSORS, Problem
 
 # What plain flash attention has on the problems that it is good at is 1.5.
 POOR = 1.7
@@ -59,21 +59,20 @@ def judge(
     cells: Sequence[Judged],
     fit: Fit | None,
     costs: Sequence[tuple[Problem, Sequence[Cost]]] = (),
-    wiring: Iterable[Finding] = (),
+    wiring: Sequence[Finding] = (),
 ) -> list[Finding]:
     """Findings of the measurements. `costs`: what steps of the recipe that fits cost
-    on some problems; `wiring`: what was recognised, which explains all that is wrong
-    with its results there."""
-    wiring = list(wiring)
-    wrong = {place for finding in wiring for place in finding.where}
+    on some problems; `wiring`: what was recognised. A result that is wired wrongly
+    somewhere, and all of them if out is, is not judged any further: what else is wrong
+    with it is most likely the same."""
     found = [*_refusals(cells), *_merged(wiring)]
-    found += _not_finite([cell for cell in cells if str(cell.problem) not in wrong])
-    for tensor in ("out", *GRADIENTS):
-        here = [
-            cell
-            for cell in cells
-            if tensor in cell.found and str(cell.problem) not in wrong
-        ]
+    wrong = {tensor for finding in wiring for tensor in finding.tensors}
+    judged = [] if "out" in wrong else [x for x in TENSORS if x not in wrong]
+    for tensor in judged:
+        found += _not_finite(cells, tensor)
+        if tensor == "lse":
+            continue
+        here = [cell for cell in cells if tensor in cell.found]
         poor = [cell for cell in here if cell.found[tensor].errors.units > POOR]
         bad = [cell for cell in poor if _is_worse(cell, tensor)]
         if bad:
@@ -154,28 +153,24 @@ def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
     )
 
 
-def _not_finite(cells: Sequence[Judged]) -> list[Finding]:
-    found = []
-    for tensor in ("out", "lse", *GRADIENTS):
-        bad = [c for c in cells if tensor in c.found and c.found[tensor].not_finite]
-        if not bad:
-            continue
-        first = bad[0]
-        what = "not finite where the exact one is, or finite where it is infinite"
-        # Of out and gradients none are infinite.
-        unseen = tensor == "lse" and any(c.problem.mask != "full" for c in bad)
-        found.append(
-            Finding(
-                "not finite",
-                "rows that see no key" if unseen else "",
-                f"{said(tensor)} is {what}, in {first.found[tensor].not_finite} values "
-                f"on {first.problem}, and on {len(bad)} of {len(cells)} problems",
-                (tensor,),
-                tuple(str(cell.problem) for cell in bad),
-                {"values": float(first.found[tensor].not_finite)},
-            )
-        )
-    return found
+def _not_finite(cells: Sequence[Judged], tensor: str) -> list[Finding]:
+    bad = [c for c in cells if tensor in c.found and c.found[tensor].not_finite]
+    if not bad:
+        return []
+    first = bad[0]
+    # Of out and gradients none are infinite.
+    unseen = tensor == "lse" and any(cell.problem.mask != "full" for cell in bad)
+    finding = Finding(
+        "not finite",
+        "rows that see no key" if unseen else "",
+        f"{said(tensor)} is not finite where the exact one is, or finite where it is "
+        f"infinite, in {first.found[tensor].not_finite} values on {first.problem}, and "
+        f"on {len(bad)} of {len(cells)} problems",
+        (tensor,),
+        tuple(str(cell.problem) for cell in bad),
+        {"values": float(first.found[tensor].not_finite)},
+    )
+    return [finding]
 
 
 def _refusals(cells: Sequence[Judged]) -> list[Finding]:
