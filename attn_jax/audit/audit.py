@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from attn_jax.audit import attribution, verdict
+from attn_jax.audit import attribution, more, verdict
 from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.error import Errors, in_units
 from attn_jax.audit.finding import Finding, in_order
@@ -70,12 +70,14 @@ class Result(NamedTuple):
       cells: every problem, in order.
       fits: of recipes, the nearest first; none where nothing could be compared.
       costs: by problem.
+      looks: rows of the parts of `more`, by name.
       findings: in order.
     """
 
     cells: list[Judged]
     fits: list[Fit]
     costs: list[tuple[Problem, list[Cost]]]
+    looks: dict[str, list[Row]]
     findings: list[Finding]
 
 
@@ -127,12 +129,13 @@ def carry_out(audit: Audit, parts: Parts) -> Result:
                 part = _predict(audit, audit.recipes[name], group)
                 known[name] = _found(parts(f"{name} on {group}", part))
         cells += _judged(audit, group, rows[group], known, algorithms)
+    looks = _looked(audit, parts) if any(cell.found for cell in cells) else {}
     wiring = [
         Finding(**finding)
         for of_group in rows.values()
         for row in of_group
         for finding in row["wiring"]
-    ]
+    ] + _findings(looks.pop("P", []))
     costs = []
     if fit and fit.fits:
         costs = [
@@ -149,7 +152,30 @@ def carry_out(audit: Audit, parts: Parts) -> Result:
             ]
         ]
     found = verdict.judge(cells, fit, costs, wiring)
-    return Result(cells, fits, costs, in_order(found))
+    others = [x for rows in looks.values() for x in _findings(rows)]
+    return Result(cells, fits, costs, looks, in_order(verdict.together(found, others)))
+
+
+def _looked(audit: Audit, parts: Parts) -> dict[str, list[Row]]:
+    """What a target is looked at for by itself, on the first group's shape and mask."""
+    target, group = audit.target, audit.groups[0]
+    problem = Problem(group.shape, audit.dtype, "normal", group.mask)
+    gradients = audit.gradients
+    looks = {
+        "P": lambda: more.read(target, problem),
+        "x64": lambda: more.other_mode(target, problem, gradients=gradients),
+    }
+    if gradients:
+        looks |= {
+            "probes": lambda: more.probe(target, problem),
+            "invariances": lambda: more.vary(target, problem),
+            "merging": lambda: more.merge(target, problem),
+        }
+    return {name: parts(name, more.guarded(make)) for name, make in looks.items()}
+
+
+def _findings(rows: list[Row]) -> list[Finding]:
+    return [Finding(**finding) for row in rows for finding in row["findings"]]
 
 
 def _measure(audit: Audit, group: Group) -> Iterator[Row]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_jax.audit.error import correctly_rounded, unit, unit_error
+from attn_jax.audit.error import correctly_rounded, unit_error
 from attn_jax.audit.finding import Finding
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import POOR, WORSE

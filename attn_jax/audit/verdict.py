@@ -82,6 +82,20 @@ def judge(
     return found
 
 
+def together(found: Sequence[Finding], others: Sequence[Finding]) -> list[Finding]:
+    """Findings of the measurements, and those of `others` that they do not explain: a
+    wrongly wired out explains all, a poor result what probes find poor in it."""
+    wired = any(f.kind == "wrong wiring" and "out" in f.tensors for f in found)
+    known = {(f.kind, tensor) for f in found for tensor in f.tensors}
+    new = [
+        finding
+        for finding in _merged(others)
+        if not (wired and finding.kind != "not reproducible")
+        and not {(finding.kind, tensor) for tensor in finding.tensors} & known
+    ]
+    return [*found, *new]
+
+
 def _is_worse(cell: Judged, tensor: str) -> bool:
     allowed = cell.allowed.get(tensor, math.inf)
     return cell.found[tensor].errors.units > allowance(allowed) * allowed

@@ -1,0 +1,153 @@
+"""The parts of an audit that look at a target itself, not at its errors.
+
+    P           read from it, for what is random or hidden (`wiring.of_probabilities`)
+    probes      identities that need no exact result (`probes`)
+    invariance  what should change no bit (`invariance`)
+    merging     keys in parts, put together by LSE (`merge`)
+    x64         the other mode of `jax_enable_x64`
+
+Each gives rows of plain data; what the target raises is a row with "failed" in it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+
+from attn_jax.audit.exact import exact
+from attn_jax.audit.finding import Finding
+from attn_jax.audit.invariance import invariances
+from attn_jax.audit.measure import Runner, measured
+from attn_jax.audit.merge import merge_audit
+from attn_jax.audit.probes import PROBES
+from attn_jax.audit.problem import Problem
+from attn_jax.audit.target import Attend, NotTakenError, Target, in_one_line
+from attn_jax.audit.wiring import of_probabilities, probabilities
+from attn_jax.mask import Mask
+from attn_jax.store import Row
+
+# Keys in which P is read: it takes as many calls as keys go into a head.
+_READ = 512
+_PARTS = (2, 4, 8, 16, 32, 64)
+# A result that is this many times as far from exact in the other mode is no rounding.
+_MARKEDLY = 1.5
+
+
+def read(target: Target, problem: Problem) -> Iterator[Row]:
+    """Findings of P, as the target makes it of the first inputs."""
+    if problem.shape.key_length > _READ:
+        return
+    query, key, _, _ = (jnp.asarray(x) for x in problem.inputs)
+    found = probabilities(_attend(target, problem), query, key)
+    right = exact(problem)
+    findings = of_probabilities(
+        *(found, right.p, right.visible, problem.format), where=(str(problem),)
+    )
+    yield {"findings": _rows(findings)}
+
+
+def probe(target: Target, problem: Problem) -> Iterator[Row]:
+    """One row for each identity."""
+    attend = _attend(target, problem)
+    for make in PROBES.values():
+        for result in make(attend, problem):
+            yield {
+                "name": result.name,
+                "measured": result.measured,
+                "bound": result.bound,
+                "unit": result.unit,
+                "passed": result.finding is None,
+                "findings": _rows([result.finding]),
+            }
+
+
+def vary(target: Target, problem: Problem) -> Iterator[Row]:
+    """One row for each change that should change nothing, and result."""
+    attend_of = _attend_of(target, problem)
+    records = invariances(_attend(target, problem), problem, attend_of=attend_of)
+    for record in records:
+        yield {
+            "name": record.name,
+            "tensor": record.tensor,
+            "bit_equal": record.bit_equal,
+            "largest_difference": record.ulps,
+            "findings": _rows([record.finding]),
+        }
+
+
+def merge(target: Target, problem: Problem) -> Iterator[Row]:
+    """One row for each number of parts and result."""
+    keys = problem.shape.key_length
+    parts = tuple(n for n in _PARTS if keys % n == 0)
+    if not target.has_lse or not parts:
+        return
+    found = merge_audit(_attend_of(target, problem), problem, parts=parts)
+    predicted = found.predicted.get(found.combination, {}) if found.combination else {}
+    for tensor, errors in found.errors.items():
+        for count, units in errors.items():
+            yield {
+                "parts": count,
+                "tensor": tensor,
+                "units": units,
+                "predicted": predicted.get(count) if tensor == "out" else None,
+                "findings": [],
+            }
+    yield {"verdict": found.verdict, "findings": _rows(found.findings)}
+
+
+def other_mode(target: Target, problem: Problem, *, gradients: bool) -> Iterator[Row]:
+    """Findings of the other x64 mode."""
+    here = bool(jax.config.read("jax_enable_x64"))
+
+    def run():
+        runner = Runner(_attend(target, problem), gradients=gradients)
+        return runner(problem)
+
+    before = run()
+    with jax.enable_x64(not here):
+        after = run()
+    mode = f"with jax_enable_x64 {'off' if here else 'on'}"
+    if before.status != "measured":
+        return
+    findings = []
+    lost = after.reason or after.no_gradients
+    if after.status != "measured" or lost and not before.no_gradients:
+        says = f"it fails {mode}, and not without: {lost}"
+        findings.append(Finding("fails", "x64 mode", says, (), (str(problem),)))
+    else:
+        one, other = (measured(problem, x.results) for x in (before, after))
+        for tensor in one.keys() & other.keys():
+            units = one[tensor].errors.units, other[tensor].errors.units
+            if max(units) > _MARKEDLY * min(units) and max(units) > _MARKEDLY:
+                says = (
+                    f"{tensor} is {units[1]:.3g} units from exact {mode}, and "
+                    f"{units[0]:.3g} in the other mode: some of its constants or "
+                    "casts follow the mode"
+                )
+                kind = "worse than its algorithm allows"
+                places = (str(problem),)
+                findings.append(Finding(kind, "x64 mode", says, (tensor,), places))
+    yield {"findings": _rows(findings)}
+
+
+def guarded(make: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    """Rows as they come, and what is raised as the last one."""
+    try:
+        yield from make()
+    except NotTakenError as reason:
+        yield {"failed": str(reason), "findings": []}
+    except Exception as error:  # A function of somebody's may raise anything.
+        yield {"failed": in_one_line(error), "findings": []}
+
+
+def _attend(target: Target, problem: Problem) -> Attend:
+    return target.attend(problem.rules, scale=problem.scale)
+
+
+def _attend_of(target: Target, problem: Problem) -> Callable[[Mask], Attend]:
+    return lambda mask: target.attend(mask, scale=problem.scale)
+
+
+def _rows(findings) -> list[Row]:
+    return [dataclasses.asdict(finding) for finding in findings if finding is not None]
