@@ -1,0 +1,133 @@
+"""What the terminal's table and the page make of a report's numbers and names."""
+
+import math
+from collections.abc import Callable, Hashable, Iterable
+from typing import NamedTuple
+
+from attn_jax.audit.problem import TENSORS
+from attn_jax.audit.report import Attribution, Cell, Probe, Report
+
+
+class Worst(NamedTuple):
+    """The largest error of some cells, in units; NaN is the worst of all."""
+
+    units: float
+    degenerate: bool
+
+    def __str__(self) -> str:
+        return figure(self.units) + "*" * self.degenerate
+
+
+def figure(x: float | int | None) -> str:
+    """A number in at most nine characters; "" for None."""
+    if x is None:
+        return ""
+    size = abs(x)
+    if not math.isfinite(x) or x == 0:
+        return f"{x:.0f}"
+    if not 0.01 <= size < 9999.5:
+        mantissa, exponent = f"{x:.1e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{x:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}"
+
+
+def printable(text: object) -> str:
+    """A text in one line, without what a terminal obeys or UTF-8 cannot hold."""
+    return "".join(
+        c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}"
+        for c in str(text)
+    )
+
+
+def shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: max(length - 2, 0)] + ".."
+
+
+def tensors(names: Iterable[str]) -> list[str]:
+    """Each name once: those of `TENSORS` in their order, then others as they come."""
+    found = dict.fromkeys(names)
+    return [x for x in TENSORS if x in found] + [x for x in found if x not in TENSORS]
+
+
+def tensors_of(cells: Iterable[Cell]) -> list[str]:
+    return tensors(tensor for cell in cells for tensor in cell.errors)
+
+
+def worst[Key: Hashable](
+    cells: Iterable[Cell], by: Callable[[Cell], Key]
+) -> dict[Key, dict[str, Worst]]:
+    """The worst of each tensor over the cells of a group, in the cells' order.
+
+    A group without a measured cell is there, empty.
+    """
+    groups: dict[Key, dict[str, Worst]] = {}
+    for cell in cells:
+        group = groups.setdefault(by(cell), {})
+        for tensor, errors in cell.errors.items():
+            new = Worst(errors["units"], errors["degenerate"])
+            if tensor not in group or _weight(new) > _weight(group[tensor]):
+                group[tensor] = new
+    return groups
+
+
+def _weight(x: Worst) -> tuple[bool, float]:
+    return math.isnan(x.units), x.units
+
+
+def counts(cells: Iterable[Cell]) -> dict[str, int]:
+    """Cells by status, in the order of the first of each."""
+    found: dict[str, int] = {}
+    for cell in cells:
+        found[cell.status] = found.get(cell.status, 0) + 1
+    return found
+
+
+def two_times(cells: Iterable[Cell]) -> tuple[float, str, Cell] | None:
+    """The largest ratio of the two-times rule, its tensor and its cell, or None."""
+    found = [
+        (ratio, tensor, cell)
+        for cell in cells
+        for tensor, errors in cell.errors.items()
+        if (ratio := errors["two_times_rule"]) is not None
+    ]
+    return max(found, key=lambda x: (math.isnan(x[0]), x[0]), default=None)
+
+
+def shape(cell: Cell) -> str:
+    """B, T, S, N, K, H in words; keys and key heads where they differ."""
+    lengths, heads = f"{cell.query_length}", f"{cell.heads}"
+    if cell.key_length != cell.query_length:
+        lengths += f" queries, {cell.key_length}"
+    if cell.key_heads != cell.heads:
+        heads += f" query, {cell.key_heads} key"
+    return f"{lengths} keys, {heads} heads of {cell.head_dim}, batch {cell.batch}"
+
+
+def attributed(rows: Iterable[Attribution]) -> dict[str, list[Attribution]]:
+    """Rows by tensor, the largest share first."""
+    rows = list(rows)
+    return {
+        tensor: sorted(
+            (row for row in rows if row["tensor"] == tensor),
+            key=lambda row: (math.isnan(row["share"]), -row["share"]),
+        )
+        for tensor in tensors(row["tensor"] for row in rows)
+    }
+
+
+def verdict(report: Report) -> str:
+    """One line: the target and what is to be thought of it."""
+    says: str = report.verdict
+    if report.verdict == "not taken":
+        says = "nothing was measured"
+    if not report.complete:
+        says += " (unfinished)"
+    return f"{printable(report.target)}: {says}"
+
+
+def probed(probe: Probe) -> str:
+    """What a probe measured and may measure at most, with the unit."""
+    unit = f" {probe['unit']}" if probe["unit"] else ""
+    if probe["bound"] is None:
+        return f"{figure(probe['measured'])}{unit}"
+    return f"{figure(probe['measured'])}{unit}, at most {figure(probe['bound'])}"
