@@ -183,27 +183,36 @@ def _lengths(report: Report) -> str:
     """For each type and family with several numbers of keys, the worst over masks."""
     tensors = summary.tensors_of(report.cells)
     cells = [cell for cell in report.cells if cell.status == "measured"]
-    plots = []
-    for (dtype, family), some in _groups(
-        cells, lambda cell: (cell.dtype, cell.family)
-    ).items():
-        errors = summary.worst(some, lambda cell: max(cell.key_length, 1))
-        if len(errors) > 1:
-            series = [
+    groups = _groups(cells, lambda cell: (cell.family, cell.dtype))
+    found = {
+        name: summary.worst(some, lambda cell: max(cell.key_length, 1))
+        for name, some in groups.items()
+    }
+    found = {name: by_length for name, by_length in found.items() if len(by_length) > 1}
+    if not found:
+        return ""
+    every = [
+        error.units
+        for by_length in found.values()
+        for row in by_length.values()
+        for error in row.values()
+    ]
+    plots = [
+        svg.lines(
+            f"{family}, {dtype}",
+            "keys",
+            [
                 Series(
                     tensor,
                     _number(tensor, tensors),
-                    [
-                        (n, row[tensor].units)
-                        for n, row in errors.items()
-                        if tensor in row
-                    ],
+                    [(n, row[tensor].units) for n, row in by.items() if tensor in row],
                 )
                 for tensor in tensors
-            ]
-            plots.append(svg.lines(f"{family}, {dtype}", "keys", series))
-    if not plots:
-        return ""
+            ],
+            every,
+        )
+        for (family, dtype), by in found.items()
+    ]
     return (
         "<p>Worst over masks; the broken line is 1 unit. Hollow: zero at the lower "
         "edge, infinite at the upper.</p>" + _legend(tensors) + _plots(plots)

@@ -24,7 +24,7 @@ def figure(x: float | int | None) -> str:
         return ""
     size = abs(x)
     if not math.isfinite(x) or x == 0:
-        return f"{x:.0f}"
+        return f"{x + 0.0:.0f}"  # Never "-0".
     if not 0.01 <= size < 9999.5:
         mantissa, exponent = f"{x:.1e}".split("e")
         return f"{mantissa}e{int(exponent)}"

@@ -27,6 +27,8 @@ _MARKERS = (
     "M0,-5L5,0L0,5L-5,0z",
     "M-4.5,-3.5H4.5L0,5z",
     "M-1.5,-5h3v3.5h3.5v3h-3.5v3.5h-3v-3.5h-3.5v-3h3.5z",  # plus
+    # One more than there are colours: both come round together after 42 series.
+    "M-5.5,-2h11v4h-11z",
 )
 # YlOrBr of ColorBrewer: lightness falls all the way, whatever hues an eye can tell.
 _SCALE = (
@@ -260,9 +262,12 @@ def legend(names: Iterable[tuple[str, int]]) -> str:
     return str(drawing)
 
 
-def lines(title: str, axis: str, series: Sequence[Series]) -> str:
+def lines(
+    title: str, axis: str, series: Sequence[Series], also: Iterable[Number] = ()
+) -> str:
     """Units of error, both axes logarithmic, with the line of 1 unit.
 
+    The axis of units holds 1 and the values `also`, so that plots can be compared.
     Zero sits on the lower edge and infinity on the upper one, with hollow markers;
     NaN is left out.
     """
@@ -274,20 +279,18 @@ def lines(title: str, axis: str, series: Sequence[Series]) -> str:
     drawing.text(left, height - 4, axis)
     xs = sorted({x for one in series for x, _ in one.points})
     values = [y for one in series for _, y in one.points]
-    low, high = _decades([1.0, *values])
+    low, high = _decades([1.0, *values, *also])
     x_of = _Scale(xs[0], xs[-1], left + 20, width - right - 20)
     y_of = _Scale(10.0**low, 10.0**high, height - bottom, top)
     every = -(-(high - low) // 6)
-    for exponent in range(low, high + 1):
+    for exponent in (x for x in range(low, high + 1) if x % every == 0):
         y = y_of(10.0**exponent)
-        one = exponent == 0
         drawing.path(
             f"M{left},{_n(y)}H{width - right}",
             'stroke="currentColor" '
-            + ('stroke-dasharray="6 3"' if one else 'stroke-opacity=".2"'),
+            + ('stroke-opacity=".2"' if exponent else 'stroke-dasharray="6 3"'),
         )
-        if exponent % every == 0:
-            drawing.text(left - 6, y + 4, _power(exponent), anchor="end")
+        drawing.text(left - 6, y + 4, _power(exponent), anchor="end")
     free = left - CHARACTER
     for x in xs:
         half = text_width(f"{x:g}") / 2

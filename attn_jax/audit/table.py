@@ -99,7 +99,7 @@ def _grid(report: Report, width: int) -> Iterator[list[_Piece]]:
     first = max(len(name) for name, _ in rows)
     for some in itertools.batched(columns, (width - _NAME) // 12):
         heads = (shortened(printable(x), 10) for x in some)
-        yield [_Piece(" " * first), *(_Piece(f"{head:>12}") for head in heads)]
+        yield [_Piece(" " * first), *(_Piece(f"{head:>11} ") for head in heads)]
         for name, row in rows:
             yield [_Piece(f"{name:{first}}"), *(_tile(row.get(x)) for x in some)]
     if any(error.degenerate for _, row in rows for error in row.values()):
@@ -110,10 +110,11 @@ def _grid(report: Report, width: int) -> Iterator[list[_Piece]]:
 
 def _tile(error: Worst | None) -> _Piece:
     if error is None:
-        return _Piece(f"{'-':>12}")
+        return _Piece(f"{'-':>11} ")
     # No number is below a bound that it is not.
     style = next((s for most, s in _STYLES if error.units <= most), "bold red")
-    return _Piece(f"{error!s:>12}", style)
+    star = "*" if error.degenerate else " "
+    return _Piece(f"{figure(error.units):>11}{star}", style)
 
 
 def _cells(report: Report) -> Iterator[str]:
