@@ -42,7 +42,8 @@ def read(target: Target, problem: Problem) -> Iterator[Row]:
     found = probabilities(_attend(target, problem), query, key)
     right = exact(problem)
     findings = of_probabilities(
-        *(found, right.probability, right.visible, problem.format), where=(str(problem),)
+        *(found, right.probability, right.visible, problem.format),
+        where=(str(problem),),
     )
     yield {"findings": _rows(findings)}
 

@@ -40,8 +40,8 @@ result rounded once, so 1 is the best a result in its format can do. Names of re
       evidence                      object of floats and strings
     attribution     [object], one for each tensor and step of the nearest recipe:
       tensor, recipe                str
-      residual                      float, RMS difference between the target's result
-                                    and the emulated recipe's, in units
+      residual                      float, how far the target is from the recipe over
+                                    all problems, in octaves: `attribution.distance`
       measured, predicted           float, RMS error in units of the target and of the
                                     emulated recipe
       step                          str, a step of the recipe, or "" if none is known

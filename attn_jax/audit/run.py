@@ -6,7 +6,7 @@ import datetime
 import functools
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,20 @@ from attn_jax.audit import attribution, verdict
 from attn_jax.audit.audit import Audit, Parts, Result, carry_out
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.plan import plan
-from attn_jax.audit.problem import FORMATS
-from attn_jax.audit.report import Attribution, Cell, Report
+from attn_jax.audit.problem import FORMATS, GRADIENTS
+from attn_jax.audit.report import (
+    Attribution,
+    Cell,
+    Invariance,
+    Merge,
+    Probe,
+    Report,
+    TensorErrors,
+)
 from attn_jax.audit.target import Adapter, Target, TargetError, resolve
 from attn_jax.recipe import Recipe
 from attn_jax.recipe_checks import check_is_recipe
-from attn_jax.store import Store
+from attn_jax.store import Row, Store
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "attn_jax", "tokamax")
 
@@ -155,7 +163,18 @@ def _report(audit: Audit, result: Result, canaries: Sequence[str], began) -> Rep
         findings=result.findings,
         attribution=_attribution(result),
         fits=bool(fit and fit.fits),
+        probes=_rows(result.looks.get("probes", ()), Probe),
+        invariances=_rows(result.looks.get("invariances", ()), Invariance),
+        merges=_rows(result.looks.get("merging", ()), Merge),
     )
+
+
+def _rows[T](rows: Iterable[Row], of: type[T]) -> list[T]:
+    """Those that hold what a report has of them; others hold findings alone."""
+    names = of.__annotations__
+    return [
+        of(**{n: row[n] for n in names}) for row in rows if names.keys() <= row.keys()
+    ]
 
 
 def _cell(cell: verdict.Judged, x64: bool) -> Cell:
@@ -174,10 +193,9 @@ def _cell(cell: verdict.Judged, x64: bool) -> Cell:
         reason=cell.outcome.reason or cell.outcome.no_gradients,
         x64=x64,
         errors={
-            tensor: {
-                **dataclasses.asdict(m.errors),
-                "two_times_rule": cell.twice.get(tensor),
-            }
+            tensor: TensorErrors(
+                **dataclasses.asdict(m.errors), two_times_rule=cell.twice.get(tensor)
+            )
             for tensor, m in cell.found.items()
         },
         seconds=cell.outcome.seconds,
@@ -185,25 +203,33 @@ def _cell(cell: verdict.Judged, x64: bool) -> Cell:
 
 
 def _attribution(result: Result) -> list[Attribution]:
-    """Rows of the nearest recipe: of each result its dearest steps, on the problem
-    where it is furthest from exact."""
-    if not result.fits:
+    """Rows of the nearest recipe: of each result what its steps cost on the problem,
+    among those that are priced, where it is furthest from exact."""
+    if not result.costs:
         return []
     fit = result.fits[0]
-    by_problem = {cell.problem: cell for cell in result.cells}
+    found = {cell.problem: cell.found for cell in result.cells}
     rows = []
-    for problem, costs in result.costs:
-        cell = by_problem[problem]
-        for cost in costs:
-            rows.append(
-                Attribution(
-                    tensor=cost.tensor,
-                    recipe=fit.candidate,
-                    residual=fit.distance,
-                    measured=cell.found[cost.tensor].errors.units,
-                    predicted=cost.units,
-                    step=cost.step,
-                    share=cost.share,
-                )
+    for tensor in ("out", *GRADIENTS):
+        priced = [
+            (found[problem][tensor].errors.units, costs)
+            for problem, costs in result.costs
+            if tensor in found[problem]
+        ]
+        if not priced:
+            continue
+        units, costs = max(priced, key=lambda x: x[0])
+        rows += [
+            Attribution(
+                tensor=tensor,
+                recipe=fit.candidate,
+                residual=fit.distance,
+                measured=units,
+                predicted=cost.units,
+                step=cost.step,
+                share=cost.share,
             )
+            for cost in costs
+            if cost.tensor == tensor
+        ]
     return rows

@@ -67,10 +67,9 @@ def judge(
     with it is most likely the same."""
     found = [*_refusals(cells), *_merged(wiring)]
     wrong = {tensor for finding in wiring for tensor in finding.tensors}
-    judged = [] if "out" in wrong else [x for x in TENSORS if x not in wrong]
-    for tensor in judged:
+    for tensor in () if "out" in wrong else TENSORS:
         found += _not_finite(cells, tensor)
-        if tensor == "lse":
+        if tensor == "lse" or tensor in wrong:
             continue
         here = [cell for cell in cells if tensor in cell.found]
         poor = [cell for cell in here if cell.found[tensor].errors.units > POOR]
