@@ -6,7 +6,7 @@ accurate as its algorithm allows, which is poor; beyond all it is worse.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -167,8 +167,8 @@ def by_keys(
 def by_lse(
     name: str,
     lse: tuple[np.ndarray, np.ndarray],
-    moved: np.ndarray,
-    noises: tuple[Noise, Noise],
+    moved: np.ndarray | np.float64,
+    noises: Sequence[Noise],
     values: np.ndarray,
     inner: float,
 ) -> ProbeResult:

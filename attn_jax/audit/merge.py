@@ -20,7 +20,7 @@ from attn_jax.audit.finding import Finding
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.noise import Attend
-from attn_jax.audit.problem import Problem
+from attn_jax.audit.problem import TENSORS, Problem
 from attn_jax.formats import BF16, FP16, FP32, NumberFormat
 from attn_jax.mask import Mask
 from attn_jax.reference import golden
@@ -32,6 +32,8 @@ GOLDEN_LIMIT = 2**18
 # 1.36: what other binades may do to the P of parts. LSE itself is off by a few units
 # of the last place in FP32, which is as much for out in FP32.
 _FITS = {"16 bits": 1.5, "32 bits": 6.0}
+# How far an error may be from that of a format and still be taken for it.
+_NEAR = 4.0
 # An LSE gradient off by a tenth is none that rounding could have made.
 _SHARE = 0.1
 # Combinations whose predictions are closer than this cannot be told apart.
@@ -91,9 +93,9 @@ def merge_audit(
     exact = S * problem.shape.query_length <= golden_limit
     if exact:
         whole = problem.exact()
-        base = {name: getattr(whole, name) for name in measured[1]}
+        base = {name: getattr(whole, name) for name in TENSORS}
     else:
-        base = measured[1]
+        base = {name: measured[1][name] for name in TENSORS}
     errors = {
         name: {
             w: _units(problem, name, x[name], base[name], exact)
@@ -115,7 +117,8 @@ def merge_audit(
         for of_out in (FP32, *halves)
         for of_lse in dict.fromkeys((FP32, BF16, *halves))
     }
-    combination = _best_fit(problem, predicted, errors["out"])
+    possible = _possible(problem, predicted, measured[1], base["lse"], errors["lse"][1])
+    combination = _best_fit(problem, possible, errors["out"])
     share = _lse_gradient(
         problem, measured, base["dquery"], partial[parts[0]], parts[0]
     )
@@ -171,6 +174,8 @@ def _merged_results(attend_of, problem: Problem, parts: int) -> dict[str, np.nda
         np.asarray(x).astype(np.float64) for x in _merge(attend, parts, *arrays, dout)
     )
     return {
+        # In one part out and LSE are the target's own.
+        "returned": out,
         "out": correctly_rounded(out, problem.format),
         "lse": lse,
         "dquery": correctly_rounded(_summed(dquery, parts), problem.format),
@@ -298,6 +303,39 @@ def _predict(
     return {w: float(np.hypot(e, inner**0.5)) for w, e in units.items()}
 
 
+def _possible(problem: Problem, predicted, alone, lse, error: float):
+    """Combinations that the target's results in one part, as returned, do not exclude.
+
+    Numbers that all are of a 16-bit format were rounded to it; an LSE that is more
+    accurate than a format allows was not. An LSE worse than BF16 leaves none.
+    """
+
+    def is_in(name: str, of: NumberFormat) -> bool:
+        x = alone[name][np.isfinite(alone[name])]
+        return np.array_equal(correctly_rounded(x, of), x)
+
+    finite = lse[np.isfinite(lse)]
+    formats = {fmt.name: fmt for fmt in (FP32, BF16, FP16)}
+    halves = [fmt for fmt in formats.values() if fmt != FP32]
+    coarse = {
+        fmt.name: _units(problem, "lse", correctly_rounded(finite, fmt), finite, True)
+        for fmt in halves
+    }
+    if not error <= _NEAR * max(coarse["bf16"], 1.0):
+        return {}
+    rounded = {name: [f.name for f in halves if is_in(name, f)] for name in alone}
+    return {
+        (of_out, of_lse): units
+        for (of_out, of_lse), units in predicted.items()
+        if (not rounded["returned"] or of_out in rounded["returned"])
+        and (
+            of_lse in rounded["lse"]
+            if rounded["lse"]
+            else of_lse == FP32.name or error > coarse[of_lse] / _NEAR
+        )
+    }
+
+
 def _best_fit(problem: Problem, predicted, errors) -> Combination | None:
     """Smallest sum of squared log ratios; None where an error is above what it fits."""
 
@@ -305,7 +343,7 @@ def _best_fit(problem: Problem, predicted, errors) -> Combination | None:
         ratios = [max(errors[w], 1e-3) / max(e, 1e-3) for w, e in units.items()]
         return np.square(np.log(ratios)).sum()
 
-    if not all(np.isfinite(e) for e in errors.values()):
+    if not predicted or not all(np.isfinite(e) for e in errors.values()):
         return None
     best = min(predicted, key=lambda combination: distance(predicted[combination]))
     # The plainest of those that predict the same.
@@ -372,33 +410,38 @@ def _findings(errors, predicted, combination, share) -> tuple[Finding, ...]:
             )
         )
         return tuple(findings)
-    plain = predicted[FP32.name, FP32.name]
-    if max(e / plain[w] for w, e in predicted[combination].items()) <= _ALIKE:
-        return tuple(findings)
     of_out, of_lse = combination
     causes = []
-    if of_out != FP32.name:
+
+    def harms(other: Combination) -> bool:
+        units = predicted[combination]
+        return any(units[w] > _ALIKE * e for w, e in predicted[other].items())
+
+    if of_out != FP32.name and harms((FP32.name, of_lse)):
         causes.append(("16-bit partial results", "out", f"out of parts in {of_out}"))
+    # dV is as far off as the weights of parts, also where out hardly is.
     if of_lse != FP32.name:
         label = of_lse.upper()
         causes.append((f"LSE in {label}", "lse", f"LSE of parts in {label}"))
     for cause, tensor, what in causes:
+        seen_in = "out" if tensor == "out" else "dvalue"
+        units = errors[seen_in]
         says = (
-            f"{what} give {errors['out'][worst]:.3g} units of error of out in {worst} "
-            f"parts, against {errors['out'][1]:.3g} in one: return it in FP32"
+            f"{what} give up to {max(units.values()):.3g} units of error of {seen_in}, "
+            f"against {units[1]:.3g} in one part: return it in FP32"
         )
         findings.append(Finding(POOR, cause, says, (tensor,), ("merge",), evidence))
     return tuple(findings)
 
 
-def _verdict(combination, findings):
+def _verdict(combination, findings: tuple[Finding, ...]) -> list[str]:
     words = {
         "16-bit partial results": "partials leave in 16 bits",
         "LSE in BF16": "LSE is rounded to BF16",
         "LSE in FP16": "LSE is rounded to FP16",
         "parts do not merge": "no rounding of partial results explains the error",
     }
-    said = [words.get(finding.cause, finding.cause) for finding in findings]
+    said: list[str] = [words.get(f.cause) or f.cause for f in findings]
     if combination is not None and all(f.kind != POOR for f in findings):
         said.append("merges exactly" if not said else "out merges exactly")
     return said

@@ -61,10 +61,15 @@ def seen_by(
     mask: Mask, rows: Int[np.ndarray, " R"], keys: int
 ) -> Bool[np.ndarray, "#B #N R S"]:
     """Which keys the given queries see; only these rows of the mask are built."""
-    tile = mask.block(0, 0, 1, keys)
-    if tile is None:
+    if mask.is_empty:
         return np.ones((1, 1, len(rows), keys), bool)
-    return np.concatenate([np.asarray(mask.block(i, 0, 1, keys)) for i in rows], 2)
+    return np.asarray(_tiles(mask, rows, keys))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _tiles(mask, rows, keys):
+    tiles = jax.vmap(lambda row: mask.block(row, 0, 1, keys))(rows)
+    return tiles[:, :, :, 0].transpose(1, 2, 0, 3)
 
 
 class Noise(NamedTuple):

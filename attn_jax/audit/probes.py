@@ -114,7 +114,9 @@ def ones_column(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
 
     RMS over sampled rows of sum_j dS_ij in units of what rounding dS and P allows, row
     by row (`noise.rounding_noise`: row_sum). Within what rounding O allows besides, the
-    cause is "delta" = rowsum(dO O) from the rounded O.
+    cause is "delta": rowsum(dO O) from the rounded O, or with an O or a P that rounding
+    puts off one way, as where all P of a row are equal and rounded after they are
+    normalised.
     """
     constant = 16.0  # Keeps the column clear of FP16's subnormal numbers.
     query, key, value, dout = problem.inputs

@@ -1,0 +1,271 @@
+"""Identities and invariances: what they find, and whom they do not accuse."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from attn_jax.audit import invariance, probes, visible
+from attn_jax.audit.inputs import Shape
+from attn_jax.audit.noise import rounding_noise, sampled_rows, seen_by
+from attn_jax.audit.problem import MASKS, Problem
+from attn_jax.formats import BF16
+from attn_jax.mask import Mask
+from tests.audit_targets import attend, honest
+
+SHAPE = Shape(2, 80, 96, 2, 1, 32)
+POOR = "as accurate as its algorithm allows, which is poor here"
+WORSE = "worse than its algorithm allows"
+FAMILIES = "normal", "uniform", "wide", "lse-130", "sink", "zero_k_one_v"
+
+
+def causes(results) -> set[tuple[str, str, str]]:
+    return {(r.name, r.finding.kind, r.finding.cause) for r in results if r.finding}
+
+
+@pytest.mark.parametrize(
+    "name, mask",
+    [
+        ("flash2", "full"),
+        ("flash2", "lengths"),
+        ("attn_jax", "window"),
+        ("attn_jax", "packed"),
+        ("eager_bf16", "causal"),
+        ("eager_bf16", "lengths"),
+        ("jax_nn", "causal"),
+        ("jax_nn", "packed"),
+        ("plain", "window"),
+        ("plain", "lengths"),
+    ],
+)
+def test_honest_attention_is_not_accused(name, mask):
+    # What its algorithm is known for and no more.
+    known = {
+        "flash2": {"delta"},
+        "eager_bf16": {"logits in 16 bits", "delta"},
+        # Equal P, rounded after they are normalised, are all off one way.
+        "plain": {"delta"},
+    }
+    target = honest(name, Problem(SHAPE, mask=mask).rules)
+    for family in FAMILIES:
+        results = probes.probe(target, Problem(SHAPE, family=family, mask=mask))
+        assert len({r.name for r in results}) == len(results) >= 8
+        for _, kind, cause in causes(results):
+            assert kind == POOR and cause in known.get(name, set()), (family, cause)
+            assert name != "plain" or family == "zero_k_one_v"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_honest_attention_in_other_types(dtype):
+    problem = Problem(SHAPE, dtype, "uniform", "lengths")
+    target = attend(problem.rules)
+    assert causes(probes.probe(target, problem)) == set()
+
+
+@pytest.mark.parametrize(
+    "fault, found",
+    [
+        ("values of the last tile dropped", {"V = 1", "counted keys"}),
+        ("last tile dropped", {"counted keys", "permuted keys: out"}),
+        ("delta too small", {"ones column of K", "K + c: dquery"}),
+        ("last queries miss in dV", {"sum of dV"}),
+        ("keys in FP8", {"K + c: out", "K + c: dquery"}),
+        ("no maximum", {"finite at extremes"}),
+        ("divides by 0", {"finite at extremes", "rows that see nothing"}),
+        ("LSE in log2", {"K + c: lse"}),
+        ("LSE constant", {"K + c: lse", "lse at +1000"}),
+    ],
+)
+def test_faults_are_found(fault, found):
+    mask = "lengths" if fault == "divides by 0" else "full"
+    problem = Problem(SHAPE, mask=mask)
+    results = probes.probe(attend(problem.rules, fault), problem)
+    accused = {name for name, kind, _ in causes(results) if kind != POOR}
+    if fault == "divides by 0":
+        assert accused & found
+        return
+    assert found <= accused
+    # Nothing that the fault leaves alone is accused.
+    untouched = {
+        "last queries miss in dV": {"sum of dV"},
+        "LSE in log2": {"K + c: lse", "lse at -1000", "lse at +1000"},
+    }
+    assert accused <= untouched.get(fault, accused)
+
+
+def test_a_dropped_tile_is_wrong_wiring():
+    problem = Problem(SHAPE)
+    (result,) = probes.counted_keys(attend(Mask(), "last tile dropped"), problem)
+    assert result.finding and result.finding.kind == "wrong wiring"
+    assert result.measured == 1
+
+
+def test_delta_is_named():
+    # All averages far from zero: the error of out is large beside that of dS.
+    problem = Problem(SHAPE, family="uniform")
+    (bad,) = probes.ones_column(attend(Mask(), "delta from rounded out"), problem)
+    assert bad.finding and (bad.finding.kind, bad.finding.cause) == (POOR, "delta")
+    assert bad.measured > 3
+    (good,) = probes.ones_column(attend(Mask()), problem)
+    assert good.finding is None
+    # A bound is worth what it is near to: rounding dS is all that is left here.
+    assert good.measured > 0.25
+    (wrong,) = probes.ones_column(attend(Mask(), "delta too small"), problem)
+    assert wrong.finding and wrong.finding.kind == WORSE
+
+
+def test_lse_in_bf16_is_named():
+    results = probes.shifted_keys(attend(Mask(), "LSE in BF16"), Problem(SHAPE))
+    assert causes(results) == {("K + c: lse", POOR, "LSE in BF16")}
+
+
+def test_coarse_products_of_float32_are_named():
+    problem = Problem(SHAPE, "float32", mask="causal")
+    target = attend(problem.rules, "values rounded to TF32")
+    (result,) = probes.unit_value(target, problem)
+    assert result.finding and result.finding.cause == "products in TF32"
+
+
+def test_nan_is_no_pass():
+    def broken(q, k, v):
+        return q * np.nan, None
+
+    results = probes.probe(broken, Problem(SHAPE))
+    silent = {r.name for r in results if r.finding is None}
+    # Gradients of K and V are 0, so they do not change with the order.
+    assert silent <= {
+        "permuted keys: dkey",
+        "permuted keys: dvalue",
+        "rows that see nothing",
+    }
+
+
+@pytest.mark.parametrize("mask", [*MASKS, "dense"])
+def test_keys_are_counted_without_the_mask(mask, monkeypatch):
+    monkeypatch.setattr(visible, "_TILE", 2**10)  # Several runs of queries.
+    rng = np.random.default_rng(0)
+    dense = Mask(dense=rng.random((1, SHAPE.heads, 80, 96)) < 0.5)
+    rules = dense if mask == "dense" else MASKS[mask](SHAPE)
+    classes = np.arange(96) // 10 % 4
+    seen = rules.materialise(80, 96)
+    seen = np.ones((1, 1, 80, 96), bool) if seen is None else np.asarray(seen)
+    expected = np.stack([seen[..., classes == c].sum(-1) for c in range(4)], -1)
+    runs = list(visible.counted(rules, SHAPE, classes, 4))
+    assert len(runs) > 1 and runs[-1][1] == 80
+    got = np.concatenate([counts for _, _, counts in runs], 1)
+    np.testing.assert_array_equal(got, expected.swapaxes(1, 2))
+    rows = sampled_rows(80, 7)
+    assert rows[0] == 0 and rows[-1] == 79
+    np.testing.assert_array_equal(seen_by(rules, rows, 96), seen[:, :, rows])
+    keys = visible.key_classes(rules, SHAPE)
+    assert (keys is None) == (mask in ("causal", "window", "dense"))
+    if keys is not None:
+        seen = np.broadcast_to(seen, (2, 1, 80, 96))
+        for b in range(2):
+            for one in np.unique(keys[b]):
+                alike = seen[b, 0][:, keys[b] == one]
+                assert (alike == alike[:, :1]).all()
+
+
+def test_noise_is_that_of_rounding():
+    """Rounding errors drawn at random have the predicted variance, not just less."""
+    problem = Problem(Shape(1, 32, 256, 1, 1, 32), family="offset")
+    q, k, v, do = (x.astype(np.float64)[0, :, 0] for x in problem.inputs)
+    noise = rounding_noise(problem.inputs, Mask(), problem.scale, BF16)
+    x = problem.scale * q @ k.T
+    p = np.exp(x - x.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    ds = p * (do @ v.T - (p * (do @ v.T)).sum(-1, keepdims=True))
+    rng = np.random.default_rng(0)
+    sums = []
+    for _ in range(200):
+        # Uniform with the RMS that is allowed, u / sqrt(3).
+        e = rng.uniform(-1, 1, (2, *p.shape)) * BF16.unit_roundoff
+        delta = (p * e[1] * (do @ v.T)).sum(-1, keepdims=True)
+        sums.append((ds * (1 + e[0]) - p * delta).sum(-1))
+    measured = np.square(sums).mean(0)
+    # Allowed besides: rounded P whose sum is not 1, the delta^2 P^2 of `row_sum`.
+    ratio = measured.sum() / noise.row_sum[0, :, 0].sum()
+    assert 0.3 < ratio < 1.1
+
+
+# Invariance.
+
+
+def of_fault(fault):
+    return lambda mask: attend(mask, fault)
+
+
+@pytest.mark.parametrize(
+    "name, mask",
+    [("flash2", "causal"), ("jax_nn", "lengths"), ("plain", "packed")],
+)
+def test_honest_attention_is_invariant(name, mask):
+    problem = Problem(dataclasses.replace(SHAPE, heads=4, key_heads=2), mask=mask)
+    target = honest(name, problem.rules)
+    records = invariance.invariances(
+        target, problem, attend_of=lambda rules: honest(name, rules)
+    )
+    assert {r.name for r in records} == {
+        "re-run",
+        "batch size",
+        "batch position",
+        "padded queries",
+        "padded keys",
+        "hidden keys",
+        "head position",
+    }
+    assert [r for r in records if r.finding] == []
+    assert all(r.bit_equal == (r.ulps == 0) for r in records)
+
+
+def test_without_other_masks_arrays_are_left_alone():
+    problem = Problem(SHAPE, mask="lengths")
+    records = invariance.invariances(attend(problem.rules), problem)
+    assert {r.name for r in records} == {"re-run", "head position"}
+
+
+def test_other_bits_in_a_rerun_are_found():
+    problem = Problem(SHAPE)
+    records = invariance.invariances(attend(Mask(), "irreproducible"), problem)
+    found = {r.tensor: r for r in records if r.name == "re-run" and r.finding}
+    assert set(found) == {"out"}
+    finding = found["out"].finding
+    assert finding and (finding.kind, finding.cause) == ("not reproducible", "re-run")
+    assert 0 < found["out"].ulps <= 2
+
+
+def test_the_batch_position_is_found():
+    records = invariance.invariances(attend(Mask(), "batch position"), Problem(SHAPE))
+    found = {r.finding.cause for r in records if r.finding}
+    assert found == {"result depends on the batch position"}
+
+
+def test_lengths_that_are_not_heeded_are_found():
+    # The target takes no lengths, so hidden keys are seen and get gradients.
+    problem = Problem(SHAPE)
+    records = invariance.invariances(
+        attend(Mask()), problem, attend_of=lambda mask: attend(Mask())
+    )
+    found = {(r.name, r.finding.kind) for r in records if r.finding}
+    assert ("padded keys", WORSE) in found
+    assert ("hidden keys", "wrong wiring") in found
+
+
+def test_block_sizes_are_compared():
+    variants = {"64": attend(Mask()), "16": attend(Mask(), "last tile dropped")}
+    records = invariance.invariances(variants["64"], Problem(SHAPE), attends=variants)
+    found = {r.name for r in records if r.finding}
+    assert found == {"block size, 16 against 64"}
+
+
+def test_units_of_the_last_place():
+    x = np.array([1.0, 2.0, np.nan, np.inf], np.float32)
+    assert invariance.largest_ulps(x, x) == 0
+    y = x.copy()
+    y[0] = 1 + 3 * 2.0**-23
+    assert invariance.largest_ulps(x, y) == 3
+    y[3] = 1
+    assert invariance.largest_ulps(x, y) == np.inf
+    zero = np.zeros(1, np.float32)
+    assert invariance.same_bits(x, x.copy()) and not invariance.same_bits(zero, -zero)
