@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import shutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +38,8 @@ LAYERS = 3
 # most this share of the sum of sizes.
 SUMS_OFF = (28 * 32 + 4 * 2) * 2.0**-24
 
-xla = functools.partial(dot_product_attention, implementation="xla")
-reference = functools.partial(dot_product_attention, implementation="reference")
+xla: Any = functools.partial(dot_product_attention, implementation="xla")
+reference: Any = functools.partial(dot_product_attention, implementation="reference")
 
 
 def normal(seed: int, shape=SHAPE, dtype=jnp.bfloat16):
