@@ -135,7 +135,10 @@ def carry_out(audit: Audit, parts: Parts) -> Result:
         for of_group in rows.values()
         for row in of_group
         for finding in row["wiring"]
-    ] + _findings(looks.pop("P", []))
+    ]
+    read = _findings(looks.pop("P", []))
+    if not any("out" in finding.tensors for finding in wiring):
+        wiring += read  # Of what is recognised they are consequences.
     costs = []
     if fit and fit.fits:
         costs = [

@@ -27,7 +27,7 @@ from attn_jax.audit.report import (
     Report,
     TensorErrors,
 )
-from attn_jax.audit.target import Adapter, Target, TargetError, resolve
+from attn_jax.audit.target import Adapter, Target, resolve
 from attn_jax.recipe import Recipe
 from attn_jax.recipe_checks import check_is_recipe
 from attn_jax.store import Row, Store
@@ -112,8 +112,6 @@ def _target(fn: str | Callable[..., Any] | Target, adapter: Adapter) -> Target:
         return fn
     if isinstance(fn, str):
         return resolve(fn, adapter)
-    if not callable(fn):
-        raise TargetError(f"not a function: {type(fn).__name__}")
     name = getattr(fn, "__qualname__", None) or repr(fn)
     return Target(name, fn, adapter)
 

@@ -1,0 +1,156 @@
+"""`audit_attention` and `python -m attn_jax.audit`."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attn_jax.audit import audit_attention
+from attn_jax.audit.command import main
+from attn_jax.audit.inputs import Shape
+from attn_jax.audit.report import Report
+from attn_jax.audit.target import TargetError
+from attn_jax.recipe import EXACT_FP32, FLASH2
+from tests.knobs import Knobs, attention
+
+SHAPE = Shape(2, 32, 32, 4, 2, 16)
+SMALL = dict(shapes=[SHAPE], families=["normal", "uniform"], masks=["full", "causal"])
+OPTIONS = ["--shapes", "2,32,32,4,2,16", "--families", "normal", "--masks", "full"]
+OPTIONS += ["--against", "flash2", "--no-gradients"]
+
+
+def wrong(query, key, value, *, scale=None, is_causal=False, return_residual=False):
+    """The scale is applied twice."""
+    twice = Knobs(scale=lambda scale, H: scale * scale)
+    rules = dict(is_causal=is_causal, return_residual=return_residual)
+    return attention(twice, query, key, value, scale=scale, **rules)
+
+
+def run(tmp_path, capsys, *options) -> tuple[int, str, Report]:
+    status = main([*options, "--out", str(tmp_path)])
+    report = Report.from_json((tmp_path / "report.json").read_text())
+    return status, capsys.readouterr().out, report
+
+
+def test_an_exact_function_is_trustworthy(tmp_path, capsys):
+    status, text, report = run(tmp_path, capsys, "reference", *OPTIONS)
+    assert status == 0 == report.exit_code and report.verdict == "trustworthy"
+    assert "trustworthy" in text and str(tmp_path / "report.html") in text
+    assert "<svg" in (tmp_path / "report.html").read_text()
+    assert report.cells[0].errors["out"]["units"] == pytest.approx(1, abs=0.01)
+    assert report.environment["jax"] == jax.__version__
+    assert "normal" in text and report.canaries
+
+
+def test_a_wrong_one_is_named_and_ends_with_4(tmp_path, capsys):
+    name = f"{__name__}:wrong"
+    sys.modules.setdefault(__name__, sys.modules[wrong.__module__])
+    status, text, report = run(tmp_path, capsys, name, *OPTIONS)
+    assert status == 4 and report.findings[0].cause == "scale applied twice"
+    assert "wrong wiring: scale applied twice" in text
+
+
+def test_a_whole_audit_of_a_function():
+    """Every part has its rows; a recipe is its own prediction, to the bit."""
+    parts = []
+    report = audit_attention(
+        "emulated:flash2", **SMALL, against=[FLASH2, EXACT_FP32], tell=parts.append
+    )
+    assert len(report.cells) == 4 and report.complete
+    assert {cell.status for cell in report.cells} == {"measured"}
+    assert report.fits and {row["recipe"] for row in report.attribution} == {"flash2"}
+    assert max(row["residual"] for row in report.attribution) == 0
+    assert {row["tensor"] for row in report.attribution} >= {"out", "dquery"}
+    assert all(probe["passed"] for probe in report.probes) and report.probes
+    assert all(
+        row["bit_equal"] for row in report.invariances if row["name"] == "re-run"
+    )
+    assert {row["parts"] for row in report.merges} >= {1, 2, 32}
+    kinds = {finding.kind for finding in report.findings}
+    assert kinds == {"as accurate as its algorithm allows, which is poor here"}
+    delta = [f for f in report.findings if "delta" in f.cause and "dquery" in f.tensors]
+    assert delta and "uniform" in delta[0].says
+    assert any("flash2 on" in part for part in parts) and "probes" in parts
+
+
+def test_an_interrupted_audit_goes_on(tmp_path):
+    """What is there is not measured again, and the report is the same."""
+    told = []
+
+    def stop(part):
+        told.append(part)
+        if len(told) == 4:
+            raise KeyboardInterrupt
+
+    options = SMALL | dict(gradients=False, against=[FLASH2], folder=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        audit_attention("reference", **options, tell=stop)
+    rest = []
+    report = audit_attention("reference", **options, tell=rest.append)
+    assert set(told[:-1]) - {"canaries"} and not set(told[:-1]) & set(rest) - {
+        "canaries"
+    }
+    again = []
+    same = audit_attention("reference", **options, tell=again.append)
+    assert again == ["canaries"]
+    assert same.cells == report.cells and same.findings == report.findings
+
+
+def test_a_folder_of_another_audit_is_refused(tmp_path, capsys):
+    assert main(["reference", *OPTIONS, "--out", str(tmp_path)]) == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["emulated", *OPTIONS, "--out", str(tmp_path)])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "rows of other settings" in line and "--fresh" in line
+    assert main(["reference", *OPTIONS, "--fresh", "--out", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["nothing"], "no target 'nothing'; there are pallas"),
+        (["no_such_module:f"], "cannot import no_such_module"),
+        (["xla", "--shapes", "2,32"], "a shape is six numbers B,T,S,N,K,H"),
+        (["xla", "--shapes", "1,8,8,3,2,8"], "2 key heads do not divide 3"),
+        (["xla", "--families", "gauss"], "invalid choice: 'gauss'"),
+        (["xla", "--rename", "is_causal"], "NAME=VALUE is wanted"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_bad_commands_are_refused_in_one_line(options, says, capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main([*options, "--out", str(tmp_path)])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert says in line
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(TargetError, match="no target 'flash'"):
+        audit_attention("flash")
+    with pytest.raises(ValueError, match="no dtype 'int8'"):
+        audit_attention("xla", dtype="int8")
+    with pytest.raises(ValueError, match="no family 'gauss'"):
+        audit_attention("xla", families=["gauss"])
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_target_runs_in_the_users_mode(x64, tmp_path):
+    """And what it gives does not depend on the mode that goldens need."""
+    seen = []
+
+    def watched(query, key, value, *, scale):
+        seen.append(bool(jax.config.read("jax_enable_x64")))
+        assert query.dtype == jnp.bfloat16
+        return query * jnp.asarray(scale, query.dtype)
+
+    options = SMALL | dict(gradients=False, against=[FLASH2])
+    with jax.enable_x64(x64):
+        report = audit_attention(watched, **options)
+    assert report.environment["x64"] is x64
+    # Once under the other mode, on purpose.
+    assert seen.count(not x64) == 1
+    assert json.loads(report.to_json())["target"].endswith("watched")

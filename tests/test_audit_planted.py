@@ -1,0 +1,72 @@
+"""Planted defects and honest functions through the whole audit: named right, or not
+accused."""
+
+import pytest
+
+from attn_jax.audit import attribution
+from attn_jax.audit.audit import Audit, Parts, carry_out
+from attn_jax.audit.finding import HARMLESS
+from attn_jax.audit.plan import Group
+from attn_jax.audit.target import Adapter, Target
+from attn_jax.formats import BF16
+from tests.planted import GROUPED, HONEST, PLANTED
+
+CANDIDATES = attribution.candidates(BF16)
+# Those that the planted functions round like, with or without a defect.
+SOME = ("flash2", "jax_nn", "eager_bf16", "exact_fp32", "attn_jax", "flash2 (logits)")
+SOME += ("flash2 (accumulator)", "flash2 (row_sum)", "flash2 (unrounded P)")
+SOME += ("flash2 (probability, cut off)", "flash2 (output, cut off)")
+SOME += ("jax_nn (unrounded dS)", "flash2 (exact delta)")
+RECIPES = {name: CANDIDATES[name] for name in SOME}
+FAMILIES = (*attribution.FAMILIES, "lse-130")
+# Of each kind of finding.
+ALWAYS = ("scale missing", "causal off by one (j < i)", "P clipped", "irreproducible")
+ALWAYS += ("dropout left on", "BF16 row sum", "LSE stop_gradient", "not differentiable")
+ACCUSED = ("fails", "not finite", "wrong wiring", "not reproducible")
+ACCUSED += ("worse than its algorithm allows",)
+
+
+def audit(function, group: Group):
+    adapter = Adapter(
+        layout=getattr(function, "layout", "BTNH"),
+        lse="return_residual" if getattr(function, "residual", True) else None,
+    )
+    target = Target("planted", function, adapter)
+    parts = Parts(None, lambda part: None)
+    return carry_out(Audit(target, (group,), "bfloat16", RECIPES, True), parts)
+
+
+def some(names, always):
+    return [
+        name if name in always else pytest.param(name, marks=pytest.mark.thorough)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", some(PLANTED, ALWAYS))
+def test_a_planted_defect_is_found_and_named(name):
+    planted = PLANTED[name]
+    problem = planted.problem
+    families = tuple(dict.fromkeys((*FAMILIES, problem.family)))
+    found = audit(planted.function, Group(problem.shape, problem.mask, families))
+    named = [
+        finding
+        for finding in found.findings
+        if finding.kind == planted.expects
+        and any(cause in finding.cause.lower() for cause in planted.cause)
+    ]
+    assert named, found.findings
+    # It comes before all that follows from it.
+    assert found.findings[0].kind == planted.expects, found.findings
+
+
+@pytest.mark.parametrize("name", some(HONEST, ("plain, 16-bit P", "jax.nn")))
+def test_honest_functions_are_not_accused(name):
+    """jax.nn's LSE, which is rounded and gets no gradient, is not asked for."""
+    for mask in ("full", "lengths"):
+        found = audit(HONEST[name], Group(GROUPED, mask, FAMILIES))
+        accused = [f for f in found.findings if f.kind in ACCUSED]
+        assert not accused, accused
+        if mask == "full":
+            assert found.fits[0].fits, found.fits[:3]
+    assert set(ACCUSED).isdisjoint(HARMLESS)
