@@ -1,6 +1,7 @@
 """Attention for JAX whose rounding error is known: kernels, emulator, reference."""
 
 from attn_jax.api import IMPLEMENTATIONS, dot_product_attention
+from attn_jax.audit.shadow import shadow
 from attn_jax.mask import Mask
 from attn_jax.recipe import RECIPES, Recipe, on_tensor_cores
 
@@ -13,4 +14,5 @@ __all__ = [
     "Recipe",
     "dot_product_attention",
     "on_tensor_cores",
+    "shadow",
 ]
