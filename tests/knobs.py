@@ -7,6 +7,7 @@ once in the backward pass; LSE differentiable.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -212,5 +213,7 @@ def attention(
     forward, backward = knobs.seen(seen, rules), knobs.seen_backward(seen, rules)
     if knobs.seen_backward is same:
         backward = forward
-    out, lse = _attention(knobs, scale, query, key, value, bias, forward, backward)
+    arrays = query, key, value, bias, forward, backward
+    given: Any = _attention(knobs, scale, *arrays)
+    out, lse = given
     return (out, lse.swapaxes(1, 2)) if return_residual else out

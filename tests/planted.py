@@ -55,7 +55,9 @@ def rules_of(problem: Problem) -> dict[str, Any]:
         "query_segment_ids": rules.query_segment_ids,
         "key_value_segment_ids": rules.key_value_segment_ids,
     }
-    given = {n: jnp.asarray(x) for n, x in arrays.items() if x is not None}
+    given: dict[str, Any] = {
+        name: jnp.asarray(x) for name, x in arrays.items() if x is not None
+    }
     if rules.window is not None:
         given["local_window_size"] = rules.window
     return {"is_causal": rules.is_causal, **given}
@@ -100,15 +102,14 @@ class Honest:
 
 
 def _jax_nn(*arrays, return_residual=False, **rules):
-    """Segment ids become a mask; its LSE is rounded to the inputs' type."""
+    """Segment ids become a mask; without its LSE, which has the inputs' type."""
+    assert not return_residual
     ids = [rules.pop(f"{of}_segment_ids", None) for of in ("query", "key_value")]
     if ids[0] is not None:
         lengths = arrays[0].shape[1], arrays[1].shape[1]
         segments = Mask(query_segment_ids=ids[0], key_value_segment_ids=ids[1])
         rules["mask"] = segments.materialise(*lengths)
-    return jax.nn.dot_product_attention(
-        *arrays, return_residual=return_residual, implementation="xla", **rules
-    )
+    return jax.nn.dot_product_attention(*arrays, implementation="xla", **rules)
 
 
 def _heads_first(function, *arrays, return_residual=False, **rules):
