@@ -34,19 +34,23 @@ SAME_FORMAT = "jax_nn"
 _PRICED = 2
 
 Found = dict[str, Measured]
+# Parts of `more`, and those that need no gradients.
+LOOKS = ("P", "x64", "probes", "invariances", "merging")
+FORWARD = ("P", "x64")
 
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
     """What is to be done: `target` on the `groups` of problems, in the mode that the
     process is in; the first group is compared with all `recipes`, `verdict.PLAIN` among
-    them."""
+    them. `looks` names parts of `more`."""
 
     target: Target
     groups: tuple[Group, ...]
     dtype: str
     recipes: Mapping[str, Recipe]
     gradients: bool
+    looks: tuple[str, ...] = LOOKS
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -59,6 +63,7 @@ class Audit:
             ],
             "recipes": list(self.recipes),
             "gradients": self.gradients,
+            "looks": list(self.looks),
             "x64": bool(jax.config.read("jax_enable_x64")),
         }
 
@@ -167,14 +172,12 @@ def _looked(audit: Audit, parts: Parts) -> dict[str, list[Row]]:
     looks = {
         "P": lambda: more.read(target, problem),
         "x64": lambda: more.other_mode(target, problem, gradients=gradients),
+        "probes": lambda: more.probe(target, problem),
+        "invariances": lambda: more.vary(target, problem),
+        "merging": lambda: more.merge(target, problem),
     }
-    if gradients:
-        looks |= {
-            "probes": lambda: more.probe(target, problem),
-            "invariances": lambda: more.vary(target, problem),
-            "merging": lambda: more.merge(target, problem),
-        }
-    return {name: parts(name, more.guarded(make)) for name, make in looks.items()}
+    wanted = audit.looks if gradients else [x for x in audit.looks if x in FORWARD]
+    return {name: parts(name, more.guarded(looks[name])) for name in wanted}
 
 
 def _findings(rows: list[Row]) -> list[Finding]:
