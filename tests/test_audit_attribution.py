@@ -39,7 +39,7 @@ def fits(found, names):
 
 
 SOME = ("flash2", "eager_bf16", "jax_nn", "attn_jax", "attn_jax_hopper", "exact_fp32")
-SOME += ("flash2 (accumulator)", "flash2 (output, cut off)", "flash2 (unrounded P)")
+SOME += ("flash2 (accumulator)", "flash2 (output cut off)", "flash2 (FP32 operands)")
 
 
 @pytest.mark.parametrize("one", range(len(SOME)))

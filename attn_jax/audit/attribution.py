@@ -40,22 +40,31 @@ _CUT = Step(BF16, Rounding.TOWARD_ZERO)
 # What is often done wrong, or well, in an otherwise ordinary flash attention.
 _ALTERED: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "accumulator": (FLASH2, dict(accumulator=_CAST)),
+    "accumulator, blocks of 16": (FLASH2, dict(accumulator=_CAST, block_kv=16)),
     "row_sum": (FLASH2, dict(row_sum=_CAST)),
+    "row_sum, blocks of 16": (FLASH2, dict(row_sum=_CAST, block_kv=16)),
     "logits": (FLASH2, dict(logits=_CAST)),
-    "probability, cut off": (
+    "operands cut off": (
         FLASH2,
-        dict(probability=_CUT, backward_probability=_CUT),
+        dict(probability=_CUT, backward_probability=_CUT, dlogits=_CUT),
     ),
-    "output, cut off": (FLASH2, dict(output=_CUT, gradient=_CUT)),
+    "output cut off": (FLASH2, dict(output=_CUT)),
+    "output and gradients cut off": (FLASH2, dict(output=_CUT, gradient=_CUT)),
     "dk_accumulator": (FLASH2, dict(dk_accumulator=_CAST, dv_accumulator=_CAST)),
     "dq_accumulator": (FLASH2, dict(dq_accumulator=_CAST)),
     "delta": (FLASH2, dict(delta=_CAST)),
     "exact delta": (FLASH2, dict(delta_source="o_f32")),
-    "unrounded P": (FLASH2, dict(probability=_WIDE, backward_probability=_WIDE)),
+    "FP32 operands": (
+        FLASH2,
+        dict(probability=_WIDE, backward_probability=_WIDE, dlogits=_WIDE),
+    ),
+    "delta of P dP": (FLASH2, dict(delta_source="p_dp")),
     # As XLA's CPU compiler does it.
     "unrounded dS": (JAX_NN, dict(dlogits=_WIDE)),
 }
 """Recipes with a change, which are candidates of their own."""
+# How much nearer than the recipe itself a change of it has to be.
+_SUSPECT = 0.7
 # What nobody can leave out.
 _UNAVOIDABLE = ("output", "gradient", "lse")
 
@@ -211,9 +220,25 @@ def without(recipe: Recipe, fields: Sequence[str]) -> Recipe:
     return dataclasses.replace(recipe, **dict.fromkeys(fields, Step(recipe.carrier)))
 
 
+def suspect(fits: Sequence[Fit]) -> str:
+    """What the nearest candidate does otherwise than the recipe that it is a change of;
+    "" where it is none, or that recipe is about as near."""
+    by_name = {fit.candidate: fit.distance for fit in fits}
+    for what, (base, _) in _ALTERED.items():
+        if fits and fits[0].candidate == f"{base.name} ({what})":
+            apart = by_name.get(base.name, math.inf)
+            return what if fits[0].distance < _SUSPECT * apart else ""
+    return ""
+
+
 def _better(recipe: Recipe) -> dict[str, Recipe]:
     """By what it lacks: the recipe but for one thing that costs accuracy."""
     found = {
+        what: base.with_inputs(recipe.inputs)
+        for what, (base, _) in _ALTERED.items()
+        if recipe.name == f"{base.name} ({what})"
+    }
+    found |= {
         name: without(recipe, fields)
         for name, fields in casts(recipe).items()
         if name not in _UNAVOIDABLE

@@ -159,7 +159,8 @@ def carry_out(audit: Audit, parts: Parts) -> Result:
                 )
             ]
         ]
-    found = verdict.judge(cells, fit, costs, wiring)
+    suspect = attribution.suspect(fits)
+    found = verdict.judge(cells, fit, costs, wiring, suspect)
     others = [x for rows in looks.values() for x in _findings(rows)]
     return Result(cells, fits, costs, looks, in_order(verdict.together(found, others)))
 

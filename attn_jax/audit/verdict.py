@@ -60,9 +60,11 @@ def judge(
     fit: Fit | None,
     costs: Sequence[tuple[Problem, Sequence[Cost]]] = (),
     wiring: Sequence[Finding] = (),
+    suspect: str = "",
 ) -> list[Finding]:
     """Findings of the measurements. `costs`: what steps of the recipe that fits cost
-    on some problems; `wiring`: what was recognised. A result that is wired wrongly
+    on some problems; `wiring`: what was recognised; `suspect`: a step that the target
+    may do wrong (`attribution.suspect`). A result that is wired wrongly
     somewhere, and all of them if out is, is not judged any further: what else is wrong
     with it is most likely the same."""
     found = [*_refusals(cells), *_merged(wiring)]
@@ -75,7 +77,7 @@ def judge(
         poor = [cell for cell in here if cell.found[tensor].errors.units > POOR]
         bad = [cell for cell in poor if _is_worse(cell, tensor)]
         if bad:
-            found.append(_worse(bad, here, tensor, fit))
+            found.append(_worse(bad, here, tensor, fit, suspect))
         if rest := [cell for cell in poor if cell not in bad]:
             found.append(_poor(rest, here, tensor, fit, costs))
     return found
@@ -114,7 +116,7 @@ def _evidence(cell: Judged, tensor: str) -> dict[str, float | str]:
     }
 
 
-def _worse(bad, here, tensor: str, fit: Fit | None) -> Finding:
+def _worse(bad, here, tensor: str, fit: Fit | None, suspect: str) -> Finding:
     worst = max(
         bad, key=lambda c: c.found[tensor].errors.units / max(c.allowed[tensor], 1e-300)
     )
@@ -122,10 +124,13 @@ def _worse(bad, here, tensor: str, fit: Fit | None) -> Finding:
     whose = f"{fit.candidate} has" if fit and fit.fits else "ordinary algorithms have"
     return Finding(
         "worse than its algorithm allows",
-        "",
+        suspect,
         f"{said(tensor)} is {units:.3g} units from exact on {worst.problem}, where "
         f"{whose} {allowed:.3g}; so on {len(bad)} of {len(here)} problems: this is no "
-        "rounding of a known algorithm",
+        "rounding of a known algorithm"
+        + (
+            f"; the nearest to it is that of {fit.candidate}" if suspect and fit else ""
+        ),
         (tensor,),
         tuple(str(cell.problem) for cell in bad),
         _evidence(worst, tensor),

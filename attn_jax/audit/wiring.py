@@ -257,7 +257,9 @@ def _distance(x: np.ndarray, of: np.ndarray) -> float:
 
 def _rms(x: np.ndarray) -> float:
     x = x[np.isfinite(x)]
-    return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
+    # Of a mistake that gives numbers beyond FP64's range nothing is near.
+    with np.errstate(over="ignore"):
+        return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
 
 
 def probabilities(
