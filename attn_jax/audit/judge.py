@@ -12,7 +12,7 @@ import numpy as np
 
 from attn_jax.audit.error import correctly_rounded, in_units
 from attn_jax.audit.finding import Finding, Kind
-from attn_jax.audit.noise import Noise, rms_of_rounding
+from attn_jax.audit.noise import Extent, Noise, rms_of_rounding
 from attn_jax.audit.problem import Problem
 from attn_jax.formats import BF16, FP16, FP32
 
@@ -168,7 +168,7 @@ def by_lse(
     name: str,
     lse: tuple[np.ndarray, np.ndarray],
     moved: np.ndarray | np.float64,
-    noises: Sequence[Noise],
+    noises: Sequence[Noise | Extent],
     values: np.ndarray,
     inner: float,
 ) -> ProbeResult:

@@ -20,7 +20,8 @@ from attn_jax.mask import Mask
 
 # attend(query, key, value) -> (out, LSE or None), traceable, closed over the mask.
 Attend = Callable[[Any, Any, Any], tuple[Any, Any]]
-ROWS = 64
+# Rows that stand for all: at most so many, and numbers of a row by a head's keys.
+ROWS, _NUMBERS = 64, 2**21
 
 
 def run(attend: Attend, inputs: Inputs) -> dict[str, np.ndarray]:
@@ -52,8 +53,10 @@ def _forward(attend, query, key, value):
     return attend(query, key, value)
 
 
-def sampled_rows(length: int, count: int = ROWS) -> Int[np.ndarray, " R"]:
-    """At most `count` positions spread over the length, first and last among them."""
+def sampled_rows(length: int, keys: int = 1) -> Int[np.ndarray, " R"]:
+    """`ROWS` positions spread over the length, the first and the last among them; fewer
+    where there are very many keys."""
+    count = min(ROWS, max(16, _NUMBERS // keys))
     return np.unique(np.linspace(0, length - 1, min(length, count)).round().astype(int))
 
 
@@ -72,17 +75,45 @@ def _tiles(mask, rows, keys):
     return tiles[:, :, :, 0].transpose(1, 2, 0, 3)
 
 
+class Extent(NamedTuple):
+    """How large the logits of the sampled rows may be, and what FP32 makes of them.
+
+    seen    whether the row sees a key
+    extent  largest |scale q.k| that Cauchy's inequality allows
+    shift   bound of the relative error that FP32 logits leave in P and exp(LSE)
+    """
+
+    rows: Int[np.ndarray, " R"]
+    seen: Bool[np.ndarray, "B R N"]
+    extent: Float[np.ndarray, "B R N"]
+    shift: Float[np.ndarray, "B R N"]
+
+
+def logit_extent(inputs: Inputs, mask: Mask, scale: float) -> Extent:
+    """`Extent` alone, without the logits."""
+    (T, N, H), (S, K) = inputs.query.shape[1:], inputs.key.shape[1:3]
+    rows = sampled_rows(T, S)
+    seen = seen_by(mask, rows, S).any(-1).swapaxes(1, 2)
+    lengths = np.sqrt(np.square(inputs.key, dtype=np.float32).sum(-1)).max(1)
+    queries = np.linalg.norm(inputs.query[:, rows].astype(np.float64), axis=-1)
+    extent = abs(scale) * queries * np.repeat(lengths, N // K, 1)[:, None]
+    seen = np.broadcast_to(seen, extent.shape)
+    return Extent(rows, seen, extent, _shift(extent, S, H))
+
+
+def _shift(extent, S: int, H: int):
+    return FP32.unit_roundoff * ((8 + H**0.5) * extent + 8 + S / 8)
+
+
 class Noise(NamedTuple):
     """Variances that honest rounding may give results in the sampled rows.
 
-    seen          whether the row sees a key
     out, dquery   of results with P and dS in the inner format, delta from rounded O
     dkey, dvalue  the same, summed over keys, from all rows; not yet rounded themselves
     row_sum       of sum_j dS_ij where delta is from an unrounded O
     row_sum_of_o  what rounding O adds to that
     by_logits     what logits in the inner format add to out and dquery
-    shift         bound of the relative error that FP32 logits leave in P and exp(LSE)
-    extent        largest |scale q.k| that Cauchy's inequality allows
+    rows, seen, shift, extent   as in `Extent`
     """
 
     rows: Int[np.ndarray, " R"]
@@ -123,7 +154,7 @@ def rounding_noise(
     query, key = inputs.query, inputs.key
     B, T, N, H = query.shape
     S, K = key.shape[1:3]
-    rows = sampled_rows(T)
+    rows = sampled_rows(T, S)
     seen = seen_by(mask, rows, S)
     shape = B, len(rows), N
     noise = Noise(
@@ -253,6 +284,6 @@ def _head(arrays, visible, scale) -> _Head:
     dx2 = x**2 + scale**2 * (q**2 @ (k**2).T)
     length = np.linalg.norm(k, axis=-1).max()
     extent = abs(scale) * np.linalg.norm(q, axis=-1) * length
-    shift = FP32.unit_roundoff * ((8 + H**0.5) * extent + 8 + S / 8)
+    shift = _shift(extent, S, H)
     o, ds = p @ v, p * (dp - delta)
     return _Head(q, k, v, do, scale, p, dp, ds, o, delta, dx2, extent, shift[:, None])

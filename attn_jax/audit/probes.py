@@ -26,6 +26,7 @@ from attn_jax.audit.judge import (
 from attn_jax.audit.noise import (
     Attend,
     Noise,
+    logit_extent,
     rms_of_rounding,
     rounding_noise,
     run,
@@ -327,10 +328,9 @@ def extremes(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
     broken, blind = 0, 0
     for x in results:
         broken += sum(int((~np.isfinite(x[n])).sum()) for n in x if n != "lse")
-        for start, stop, seen in counted(
-            problem.rules, s, np.zeros(s.key_length, int), 1
-        ):
-            seen = np.broadcast_to(seen > 0, (s.batch, stop - start, s.heads, 1))
+    for start, stop, seen in counted(problem.rules, s, np.zeros(s.key_length, int), 1):
+        seen = np.broadcast_to(seen > 0, (s.batch, stop - start, s.heads, 1))
+        for x in results:
             for name in ("out", "dquery"):
                 blind += int(((x[name][:, start:stop] != 0) & ~seen).sum())
             if "lse" in x:
@@ -361,7 +361,10 @@ def extremes(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
                     f"lse at {sign * 1000:+}",
                     tuple(results[i] for i in pair),
                     np.float64(sign * problem.scale * 64 * channel),
-                    [_noise(problem, signed[i]) for i in pair],
+                    [
+                        logit_extent(signed[i], problem.rules, problem.scale)
+                        for i in pair
+                    ],
                     problem,
                 )
             )

@@ -33,6 +33,9 @@ def counted(
             counts = before[last[:, here]] - before[first[:, here]]
             yield here.start, here.stop, counts[:, :, None]
         return
+    if key_classes(mask, shape) is not None:
+        yield from _counted_by_id(mask, shape, classes, number)
+        return
     step = max(1, _TILE // (S * shape.batch * shape.heads))
     matrix = jnp.asarray(one_hot, jnp.float32)
     for start in range(0, T, step):
@@ -47,6 +50,27 @@ def counted(
             precision=jax.lax.Precision.HIGHEST,
         )
         yield start, start + size, np.asarray(counts).astype(np.int32)
+
+
+def _counted_by_id(mask: Mask, shape: Shape, classes, number: int):
+    """Of segments without a band: queries of one id see the same keys."""
+    B, T, S = shape.batch, shape.query_length, shape.key_length
+    ids = [np.asarray(x) for x in (mask.query_segment_ids, mask.key_value_segment_ids)]
+    known, index = np.unique(np.concatenate(ids, 1), return_inverse=True)
+    index = index.reshape(B, T + S)
+    of_query, of_key = index[:, :T], index[:, T:]
+    keys = np.full(B, S) if mask.key_value_lengths is None else mask.key_value_lengths
+    queries = np.full(B, T) if mask.query_lengths is None else mask.query_lengths
+    table = np.zeros((B, len(known), number), np.int32)
+    for b in range(B):
+        length = min(int(keys[b]), S)
+        np.add.at(table[b], (of_key[b, :length], classes[:length]), 1)
+    step = max(1, _TILE // (number * B * shape.heads))
+    for start in range(0, T, step):
+        stop = min(start + step, T)
+        counts = np.take_along_axis(table, of_query[:, start:stop, None], 1)
+        counts[np.arange(start, stop) >= np.asarray(queries)[:, None]] = 0
+        yield start, stop, counts[:, :, None]
 
 
 def key_classes(mask: Mask, shape: Shape) -> Int[np.ndarray, "B S"] | None:
