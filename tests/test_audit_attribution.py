@@ -50,7 +50,7 @@ def test_recipes_that_round_elsewhere_do_not_fit(one):
         assert apart > 1.2 * FITS, other
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("same", ALMOST, ids=lambda names: sorted(names)[0])
 def test_recipes_that_round_alike_fit_each_other_alone(same):
     for name in same:

@@ -136,7 +136,7 @@ def carry_out(audit: Audit, parts: Parts) -> Result:
         cells += _judged(audit, group, rows[group], known, algorithms)
     looks = _looked(audit, parts) if any(cell.found for cell in cells) else {}
     wiring = [
-        Finding(**finding)
+        _finding(finding)
         for of_group in rows.values()
         for row in of_group
         for finding in row["wiring"]
@@ -182,7 +182,13 @@ def _looked(audit: Audit, parts: Parts) -> dict[str, list[Row]]:
 
 
 def _findings(rows: list[Row]) -> list[Finding]:
-    return [Finding(**finding) for row in rows for finding in row["findings"]]
+    return [_finding(x) for row in rows for x in row["findings"]]
+
+
+def _finding(row: Row) -> Finding:
+    """A file has no tuples."""
+    sequences = {name: tuple(row[name]) for name in ("tensors", "where")}
+    return Finding(**(row | sequences))
 
 
 def _measure(audit: Audit, group: Group) -> Iterator[Row]:
