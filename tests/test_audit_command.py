@@ -98,6 +98,17 @@ def test_an_interrupted_audit_goes_on(tmp_path):
     assert same.cells == report.cells and same.findings == report.findings
 
 
+def test_shapes_of_equal_lengths_are_kept_apart(tmp_path):
+    """In the folder, too, where a second call finds them."""
+    shapes = [SHAPE, Shape(1, 32, 32, 2, 2, 32), SHAPE]
+    options = SMALL | dict(shapes=shapes, families=["normal"], masks=["full"])
+    options |= dict(gradients=False, against=[FLASH2], folder=tmp_path)
+    for _ in range(2):
+        report = audit_attention("reference", **options)
+        assert [cell.head_dim for cell in report.cells] == [16, 32]
+        assert report.verdict == "trustworthy"
+
+
 def test_a_folder_of_another_audit_is_refused(tmp_path, capsys):
     assert main(["reference", *OPTIONS, "--out", str(tmp_path)]) == 0
     with pytest.raises(SystemExit) as ended:

@@ -22,7 +22,10 @@ class Group(NamedTuple):
 
     def __str__(self) -> str:
         s = self.shape
-        return f"{s.query_length} x {s.key_length} keys, {self.mask}"
+        return (
+            f"{s.query_length} x {s.key_length} keys, {s.heads} x {s.key_heads} heads "
+            f"of {s.head_dim}, batch {s.batch}, {self.mask}"
+        )
 
 
 # Where kernels differ most, and what breaks them.
@@ -57,6 +60,6 @@ def plan(
             mask,
             tuple(families or (_FEW if i or mask != "full" else FAMILIES)),
         )
-        for i, shape in enumerate(shapes)
+        for i, shape in enumerate(dict.fromkeys(shapes))
         for mask in (masks or (("full", "causal") if i else MASKS))
     ]
