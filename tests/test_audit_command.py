@@ -75,6 +75,15 @@ def test_a_whole_audit_of_a_function():
     assert any("flash2 on" in part for part in parts) and "probes" in parts
 
 
+def test_of_what_is_exact_only_the_mode_is_said():
+    """The reference is FP64 under x64. Parts of its out, in 16 bits, would merge with
+    an error, which is no fault of its."""
+    report = audit_attention("reference", **SMALL, against=[FLASH2, EXACT_FP32])
+    assert {finding.cause for finding in report.findings} == {"x64 mode"}
+    assert report.attribution == [] or report.fits
+    assert len(report.merges) >= 10 and report.probes and report.invariances
+
+
 def test_an_interrupted_audit_goes_on(tmp_path):
     """What is there is not measured again, and the report is the same."""
     told = []

@@ -187,8 +187,9 @@ def _findings(rows: list[Row]) -> list[Finding]:
 
 def _finding(row: Row) -> Finding:
     """A file has no tuples."""
-    sequences = {name: tuple(row[name]) for name in ("tensors", "where")}
-    return Finding(**(row | sequences))
+    plain: dict[str, Any] = dict(row)
+    plain |= {name: tuple(row[name]) for name in ("tensors", "where")}
+    return Finding(**plain)
 
 
 def _measure(audit: Audit, group: Group) -> Iterator[Row]:
