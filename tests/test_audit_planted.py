@@ -19,7 +19,8 @@ SOME = ("flash2", "jax_nn", "eager_bf16", "exact_fp32", "attn_jax", "flash2 (log
 SOME += tuple(name for name in CANDIDATES if " (" in name)
 RECIPES = {name: CANDIDATES[name] for name in SOME}
 FAMILIES = (*attribution.FAMILIES, "lse-130")
-# Of each kind of finding.
+# For the suite's time the others run under --thorough: each takes several seconds. That
+# mistakes of wiring are recognised in results is in `test_audit_wiring`, always.
 ALWAYS = ("P clipped", "irreproducible", "BF16 row sum")
 POOR = "as accurate as its algorithm allows, which is poor here"
 WORSE = "worse than its algorithm allows"

@@ -10,7 +10,7 @@ from attn_jax.audit.finding import Finding, in_order, is_trustworthy
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.measure import Measured, Outcome
 from attn_jax.audit.problem import Problem
-from attn_jax.audit.verdict import POOR, Judged, allowance, judge
+from attn_jax.audit.verdict import POOR_UNITS, Judged, allowance, judge
 
 SHAPE = Shape(1, 16, 16, 1, 1, 16)
 TENSORS = ("out", "dquery", "dkey", "dvalue")
@@ -37,7 +37,7 @@ def refused(status, reason, family="normal") -> Judged:
 
 
 def test_nothing_is_said_of_what_is_good():
-    cells = [cell(), cell("wide", dquery=POOR)]
+    cells = [cell(), cell("wide", dquery=POOR_UNITS)]
     assert judge(cells, FITTING) == judge(cells, None) == []
     assert is_trustworthy([])
 
@@ -65,7 +65,7 @@ def test_a_poor_algorithm_is_no_bug_and_its_step_is_named():
 @pytest.mark.parametrize("allowed", [1.0, 3.0, 5.0, 100.0])
 def test_more_than_an_algorithm_has_is_a_bug(allowed):
     most = allowance(allowed) * allowed
-    (found,) = judge([cell(allowed=allowed, out=1.01 * most + POOR)], FITTING)
+    (found,) = judge([cell(allowed=allowed, out=1.01 * most + POOR_UNITS)], FITTING)
     assert found.kind == "worse than its algorithm allows"
     found = judge([cell(allowed=allowed, out=0.99 * most)], FITTING)
     assert all(f.kind != "worse than its algorithm allows" for f in found)

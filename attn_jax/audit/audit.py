@@ -227,7 +227,7 @@ def _poorest(cells: list[Judged]) -> list[Problem]:
     worst: dict[str, tuple[float, Problem]] = {}
     for cell in cells:
         for tensor, m in cell.found.items():
-            if tensor != "lse" and m.errors.units > verdict.POOR:
+            if tensor != "lse" and m.errors.units > verdict.POOR_UNITS:
                 at = m.errors.units, cell.problem
                 worst[tensor] = max(worst.get(tensor, at), at, key=lambda x: x[0])
     by_size = sorted(worst.values(), key=lambda x: -x[0])

@@ -13,6 +13,7 @@ from attn_jax.audit.run import audit_attention
 from attn_jax.audit.table import print_report
 from attn_jax.audit.target import Adapter, TargetError
 from attn_jax.canaries import CanaryError
+from attn_jax.command import Parser
 from attn_jax.recipe import RECIPES
 from attn_jax.store import StoreError
 
@@ -23,13 +24,6 @@ tokamax:IMPLEMENTATION or package.module:function, a function with the signature
 jax.nn.dot_product_attention; the options of the second group describe another one.
 Ends with 0 if the function is trustworthy, with 4 if it is not, with 2 if the command
 cannot be carried out."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Complains in one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def shape(text: str) -> Shape:
@@ -64,7 +58,7 @@ def _argument(text: str) -> tuple[str, object]:
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    made = _Parser(prog="python -m attn_jax.audit", description=DESCRIPTION)
+    made = Parser(prog="python -m attn_jax.audit", description=DESCRIPTION)
     add = made.add_argument
     add("target", metavar="TARGET")
     add("--shapes", nargs="+", type=shape, metavar="B,T,S,N,K,H")

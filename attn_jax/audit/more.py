@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
+from attn_jax.audit import probes
 from attn_jax.audit.exact import exact
 from attn_jax.audit.finding import Finding
 from attn_jax.audit.invariance import invariances, same_bits
 from attn_jax.audit.measure import Runner, measured
 from attn_jax.audit.merge import merge_audit
-from attn_jax.audit.probes import PROBES
 from attn_jax.audit.problem import TENSORS, Problem
 from attn_jax.audit.target import Attend, NotTakenError, Target, in_one_line
 from attn_jax.audit.wiring import of_probabilities, probabilities
@@ -51,16 +51,15 @@ def read(target: Target, problem: Problem) -> Iterator[Row]:
 def probe(target: Target, problem: Problem) -> Iterator[Row]:
     """One row for each identity."""
     attend = _attend(target, problem)
-    for make in PROBES.values():
-        for result in make(attend, problem):
-            yield {
-                "name": result.name,
-                "measured": result.measured,
-                "bound": result.bound,
-                "unit": result.unit,
-                "passed": result.finding is None,
-                "findings": _rows([result.finding]),
-            }
+    for result in probes.probe(attend, problem):
+        yield {
+            "name": result.name,
+            "measured": result.measured,
+            "bound": result.bound,
+            "unit": result.unit,
+            "passed": result.finding is None,
+            "findings": _rows([result.finding]),
+        }
 
 
 def vary(target: Target, problem: Problem) -> Iterator[Row]:

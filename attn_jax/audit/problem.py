@@ -107,13 +107,6 @@ class Problem:
     def inputs(self) -> Inputs:
         return make_inputs(self.family, self.seed, self.shape, DTYPES[self.dtype])
 
-    @property
-    def dlse(self) -> np.ndarray:
-        """The cotangent of LSE where that is differentiated, [B, N, T] float32."""
-        s = self.shape
-        rng = np.random.default_rng(self.seed + 1)
-        return rng.standard_normal((s.batch, s.heads, s.query_length)).astype("float32")
-
     def exact(self, *, absolute: bool = False) -> Golden:
         """`reference.golden` on the inputs, dLSE = 0: in FP64, whatever the mode."""
         return _exact(self, absolute)

@@ -5,9 +5,9 @@ against what its algorithm allows there: the prediction of the recipe that fits 
 target or, where none does, the largest of those of `PLAIN`.
 
     not finite            a value is not finite where the exact one is, or the reverse
-    worse than ...        error above `POOR` units and above `allowance` of the
+    worse than ...        error above `POOR_UNITS` units and above `allowance` of the
                           prediction
-    as accurate as ...    error above `POOR` units, and no more than that
+    as accurate as ...    error above `POOR_UNITS` units, and no more than that
     trustworthy           nothing else is found
 
 One finding stands for all problems on which the same is wrong with the same result, and
@@ -25,7 +25,7 @@ from attn_jax.audit.measure import Measured, Outcome
 from attn_jax.audit.problem import TENSORS, Problem
 
 # What plain flash attention has on the problems that it is good at is 1.5.
-POOR = 1.7
+POOR_UNITS = 1.7
 # Ordinary algorithms: what nobody is blamed for.
 PLAIN = ("flash2", "jax_nn", "eager_bf16")
 _NAMES = {"dquery": "dQ", "dkey": "dK", "dvalue": "dV", "lse": "LSE", "out": "out"}
@@ -74,7 +74,7 @@ def judge(
         if tensor == "lse" or tensor in wrong:
             continue
         here = [cell for cell in cells if tensor in cell.found]
-        poor = [cell for cell in here if cell.found[tensor].errors.units > POOR]
+        poor = [cell for cell in here if cell.found[tensor].errors.units > POOR_UNITS]
         bad = [cell for cell in poor if _is_worse(cell, tensor)]
         if bad:
             found.append(_worse(bad, here, tensor, fit, suspect))
@@ -164,7 +164,8 @@ def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
         "as accurate as its algorithm allows, which is poor here",
         cause,
         f"{said(tensor)} is {units:.3g} units from exact on {worst.problem}, "
-        f"{algorithm}{because}; above {POOR} on {len(poor)} of {len(here)} problems",
+        f"{algorithm}{because}; above {POOR_UNITS} on {len(poor)} of {len(here)} "
+        "problems",
         (tensor,),
         tuple(str(cell.problem) for cell in poor),
         _evidence(worst, tensor),

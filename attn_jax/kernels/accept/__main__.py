@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from attn_jax.command import Parser
 from attn_jax.kernels import card, checks
 from attn_jax.kernels.accept import parts
 from attn_jax.kernels.accept.report import Report, Result
 from attn_jax.kernels.card import Card
-from attn_jax.kernels.command import Parser
 from attn_jax.kernels.tune.candidates import KERNELS
 from attn_jax.kernels.tune.search import Search, settings_of
 from attn_jax.kernels.tune.winners import as_markdown

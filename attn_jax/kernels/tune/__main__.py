@@ -23,8 +23,8 @@ from pathlib import Path
 
 import jax
 
+from attn_jax.command import Parser
 from attn_jax.kernels import card, ring_order, tuning
-from attn_jax.kernels.command import Parser
 from attn_jax.kernels.tune import trial
 from attn_jax.kernels.tune.candidates import (
     KERNELS,

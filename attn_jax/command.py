@@ -1,4 +1,4 @@
-"""What the kernels' commands share."""
+"""What the library's commands share."""
 
 import argparse
 
