@@ -159,6 +159,22 @@ def test_what_cannot_be_differentiated_is_measured_forward():
     assert "JVP" in found.no_gradients or "differentia" in found.no_gradients
 
 
+def test_a_backward_pass_that_refuses_leaves_the_forward_pass():
+    """As JAX's attention_mgpu does under a causal mask."""
+
+    @jax.custom_vjp
+    def half(query, key, value):
+        return exact(query, key, value, scale=SHAPE.head_dim**-0.5)[0]
+
+    def refuses(residuals, dout):
+        raise NotImplementedError("no causal backward pass yet")
+
+    half.defvjp(lambda *arrays: (half(*arrays), arrays), refuses)
+    found = outcome(Target("half", half), problem())
+    assert found.status == "measured" and set(found.results) == {"out"}
+    assert found.no_gradients == "NotImplementedError: no causal backward pass yet"
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

@@ -19,9 +19,9 @@ from attn_jax.store import StoreError
 
 DESCRIPTION = """\
 Says how far an attention function is from exact, forward and backward, why, and whether
-that is a fault. TARGET is xla, cudnn, pallas, emulated, reference, emulated:RECIPE,
-tokamax:IMPLEMENTATION or package.module:function, a function with the signature of
-jax.nn.dot_product_attention; the options of the second group describe another one.
+that is a fault. TARGET is xla, cudnn, pallas, emulated, reference, attention_mgpu,
+emulated:RECIPE, tokamax:IMPLEMENTATION or package.module:function, whose signature is
+jax.nn.dot_product_attention's; the options of the second group describe another one.
 Ends with 0 if the function is trustworthy, with 4 if it is not, with 2 if the command
 cannot be carried out."""
 

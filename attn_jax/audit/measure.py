@@ -107,7 +107,7 @@ class Runner:
                 found = jax.device_get(function(*map(jnp.asarray, problem.inputs)))
             except Exception as error:  # A function of somebody's may raise anything.
                 status, reason = _refusal(error, problem)
-                if status == "failed" and wanted:
+                if status != "out of memory" and wanted:
                     self._no_gradients = reason
                     continue
                 return Outcome(status, reason, {}, "", time.monotonic() - began)

@@ -235,6 +235,7 @@ NAMED: dict[str, tuple[str, str, dict[str, Any]]] = {
         for name in ("pallas", "emulated", "reference")
     },
     **{name: (*_JAX, {"implementation": name}) for name in ("xla", "cudnn")},
+    "attention_mgpu": ("attn_jax.audit.others", "attention_mgpu", {}),
 }
 # Before a colon; what follows is one of its implementations.
 PREFIXES: dict[str, tuple[str, str]] = {
