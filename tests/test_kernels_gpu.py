@@ -127,12 +127,14 @@ def test_kernels_follow_their_recipe(shape, is_causal, backward):
         exact,
     ):
         # What differs is the order of FP32 additions and the hardware's exp2: it flips
-        # a rounding now and then. A step rounded elsewhere costs about a unit.
-        unit = np.linalg.norm(
-            np.asarray(jnp.asarray(z, jnp.float32).astype(jnp.bfloat16), float) - z
-        )
-        apart = np.linalg.norm(np.asarray(x, float) - np.asarray(y, float))
-        assert apart <= 0.25 * unit, name
+        # a rounding now and then, which can cost its row all. A step rounded elsewhere
+        # costs nearly every row about a unit.
+        x, y = (np.asarray(a, float) for a in (x, y))
+        unit = np.linalg.norm(correctly_rounded(z, BF16) - z, axis=-1)
+        seen = unit > 0
+        apart = np.linalg.norm(x - y, axis=-1)[seen]
+        assert np.quantile(apart, 0.9) <= 0.25 * np.sqrt(np.mean(unit[seen] ** 2)), name
+        assert np.linalg.norm(apart) <= 0.5 * np.linalg.norm(unit), name
 
 
 @both_designs
