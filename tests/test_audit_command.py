@@ -72,7 +72,9 @@ def test_a_whole_audit_of_a_function():
     assert kinds == {"as accurate as its algorithm allows, which is poor here"}
     delta = [f for f in report.findings if "delta" in f.cause and "dquery" in f.tensors]
     assert delta and "uniform" in delta[0].says
-    assert any("flash2 on" in part for part in parts) and "probes" in parts
+    names = [progress.part for progress in parts]
+    assert any("flash2 on" in name for name in names) and "probes" in names
+    assert all(0 <= p.done < p.known for p in parts)
 
 
 def test_of_what_is_exact_only_the_mode_is_said():
@@ -88,22 +90,22 @@ def test_an_interrupted_audit_goes_on(tmp_path):
     """What is there is not measured again, and the report is the same."""
     told = []
 
-    def stop(part):
-        told.append(part)
+    def stop(progress):
+        told.append(progress.part)
         if len(told) == 4:
             raise KeyboardInterrupt
 
     options = SMALL | dict(gradients=False, against=[FLASH2], folder=tmp_path)
     with pytest.raises(KeyboardInterrupt):
         audit_attention("reference", **options, tell=stop)
+    kept = (tmp_path / "parts.jsonl").read_text()
+    done = [part for part in told if json.dumps(part) in kept]
     rest = []
     report = audit_attention("reference", **options, tell=rest.append)
-    assert set(told[:-1]) - {"canaries"} and not set(told[:-1]) & set(rest) - {
-        "canaries"
-    }
+    assert done and not set(done) & {progress.part for progress in rest}
     again = []
     same = audit_attention("reference", **options, tell=again.append)
-    assert again == ["canaries"]
+    assert [progress.part for progress in again] == ["canaries"]
     assert same.cells == report.cells and same.findings == report.findings
 
 

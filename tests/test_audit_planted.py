@@ -6,8 +6,9 @@ import dataclasses
 import pytest
 
 from attn_jax.audit import attribution
-from attn_jax.audit.audit import Audit, Parts, carry_out
+from attn_jax.audit.audit import Audit, carry_out
 from attn_jax.audit.finding import HARMLESS
+from attn_jax.audit.parts import Parts
 from attn_jax.audit.plan import Group
 from attn_jax.audit.target import Adapter, Target
 from attn_jax.formats import BF16
@@ -43,9 +44,10 @@ def audit(function, group: Group, *looks: str):
         lse="return_residual" if getattr(function, "residual", True) else None,
     )
     target = Target("planted", function, adapter)
-    parts = Parts(None, lambda part: None)
     looks = ("P", *looks)
-    return carry_out(Audit(target, (group,), "bfloat16", RECIPES, True, looks), parts)
+    with Parts() as parts:
+        wanted = Audit(target, (group,), "bfloat16", RECIPES, True, looks)
+        return carry_out(wanted, parts)
 
 
 def some(names, always):

@@ -125,16 +125,20 @@ def steps(recipe: Recipe) -> dict[str, Step]:
 def predict(
     recipe: Recipe, problems: tuple[Problem, ...], *, gradients: bool
 ) -> list[dict[str, Measured]]:
-    """What the recipe gives on problems of one shape and mask: one program."""
+    """What the recipe gives on problems of one shape and mask: one program, in the
+    default mode whatever the caller's."""
     first = problems[0]
     attend = functools.partial(
         emulator.attention, recipe=recipe, mask=first.rules, scale=first.scale
     )
-    compiled = jax.jit(program(attend, gradients=gradients))
+    # To try out what runs a program fastest takes longer than to run it.
+    options = {"xla_gpu_autotune_level": 0}
+    compiled = jax.jit(program(attend, gradients=gradients), compiler_options=options)
     found = []
-    for problem in problems:
-        results = jax.device_get(compiled(*map(jnp.asarray, problem.inputs)))
-        found.append(measured(problem, results))
+    with jax.enable_x64(False):
+        for problem in problems:
+            results = jax.device_get(compiled(*map(jnp.asarray, problem.inputs)))
+            found.append(measured(problem, results))
     return found
 
 
@@ -231,8 +235,8 @@ def suspect(fits: Sequence[Fit]) -> str:
     return ""
 
 
-def _better(recipe: Recipe) -> dict[str, Recipe]:
-    """By what it lacks: the recipe but for one thing that costs accuracy."""
+def better(recipe: Recipe) -> dict[str, Recipe]:
+    """By a thing that it could do better, the recipe that does."""
     found = {
         what: base.with_inputs(recipe.inputs)
         for what, (base, _) in _ALTERED.items()
@@ -254,18 +258,15 @@ def _better(recipe: Recipe) -> dict[str, Recipe]:
     return found
 
 
-def costs(recipe: Recipe, problem: Problem, *, gradients: bool) -> list[Cost]:
-    """What each thing costs that a recipe could do better, for each result; the
-    dearest first."""
-
-    def units(one: Recipe) -> dict[str, float]:
-        (found,) = predict(one, (problem,), gradients=gradients)
-        return {name: m.errors.units for name, m in found.items() if name != "lse"}
-
-    here = units(recipe)
+def costs(
+    recipe: Mapping[str, Measured], better: Mapping[str, Mapping[str, Measured]]
+) -> list[Cost]:
+    """What each thing costs, for each result, the dearest first: of what a recipe gives
+    on a problem, and what those of `better` do, by result."""
     found = [
-        Cost(name, tensor, here[tensor], value)
-        for name, better in _better(recipe).items()
-        for tensor, value in units(better).items()
+        Cost(name, tensor, recipe[tensor].errors.units, m.errors.units)
+        for name, of_better in better.items()
+        for tensor, m in of_better.items()
+        if tensor != "lse"
     ]
     return sorted(found, key=lambda cost: -cost.share)

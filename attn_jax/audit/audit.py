@@ -2,14 +2,18 @@
 
     GROUP               the target on a group of problems, against FP64, and what of its
                         wiring can be recognised in the results
+    probes, P, ...      the target looked at by itself (`more`)
     RECIPE on GROUP     what a recipe gives there
-    costs on PROBLEM    of the steps of the recipe that fits, where the target is poor
+    RECIPE but for STEP on PROBLEM
+                        the recipe that fits, with a step done better, where the target
+                        is poor
 
 `verdict` makes findings of them.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -19,13 +23,14 @@ from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.error import Errors, in_units
 from attn_jax.audit.finding import Finding, in_order
 from attn_jax.audit.measure import Measured, Outcome, Runner, measured
+from attn_jax.audit.parts import Parts
 from attn_jax.audit.plan import Group
 from attn_jax.audit.problem import Problem
 from attn_jax.audit.target import Target
 from attn_jax.audit.verdict import Judged
 from attn_jax.audit.wiring import recognise
 from attn_jax.recipe import Recipe
-from attn_jax.store import Row, Store
+from attn_jax.store import Row
 
 # A plain implementation in the inputs' format: FlashAttention's tests take one such for
 # their measure.
@@ -86,55 +91,62 @@ class Result(NamedTuple):
     findings: list[Finding]
 
 
-class Parts:
-    """Rows of parts that are done. With a `store` they are kept there, and those that
-    it has are not made again. `tell` is called with the name of each."""
+class _Predictions:
+    """What recipes give on groups of problems, each begun once and beside the rest."""
 
-    def __init__(self, store: Store | None, tell: Callable[[str], None]):
-        self._store, self._tell = store, tell
+    def __init__(self, audit: Audit, parts: Parts):
+        self._audit, self._parts = audit, parts
+        self._begun: dict[tuple[str, Group], Future[list[Row]]] = {}
 
-    def __call__(self, name: str, make: Iterable[Row]) -> list[Row]:
-        cell = {"part": name}
-        if self._store is None:
-            self._tell(name)
-            return list(make)
-        if cell not in self._store:
-            self._tell(name)
-            self._store.add(cell, list(make))
-        return self._store.rows([cell])
+    def begin(self, names: Iterable[str], group: Group) -> None:
+        for name in names:
+            if (name, group) not in self._begun:
+                make = _predict(self._audit, self._audit.recipes[name], group)
+                part = self._parts.beside(f"{name} on {group}", make)
+                self._begun[name, group] = part
+
+    def of(self, names: Iterable[str], group: Group) -> dict[str, dict[str, Found]]:
+        """By recipe and family; waits for those that are not there yet."""
+        names = tuple(names)
+        self.begin(names, group)
+        return {name: _found(self._begun[name, group].result()) for name in names}
 
 
 def carry_out(audit: Audit, parts: Parts) -> Result:
     """Does what is left of it."""
-    first = audit.groups[0]
-    rows = {g: parts(str(g), _measure(audit, g)) for g in audit.groups}
-    compared = [
-        family
-        for row in rows[first]
-        if (family := row["family"]) in attribution.FAMILIES and row["found"]
-    ]
-    predicted = {}
-    if compared:
-        predicted = {
-            name: _found(parts(f"{name} on {first}", _predict(audit, recipe, first)))
-            for name, recipe in audit.recipes.items()
-        }
+    first, *others = audit.groups
+    predictions = _Predictions(audit, parts)
+    parts.expect(2 * len(audit.groups) + len(audit.looks) + len(audit.recipes))
+    rows = {first: parts.here(str(first), _measure(audit, first))}
     here = _found(rows[first])
+    compared = [x for x in here if x in attribution.FAMILIES and here[x]]
+    if compared:
+        predictions.begin(audit.recipes, first)
+    for group in others:
+        rows[group] = parts.here(str(group), _measure(audit, group))
+        if any(row["found"] for row in rows[group]):
+            predictions.begin([SAME_FORMAT], group)
+    measured = [g for g in audit.groups if any(row["found"] for row in rows[g])]
+    looks = _looked(audit, parts) if measured else {}
+
+    predicted = predictions.of(audit.recipes, first) if compared else {}
     fits = attribution.fits(
         attribution.profile({family: here[family] for family in compared}),
         {name: attribution.profile(found) for name, found in predicted.items()},
     )
     fit = fits[0] if fits else None
     algorithms = (fit.candidate,) if fit and fit.fits else verdict.PLAIN
+    for group in measured:
+        predictions.begin(algorithms, group)
     cells = []
     for group in audit.groups:
-        known = predicted if group == first else {}
-        if any(row["found"] for row in rows[group]):
-            for name in {*algorithms, SAME_FORMAT} - known.keys():
-                part = _predict(audit, audit.recipes[name], group)
-                known[name] = _found(parts(f"{name} on {group}", part))
+        names = {*algorithms, SAME_FORMAT} if group in measured else ()
+        known = predictions.of(names, group)
         cells += _judged(audit, group, rows[group], known, algorithms)
-    looks = _looked(audit, parts) if any(cell.found for cell in cells) else {}
+    costs = []
+    if fit and fit.fits:
+        costs = _priced(audit, parts, audit.recipes[fit.candidate], _poorest(cells))
+
     wiring = [
         _finding(finding)
         for of_group in rows.values()
@@ -144,25 +156,10 @@ def carry_out(audit: Audit, parts: Parts) -> Result:
     read = _findings(looks.pop("P", []))
     if not any("out" in finding.tensors for finding in wiring):
         wiring += read  # Of what is recognised they are consequences.
-    costs = []
-    if fit and fit.fits:
-        costs = [
-            (
-                problem,
-                [Cost(*(row[x] for x in Cost._fields)) for row in parts(name, make)],
-            )
-            for problem in _poorest(cells)
-            for name, make in [
-                (
-                    f"costs on {problem}",
-                    _price(audit, audit.recipes[fit.candidate], problem),
-                )
-            ]
-        ]
-    suspect = attribution.suspect(fits)
-    found = verdict.judge(cells, fit, costs, wiring, suspect)
-    others = [x for rows in looks.values() for x in _findings(rows)]
-    return Result(cells, fits, costs, looks, in_order(verdict.together(found, others)))
+    found = verdict.judge(cells, fit, costs, wiring, attribution.suspect(fits))
+    more_found = [x for of_look in looks.values() for x in _findings(of_look)]
+    findings = in_order(verdict.together(found, more_found))
+    return Result(cells, fits, costs, looks, findings)
 
 
 def _looked(audit: Audit, parts: Parts) -> dict[str, list[Row]]:
@@ -178,7 +175,7 @@ def _looked(audit: Audit, parts: Parts) -> dict[str, list[Row]]:
         "merging": lambda: more.merge(target, problem),
     }
     wanted = audit.looks if gradients else [x for x in audit.looks if x in FORWARD]
-    return {name: parts(name, more.guarded(looks[name])) for name in wanted}
+    return {name: parts.here(name, more.guarded(looks[name])) for name in wanted}
 
 
 def _findings(rows: list[Row]) -> list[Finding]:
@@ -216,9 +213,39 @@ def _predict(audit: Audit, recipe: Recipe, group: Group) -> Iterator[Row]:
         yield {"family": problem.family, "found": _rows_of(of_problem)}
 
 
-def _price(audit: Audit, recipe: Recipe, problem: Problem) -> Iterator[Row]:
-    for cost in attribution.costs(recipe, problem, gradients=audit.gradients):
-        yield cost._asdict()
+def _priced(
+    audit: Audit, parts: Parts, recipe: Recipe, problems: Sequence[Problem]
+) -> list[tuple[Problem, list[Cost]]]:
+    """What steps of the recipe cost on these problems."""
+    better = attribution.better(recipe)
+    parts.expect(len(problems) * (1 + len(better)))
+
+    def begin(name: str, of: Recipe, problem: Problem) -> Future[list[Row]]:
+        group = Group(problem.shape, problem.mask, (problem.family,))
+        return parts.beside(f"{name} on {problem}", _predict(audit, of, group))
+
+    begun = {
+        problem: (
+            begin(recipe.name, recipe, problem),
+            {
+                step: begin(f"{recipe.name} but for {step}", without, problem)
+                for step, without in better.items()
+            },
+        )
+        for problem in problems
+    }
+
+    def found(part: Future[list[Row]]) -> Found:
+        (row,) = part.result()
+        return _measured(row["found"])
+
+    return [
+        (
+            problem,
+            attribution.costs(found(of), {step: found(x) for step, x in those.items()}),
+        )
+        for problem, (of, those) in begun.items()
+    ]
 
 
 def _poorest(cells: list[Judged]) -> list[Problem]:

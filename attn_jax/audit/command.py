@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from attn_jax.audit.bar import progress_bar
 from attn_jax.audit.inputs import FAMILIES, Shape
 from attn_jax.audit.problem import DTYPES, MASKS
 from attn_jax.audit.run import audit_attention
@@ -140,34 +141,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if folder is None:
         folder = Path("runs") / "audit" / re.sub(r"[^\w.-]+", "-", options.target)
     try:
-        report = audit_attention(
-            options.target,
-            shapes=options.shapes,
-            dtype=options.dtype,
-            families=options.families,
-            masks=options.masks,
-            gradients=not options.no_gradients,
-            against=options.against and [RECIPES[name] for name in options.against],
-            adapter=adapter,
-            folder=folder,
-            fresh=options.fresh,
-            tell=_tell,
-        )
+        with progress_bar() as tell:
+            report = audit_attention(
+                options.target,
+                shapes=options.shapes,
+                dtype=options.dtype,
+                families=options.families,
+                masks=options.masks,
+                gradients=not options.no_gradients,
+                against=options.against and [RECIPES[name] for name in options.against],
+                adapter=adapter,
+                folder=folder,
+                fresh=options.fresh,
+                tell=tell,
+            )
     except (TargetError, StoreError, CanaryError, OSError) as error:
-        _clear()
         made.exit(2, f"{made.prog}: {error}\n")
-    _clear()
     print_report(report, sys.stdout)
     print(f"{folder / 'report.html'}")
     return report.exit_code
-
-
-def _tell(part: str) -> None:
-    """The part that is measured, on a line of its own or, on a terminal, in place."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[2K{part}", end="", file=sys.stderr, flush=True)
-
-
-def _clear() -> None:
-    if sys.stderr.isatty():
-        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
 """One problem of an audit: inputs of a family, a mask, and the exact results."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -105,14 +106,50 @@ class Problem:
 
     @property
     def inputs(self) -> Inputs:
-        return make_inputs(self.family, self.seed, self.shape, DTYPES[self.dtype])
+        """Read only."""
+        key = self.family, self.seed, self.shape, self.dtype
+        return _KEPT(key, lambda: _read_only(make_inputs(*key[:3], DTYPES[key[3]])))
 
     def exact(self, *, absolute: bool = False) -> Golden:
         """`reference.golden` on the inputs, dLSE = 0: in FP64, whatever the mode."""
-        return _exact(self, absolute)
+        key = self, absolute
+        return _KEPT(
+            key,
+            lambda: _read_only(
+                golden(*self.inputs, mask=self.rules, absolute=absolute)
+            ),
+        )
 
 
-# The last few are kept: an audit asks for one problem again and again.
-@functools.lru_cache(maxsize=8)
-def _exact(problem: Problem, absolute: bool) -> Golden:
-    return golden(*problem.inputs, mask=problem.rules, absolute=absolute)
+def _read_only[Arrays: Iterable](arrays: Arrays) -> Arrays:
+    for x in arrays:
+        if x is not None:
+            x.flags.writeable = False
+    return arrays
+
+
+class _Kept:
+    """The latest inputs and exact results, up to so many bytes: an audit asks for a
+    problem again and again, in several threads, and each costs seconds where it is
+    large. One is made at a time, since that takes memory, too."""
+
+    def __init__(self, most_bytes: int):
+        self._most, self._lock = most_bytes, threading.RLock()
+        self._kept: dict[Any, tuple[Any, int]] = {}
+
+    def __call__(self, key, make):
+        with self._lock:
+            found = self._kept.pop(key, None)
+            if found is None:
+                made = make()
+                found = made, sum(x.nbytes for x in made if x is not None)
+            self._kept[key] = found
+            while len(self._kept) > 1 and self._bytes() > self._most:
+                del self._kept[next(iter(self._kept))]
+            return found[0]
+
+    def _bytes(self) -> int:
+        return sum(size for _, size in self._kept.values())
+
+
+_KEPT = _Kept(2**32)

@@ -14,8 +14,9 @@ import jax
 
 from attn_jax import machine
 from attn_jax.audit import attribution, verdict
-from attn_jax.audit.audit import Audit, Parts, Result, carry_out
+from attn_jax.audit.audit import Audit, Result, carry_out
 from attn_jax.audit.inputs import Shape
+from attn_jax.audit.parts import Parts, Progress
 from attn_jax.audit.plan import plan
 from attn_jax.audit.problem import FORMATS, GRADIENTS
 from attn_jax.audit.report import (
@@ -47,7 +48,7 @@ def audit_attention(
     adapter: Adapter = Adapter(),
     folder: Path | str | None = None,
     fresh: bool = False,
-    tell: Callable[[str], None] = lambda part: None,
+    tell: Callable[[Progress], None] = lambda progress: None,
 ) -> Report:
     """How far an attention callable is from exact, why, and whether that is a fault.
 
@@ -71,7 +72,7 @@ def audit_attention(
         the end; a second call with the same arguments goes on where the first ended.
         None: nothing is written.
       fresh: begin anew in the folder.
-      tell: called with the name of each part before it is measured.
+      tell: called before a part is measured, one thread at a time.
 
     Raises:
       TargetError: there is no such target.
@@ -96,11 +97,11 @@ def audit_attention(
     # Imported on use: it takes its units of error from this package.
     from attn_jax import canaries
 
-    tell("canaries")
+    tell(Progress("canaries", 0, 1))
     passed = canaries.certify().passed
     began = datetime.datetime.now(datetime.UTC)
-    with _store(audit, folder, fresh) as store:
-        result = carry_out(audit, Parts(store, tell))
+    with _store(audit, folder, fresh) as store, Parts(store, tell) as parts:
+        result = carry_out(audit, parts)
     report = _report(audit, result, passed, began)
     if folder is not None:
         report.write(folder)

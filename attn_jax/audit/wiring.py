@@ -42,6 +42,9 @@ _ROUNDING = BF16.unit_roundoff
 # results, and closer than this part of its size. The rounding errors of right results
 # would have to be parallel to its effect and as large, both to a quarter.
 _MARKEDLY = 4
+# Logits of all heads above which nothing is looked into: mistakes are held in FP64
+# arrays of that many.
+_MOST_LOGITS = 2**24
 
 _NAMES: Mapping[str, str] = dict(zip(TENSORS, ("out", "LSE", "dQ", "dK", "dV")))
 _BACKWARD = " in the backward pass"
@@ -81,10 +84,14 @@ def recognise(results: Results, problem: Problem) -> list[Finding]:
     BF16 times the RMS of the sum of absolute values of its terms (of LSE: of itself and
     of its logits' terms), which is what rounding gives if every term is off by as much
     as it can be and all to the same side. What lies far off for a reason that is not
-    known here gives no finding. Queries that see no key are left out of LSE.
+    known here gives no finding. Of a problem of more than 2^24 logits only an LSE of 16
+    bits is recognised. Queries that see no key are left out of LSE.
     """
     x = {n: np.asarray(results[n]).astype(np.float64) for n in TENSORS if n in results}
     findings = _rounded_lse(x, problem)
+    s = problem.shape
+    if s.batch * s.heads * s.query_length * s.key_length > _MOST_LOGITS:
+        return findings
     far = _far(x, problem)
     if not far:
         return findings
