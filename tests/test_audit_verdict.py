@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from attn_jax.audit import verdict
 from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.error import Errors
 from attn_jax.audit.finding import Finding, in_order, is_trustworthy
@@ -80,7 +81,8 @@ def test_the_worst_of_a_kind_stands_for_all():
 
 def test_wiring_explains_all_that_is_wrong_there():
     cells = [cell(out=900.0, dquery=800.0), cell("wide", out=30.0, not_finite=2)]
-    known = Finding("wrong wiring", "scale", "said", ("dquery",), ("here",))
+    here, there = (str(cell.problem) for cell in cells)
+    known = Finding("wrong wiring", "scale", "said", ("dquery",), (here,))
     found = in_order(judge(cells, None, (), [known]))
     assert [f.kind for f in found] == [
         "not finite",
@@ -89,10 +91,23 @@ def test_wiring_explains_all_that_is_wrong_there():
     ]
     assert found[2].tensors == ("out",)
     # All gradients, and LSE, follow from what makes out.
-    same = dataclasses.replace(known, where=("there",), tensors=("lse", "out"))
+    same = dataclasses.replace(known, where=(there,), tensors=("lse", "out"))
     (found,) = judge(cells, None, (), [known, same])
     assert found.tensors == ("dquery", "lse", "out")
-    assert found.where == ("here", "there")
+    assert found.where == (here, there)
+
+
+def test_wiring_under_a_mask_explains_nothing_without_it():
+    """As lengths that are ignored do not hide a poor dQ of all keys."""
+    cells = [cell(dquery=800.0), cell(mask="lengths", out=900.0, dquery=900.0)]
+    known = Finding("wrong wiring", "lengths", "", ("out",), (str(cells[1].problem),))
+    wired, worse = in_order(judge(cells, None, (), [known]))
+    assert wired == known and worse.where == (str(cells[0].problem),)
+    probed = Finding("worse than its algorithm allows", "K + c", "", ("lse",))
+    assert probed in verdict.together([wired, worse], [probed], cells)
+    without = dataclasses.replace(known, where=(str(cells[0].problem),))
+    assert judge(cells, None, (), [without]) == [without]
+    assert verdict.together([without], [probed], cells) == [without]
 
 
 def test_infinities_where_none_should_be():

@@ -12,7 +12,8 @@
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ _PRICED = 2
 
 Found = dict[str, Measured]
 # Parts of `more`, and those that need no gradients.
-LOOKS = ("P", "x64", "probes", "invariances", "merging")
+LOOKS = ("P", "x64", "probes", "invariances", "merging", "again")
 FORWARD = ("P", "x64")
 
 
@@ -122,13 +123,13 @@ def carry_out(audit: Audit, parts: Parts) -> Result:
     compared = [x for x in here if x in attribution.FAMILIES and here[x]]
     if compared:
         predictions.begin(audit.recipes, first)
+    looked = _look(audit, parts) if any(here.values()) else dict
     for group in others:
         rows[group] = parts.here(str(group), _measure(audit, group))
         if any(row["found"] for row in rows[group]):
             predictions.begin([SAME_FORMAT], group)
     measured = [g for g in audit.groups if any(row["found"] for row in rows[g])]
-    looks = _looked(audit, parts) if measured else {}
-
+    looks = looked()
     predicted = predictions.of(audit.recipes, first) if compared else {}
     fits = attribution.fits(
         attribution.profile({family: here[family] for family in compared}),
@@ -157,13 +158,41 @@ def carry_out(audit: Audit, parts: Parts) -> Result:
     if not any("out" in finding.tensors for finding in wiring):
         wiring += read  # Of what is recognised they are consequences.
     found = verdict.judge(cells, fit, costs, wiring, attribution.suspect(fits))
+    if "again" in audit.looks:
+        found = _again(audit, parts, cells, found)
     more_found = [x for of_look in looks.values() for x in _findings(of_look)]
-    findings = in_order(verdict.together(found, more_found))
+    findings = in_order(verdict.together(found, more_found, cells))
     return Result(cells, fits, costs, looks, findings)
 
 
-def _looked(audit: Audit, parts: Parts) -> dict[str, list[Row]]:
-    """What a target is looked at for by itself, on the first group's shape and mask."""
+def _again(
+    audit: Audit, parts: Parts, cells: list[Judged], found: list[Finding]
+) -> list[Finding]:
+    """What is worse than its algorithm allows, with what more runs show of it."""
+    problems = {str(cell.problem): cell.problem for cell in cells}
+    worse = [f for f in found if f.kind == "worse than its algorithm allows"]
+    by_problem: dict[str, list[str]] = {}
+    for finding in worse:
+        by_problem.setdefault(finding.where[0], []).extend(finding.tensors)
+    said, new = {}, []
+    for place in list(by_problem)[:_PRICED]:
+        target, problem = audit.target, problems[place]
+        make = functools.partial(more.again, target, problem, by_problem[place])
+        rows = parts.here(f"{place}, again", more.guarded(make))
+        new += _findings(rows)
+        said |= {row["tensor"]: row["rows"] for row in rows if row.get("rows")}
+    with_rows = [
+        dataclasses.replace(f, says=f"{f.says}; {said[f.tensors[0]]}")
+        if f in worse and f.tensors[0] in said
+        else f
+        for f in found
+    ]
+    return with_rows + new
+
+
+def _look(audit: Audit, parts: Parts) -> Callable[[], dict[str, list[Row]]]:
+    """Begins what a target is looked at for by itself, on the first group's shape and
+    mask; returns what waits for it."""
     target, group = audit.target, audit.groups[0]
     problem = Problem(group.shape, audit.dtype, "normal", group.mask)
     gradients = audit.gradients
@@ -174,8 +203,9 @@ def _looked(audit: Audit, parts: Parts) -> dict[str, list[Row]]:
         "invariances": lambda: more.vary(target, problem),
         "merging": lambda: more.merge(target, problem),
     }
-    wanted = audit.looks if gradients else [x for x in audit.looks if x in FORWARD]
-    return {name: parts.here(name, more.guarded(looks[name])) for name in wanted}
+    wanted = [x for x in looks if x in audit.looks and (gradients or x in FORWARD)]
+    begun = {name: parts.at_once(name, more.guarded(looks[name])) for name in wanted}
+    return lambda: {name: rows() for name, rows in begun.items()}
 
 
 def _findings(rows: list[Row]) -> list[Finding]:

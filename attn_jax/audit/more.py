@@ -5,15 +5,18 @@
     invariance  what should change no bit (`invariance`)
     merging     keys in parts, put together by LSE (`merge`)
     x64         the other mode of `jax_enable_x64`
+    again       a problem on which it is wrong
 
 Each gives rows of plain data; what the target raises is a row with "failed" in it.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
 
 from attn_jax.audit import probes
 from attn_jax.audit.exact import exact
@@ -21,7 +24,7 @@ from attn_jax.audit.finding import Finding
 from attn_jax.audit.invariance import invariances, same_bits
 from attn_jax.audit.measure import Runner, measured
 from attn_jax.audit.merge import merge_audit
-from attn_jax.audit.problem import TENSORS, Problem
+from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem
 from attn_jax.audit.target import Attend, NotTakenError, Target, in_one_line
 from attn_jax.audit.wiring import of_probabilities, probabilities
 from attn_jax.mask import Mask
@@ -32,6 +35,8 @@ _READ = 512
 _PARTS = (2, 8, 64)
 # A result that is this many times as far from exact in the other mode is no rounding.
 _MARKEDLY = 1.5
+# Runs of what is wrong, and how many times the median error is far off.
+_RUNS, _FAR = 5, 8
 
 
 def read(target: Target, problem: Problem) -> Iterator[Row]:
@@ -102,13 +107,13 @@ def other_mode(target: Target, problem: Problem, *, gradients: bool) -> Iterator
     """Findings of the other x64 mode."""
     here = bool(jax.config.read("jax_enable_x64"))
 
-    def run():
-        runner = Runner(_attend(target, problem), gradients=gradients)
-        return runner(problem)
+    def runner() -> Runner:
+        return Runner(_attend(target, problem), gradients=gradients)
 
-    before = run()
+    this = runner()
+    before, again = this(problem), this(problem)
     with jax.enable_x64(not here):
-        after = run()
+        after = runner()(problem)
     mode = f"with jax_enable_x64 {'off' if here else 'on'}"
     if before.status != "measured":
         return
@@ -126,6 +131,8 @@ def other_mode(target: Target, problem: Problem, *, gradients: bool) -> Iterator
             # The reference has an FP64 LSE there, for all to see.
             and before.results[tensor].dtype == after.results[tensor].dtype
             and not same_bits(before.results[tensor], after.results[tensor])
+            # Of what differs from run to run that says nothing.
+            and same_bits(before.results[tensor], again.results[tensor])
         ]
         if differ:
             says = (
@@ -146,6 +153,46 @@ def other_mode(target: Target, problem: Problem, *, gradients: bool) -> Iterator
                 places = (str(problem),)
                 findings.append(Finding(kind, "x64 mode", says, (tensor,), places))
     yield {"findings": _rows(findings)}
+
+
+def again(target: Target, problem: Problem, tensors: Sequence[str]) -> Iterator[Row]:
+    """A problem on which results are wrong, run again: whether they are so each time,
+    and in which rows. One row for each result."""
+    runner = Runner(_attend(target, problem))
+    first, *others = (runner(problem).results for _ in range(_RUNS))
+    for tensor in tensors:
+        if any(tensor not in results for results in (first, *others)):
+            continue
+        x = np.asarray(first[tensor], np.float64)
+        differ = sum(not same_bits(first[tensor], y[tensor]) for y in others)
+        findings = []
+        if differ:
+            says = (
+                f"{SYMBOLS[tensor]} differs from the first of {_RUNS} runs in "
+                f"{differ} of the others on {problem}, where it is wrong: it reads "
+                "what is not there yet, or sums up in no fixed order"
+            )
+            kind, places = "not reproducible", (str(problem),)
+            findings.append(Finding(kind, "re-run", says, (tensor,), places))
+        exact_one = getattr(problem.exact(), tensor)
+        yield {
+            "tensor": tensor,
+            "rows": _concentrated(np.linalg.norm(x - exact_one, axis=-1)),
+            "findings": _rows(findings),
+        }
+
+
+def _concentrated(errors: Float[np.ndarray, "B L N"]) -> str:
+    """Which positions and heads hold the error, where that is a part of them."""
+    far = errors > _FAR * np.median(errors)
+    if not far.any() or far.mean() > 0.5:
+        return ""
+    _, positions, heads = np.nonzero(far)
+    named = ", ".join(map(str, np.unique(heads)))
+    return (
+        f"{100 * far.mean():.2g} % of its rows are far off, positions "
+        f"{positions.min()} to {positions.max()} of heads {named}"
+    )
 
 
 def guarded(make: Callable[[], Iterator[Row]]) -> Iterator[Row]:

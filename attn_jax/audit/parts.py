@@ -1,15 +1,19 @@
 """Parts of an audit: rows that are measured once, kept, and counted as they come.
 
-Parts of the target run where they are asked for, one after the other, in the modes that
-the caller set (they are a thread's own). Parts of recipes run beside them, in threads.
+Parts of the target run in the modes that the caller set: in the caller's thread, one
+after the other, if it has modes of its own or all of a CPU's threads, else in others
+where that is asked for. Parts of recipes run beside them.
 """
 
 import concurrent.futures
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
+
+import jax
 
 from attn_jax.store import Row, Store
 
@@ -75,7 +79,27 @@ class Parts(contextlib.AbstractContextManager):
         """The same, in a thread of its own, when there is one."""
         return self._pool.submit(self.here, name, make)
 
+    def at_once(self, name: str, make: Iterable[Row]) -> Callable[[], list[Row]]:
+        """Begins a part of the target; returns what waits for its rows."""
+        if self._alike:
+            return self.beside(name, make).result
+        rows = self.here(name, make)
+        return lambda: rows
+
+    @functools.cached_property
+    def _alike(self) -> bool:
+        """Whether a target may run in any thread. XLA's CPU programs share their
+        threads, and one that calls back into Python may wait for them for ever."""
+        if jax.default_backend() == "cpu":
+            return False
+        return self._pool.submit(_modes).result() == _modes()
+
     def _kept(self, cell: Row) -> list[Row] | None:
         if self._store is None or cell not in self._store:
             return None
         return self._store.rows([cell])
+
+
+def _modes() -> dict[str, object]:
+    """What this thread is to compute like: contexts such as `jax.enable_x64`."""
+    return {name: getattr(jax.config, name, None) for name in jax.config.values}

@@ -27,6 +27,9 @@ FORMATS: dict[str, NumberFormat] = {
 Results = Mapping[str, np.ndarray]
 GRADIENTS = "dquery", "dkey", "dvalue"
 TENSORS = ("out", "lse", *GRADIENTS)
+SYMBOLS: Mapping[str, str] = dict(
+    zip(TENSORS, ("out", "LSE", "dQ", "dK", "dV"), strict=True)
+)
 
 
 def _lengths(shape: Shape) -> Mask:

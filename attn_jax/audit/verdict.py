@@ -22,13 +22,12 @@ from typing import NamedTuple
 from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.finding import Finding
 from attn_jax.audit.measure import Measured, Outcome
-from attn_jax.audit.problem import TENSORS, Problem
+from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem
 
 # What plain flash attention has on the problems that it is good at is 1.5.
 POOR_UNITS = 1.7
 # Ordinary algorithms: what nobody is blamed for.
 PLAIN = ("flash2", "jax_nn", "eager_bf16")
-_NAMES = {"dquery": "dQ", "dkey": "dK", "dvalue": "dV", "lse": "LSE", "out": "out"}
 
 
 class Judged(NamedTuple):
@@ -51,10 +50,6 @@ def allowance(predicted: float) -> float:
     return 1.5 if predicted < 4 else 4.0
 
 
-def said(tensor: str) -> str:
-    return _NAMES[tensor]
-
-
 def judge(
     cells: Sequence[Judged],
     fit: Fit | None,
@@ -64,16 +59,18 @@ def judge(
 ) -> list[Finding]:
     """Findings of the measurements. `costs`: what steps of the recipe that fits cost
     on some problems; `wiring`: what was recognised; `suspect`: a step that the target
-    may do wrong (`attribution.suspect`). A result that is wired wrongly
-    somewhere, and all of them if out is, is not judged any further: what else is wrong
-    with it is most likely the same."""
+    may do wrong (`attribution.suspect`). Under a mask where a result is wired wrongly,
+    and under all if it is so without one, it is not judged any further, and no result
+    if out is: what else is wrong with it is most likely the same."""
     found = [*_refusals(cells), *_merged(wiring)]
-    wrong = {tensor for finding in wiring for tensor in finding.tensors}
-    for tensor in () if "out" in wrong else TENSORS:
-        found += _not_finite(cells, tensor)
-        if tensor == "lse" or tensor in wrong:
+    for tensor in TENSORS:
+        spoilt = _masks_of(wiring, {"out", tensor}, cells)
+        out_spoilt = _masks_of(wiring, {"out"}, cells)
+        found += _not_finite([c for c in cells if not _is_of(c, out_spoilt)], tensor)
+        if tensor == "lse":
             continue
-        here = [cell for cell in cells if tensor in cell.found]
+        right = [cell for cell in cells if not _is_of(cell, spoilt)]
+        here = [cell for cell in right if tensor in cell.found]
         poor = [cell for cell in here if cell.found[tensor].errors.units > POOR_UNITS]
         bad = [cell for cell in poor if _is_worse(cell, tensor)]
         if bad:
@@ -83,10 +80,14 @@ def judge(
     return found
 
 
-def together(found: Sequence[Finding], others: Sequence[Finding]) -> list[Finding]:
-    """Findings of the measurements, and those of `others` that they do not explain: a
-    wrongly wired out explains all, a poor result what probes find poor in it."""
-    wired = any(f.kind == "wrong wiring" and "out" in f.tensors for f in found)
+def together(
+    found: Sequence[Finding], others: Sequence[Finding], cells: Sequence[Judged]
+) -> list[Finding]:
+    """Findings of the measurements, and those of `others`, under the first problem's
+    mask, that they do not explain: a wrongly wired out explains all, a poor result what
+    probes find poor in it."""
+    wiring = [f for f in found if f.kind == "wrong wiring"]
+    wired = _is_of(cells[0], _masks_of(wiring, {"out"}, cells))
     known = {(f.kind, tensor) for f in found for tensor in f.tensors}
     new = [
         finding
@@ -95,6 +96,19 @@ def together(found: Sequence[Finding], others: Sequence[Finding]) -> list[Findin
         and not {(finding.kind, tensor) for tensor in finding.tensors} & known
     ]
     return [*found, *new]
+
+
+def _masks_of(
+    wiring: Sequence[Finding], tensors: set[str], cells: Sequence[Judged]
+) -> set[str]:
+    """Names of the masks under which one of these results is wired wrongly."""
+    places = {place for f in wiring if tensors & set(f.tensors) for place in f.where}
+    return {c.problem.mask for c in cells if str(c.problem) in places}
+
+
+def _is_of(cell: Judged, masks: set[str]) -> bool:
+    """Without a mask all is seen: what is wrong there is so under every one."""
+    return cell.problem.mask in masks or "full" in masks
 
 
 def _is_worse(cell: Judged, tensor: str) -> bool:
@@ -125,14 +139,14 @@ def _worse(bad, here, tensor: str, fit: Fit | None, suspect: str) -> Finding:
     return Finding(
         "worse than its algorithm allows",
         suspect,
-        f"{said(tensor)} is {units:.3g} units from exact on {worst.problem}, where "
+        f"{SYMBOLS[tensor]} is {units:.3g} units from exact on {worst.problem}, where "
         f"{whose} {allowed:.3g}; so on {len(bad)} of {len(here)} problems: this is no "
         "rounding of a known algorithm"
         + (
             f"; the nearest to it is that of {fit.candidate}" if suspect and fit else ""
         ),
         (tensor,),
-        tuple(str(cell.problem) for cell in bad),
+        tuple(str(cell.problem) for cell in sorted(bad, key=lambda c: c is not worst)),
         _evidence(worst, tensor),
     )
 
@@ -163,7 +177,7 @@ def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
     return Finding(
         "as accurate as its algorithm allows, which is poor here",
         cause,
-        f"{said(tensor)} is {units:.3g} units from exact on {worst.problem}, "
+        f"{SYMBOLS[tensor]} is {units:.3g} units from exact on {worst.problem}, "
         f"{algorithm}{because}; above {POOR_UNITS} on {len(poor)} of {len(here)} "
         "problems",
         (tensor,),
@@ -182,9 +196,9 @@ def _not_finite(cells: Sequence[Judged], tensor: str) -> list[Finding]:
     finding = Finding(
         "not finite",
         "rows that see no key" if unseen else "",
-        f"{said(tensor)} is not finite where the exact one is, or finite where it is "
-        f"infinite, in {first.found[tensor].not_finite} values on {first.problem}, and "
-        f"on {len(bad)} of {len(cells)} problems",
+        f"{SYMBOLS[tensor]} is not finite where the exact one is, or finite where it "
+        f"is infinite, in {first.found[tensor].not_finite} values on {first.problem}, "
+        f"and on {len(bad)} of {len(cells)} problems",
         (tensor,),
         tuple(str(cell.problem) for cell in bad),
         {"values": float(first.found[tensor].not_finite)},

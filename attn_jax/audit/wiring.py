@@ -19,7 +19,13 @@ from jaxtyping import Array, Bool, Float
 from attn_jax.audit.error import correctly_rounded, in_units
 from attn_jax.audit.exact import exact
 from attn_jax.audit.finding import Finding, Kind
-from attn_jax.audit.problem import GRADIENTS, TENSORS, Problem, Results
+from attn_jax.audit.problem import (
+    GRADIENTS,
+    SYMBOLS,
+    TENSORS,
+    Problem,
+    Results,
+)
 from attn_jax.audit.variant import (
     Registry,
     Setting,
@@ -46,7 +52,6 @@ _MARKEDLY = 4
 # arrays of that many.
 _MOST_LOGITS = 2**24
 
-_NAMES: Mapping[str, str] = dict(zip(TENSORS, ("out", "LSE", "dQ", "dK", "dV")))
 _BACKWARD = " in the backward pass"
 _ROUNDED = {"LSE rounded to BF16": BF16, "LSE rounded to FP16": FP16}
 
@@ -214,11 +219,11 @@ def _finding(match: _Match, far: Mapping[str, _Far], problem: Problem) -> Findin
     matches, right = match.errors[name], far[name].relative
     detail = f" ({match.wrong.detail})" if match.wrong.detail else ""
     where = _BACKWARD if match.cause.endswith(_BACKWARD) else ""
-    names = [_NAMES[name] for name in TENSORS if name in match.errors]
+    names = [SYMBOLS[name] for name in TENSORS if name in match.errors]
     return Finding(
         "wrong wiring",
         match.cause,
-        f"{', '.join(names)}: {match.variant.does}{where}{detail}; {_NAMES[name]} is "
+        f"{', '.join(names)}: {match.variant.does}{where}{detail}; {SYMBOLS[name]} is "
         f"{matches:.1e} of its size off that and {right:.1e} off the right result: "
         f"{match.variant.do}",
         tuple(name for name in TENSORS if name in match.errors),

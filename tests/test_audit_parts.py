@@ -1,0 +1,129 @@
+"""Parts of an audit: where they run, what is kept, and what more runs show."""
+
+import dataclasses
+import itertools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attn_jax import emulator
+from attn_jax.audit import more
+from attn_jax.audit.inputs import Shape
+from attn_jax.audit.parts import Parts
+from attn_jax.audit.problem import Problem
+from attn_jax.audit.target import Adapter, Target
+from attn_jax.recipe import FLASH2
+from attn_jax.store import Store
+
+PROBLEM = Problem(Shape(2, 64, 64, 4, 2, 16))
+
+
+def where(name="part"):
+    """A part whose row says in which thread it is made."""
+    yield {"name": name, "thread": threading.get_ident()}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("own_mode", [False, True])
+def test_a_target_leaves_the_callers_thread_only_where_all_are_alike(
+    backend, own_mode, monkeypatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    with jax.default_matmul_precision("highest" if own_mode else None), Parts() as made:
+        (row,) = made.at_once("part", where())()
+    leaves = backend == "gpu" and not own_mode
+    assert (row["thread"] != threading.get_ident()) == leaves
+
+
+def test_what_is_kept_is_not_made_again(tmp_path):
+    told = []
+
+    def run(make):
+        store = Store(tmp_path / "parts.jsonl", {}, fresh=False)
+        with Parts(store, lambda progress: told.append(progress.part)) as parts:
+            parts.expect(3)
+            beside = [parts.beside(f"beside {i}", make(str(i))) for i in range(2)]
+            rows = [parts.here("here", make("here")), *(x.result() for x in beside)]
+        store.close()
+        return [row["name"] for (row,) in rows]
+
+    def fails(name):
+        raise AssertionError(name)
+        yield
+
+    assert run(where) == run(fails) == ["here", "0", "1"]
+    assert sorted(told) == ["beside 0", "beside 1", "here"]
+
+
+def test_a_part_that_fails_beside_fails_where_it_is_read():
+    def fails():
+        raise ValueError("no rows")
+        yield
+
+    with Parts() as parts:
+        part = parts.beside("part", fails())
+        with pytest.raises(ValueError, match="no rows"):
+            part.result()
+
+
+def _flash2(query, key, value, *, scale, mask=None):
+    return emulator.attention(query, key, value, recipe=FLASH2, scale=scale)[0]
+
+
+def _racing(runs):
+    """dK, of one head, that is twice as large in some rows in every other run."""
+
+    def factor() -> np.ndarray:
+        rows = np.ones((64, 1), np.float32)
+        if next(runs) % 2:
+            rows[40:44] = 2
+        return rows
+
+    @jax.custom_vjp
+    def attend(query, key, value):
+        return _flash2(query, key, value, scale=0.25)
+
+    def backward(inputs, dout):
+        dquery, dkey, dvalue = jax.vjp(lambda *x: _flash2(*x, scale=0.25), *inputs)[1](
+            dout
+        )
+        wrong = jax.pure_callback(factor, jax.ShapeDtypeStruct((64, 1), jnp.float32))
+        dkey = dkey.at[:, :, 1].multiply(wrong.astype(dkey.dtype))
+        return dquery, dkey, dvalue
+
+    attend.defvjp(lambda *inputs: (attend(*inputs), inputs), backward)
+    return Target("racing", attend, Adapter(scale="none"))
+
+
+def test_more_runs_tell_a_race_and_its_rows():
+    tensors = ("out", "dquery", "dkey")
+    rows = {
+        row["tensor"]: row
+        for row in more.again(_racing(itertools.count(1)), PROBLEM, tensors)
+    }
+    assert rows.keys() == set(tensors)
+    assert not any(rows[t]["findings"] or rows[t]["rows"] for t in ("out", "dquery"))
+    (finding,) = rows["dkey"]["findings"]
+    assert (finding["kind"], finding["cause"]) == ("not reproducible", "re-run")
+    assert "in 2 of the others" in finding["says"]
+    assert "positions 40 to 43 of heads 1" in rows["dkey"]["rows"]
+
+
+def test_what_differs_from_run_to_run_is_not_blamed_on_the_mode():
+    findings = itertools.chain.from_iterable(
+        row["findings"]
+        for row in more.other_mode(_racing(itertools.count()), PROBLEM, gradients=True)
+    )
+    assert not list(findings)
+    follows = dataclasses.replace(
+        _racing(itertools.count()),
+        function=lambda q, k, v: (
+            _flash2(q, k, v, scale=0.25)
+            * (1 + jnp.asarray(0.02).astype(q.dtype) * (jnp.asarray(1.0).itemsize == 8))
+        ),
+    )
+    (row,) = more.other_mode(follows, PROBLEM, gradients=False)
+    assert {f["cause"] for f in row["findings"]} == {"x64 mode"}
