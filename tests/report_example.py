@@ -173,13 +173,17 @@ def example(**changes) -> Report:
                 "name": "the same call again",
                 "tensor": "dquery",
                 "bit_equal": False,
-                "largest_difference": 0.0039,
+                "largest_difference": 4.0,
+                "measured": 0.7,
+                "bound": 0.0,
             },
             {
                 "name": "the same call again",
                 "tensor": "out",
                 "bit_equal": True,
                 "largest_difference": 0.0,
+                "measured": 0.0,
+                "bound": 0.0,
             },
         ],
         "merges": [
@@ -192,6 +196,8 @@ def example(**changes) -> Report:
             for tensor, slope, predicted in (("out", 1.17, 1.25), ("lse", 1.0, None))
             for parts in (2, 4, 8, 16)
         ],
+        "growth": {"out": 0.5, "lse": 0.5},
+        "merging": "16-bit partial results",
     }
     return Report(**(fields | changes))
 

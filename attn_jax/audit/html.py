@@ -48,7 +48,7 @@ def page(report: Report) -> str:
         "Problems": _problems(report),
         "Environment and settings": _circumstances(report),
     }
-    fine = report.exit_code == 0 and report.complete
+    fine = report.exit_code == 0
     return "\n".join(
         (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
@@ -275,9 +275,13 @@ def _probes(report: Report) -> str:
 
 def _invariances(report: Report) -> str:
     return _table(
-        ("change of the call", "tensor", "equal to the bit", "largest difference"),
+        (
+            *("change of the call", "tensor", "equal to the bit"),
+            *("largest difference, ulp", "RMS over rounding's", "at most"),
+        ),
         (
             [row["name"], row["tensor"], row["bit_equal"], row["largest_difference"]]
+            + [row["measured"], row["bound"]]
             for row in sorted(report.invariances, key=lambda row: row["bit_equal"])
         ),
     )
@@ -301,7 +305,8 @@ def _merges(report: Report) -> str:
         if predicted:
             series.append(Series(tensor, number, predicted, dashed=True))
     return (
-        "<p>Keys in parts, put together by their LSE. Dotted: predicted.</p>"
+        "<p>Keys in parts, put together by their LSE. Dotted: predicted. "
+        f"{_text(summary.merging(report))}</p>"
         + _legend(tensors)
         + _plots([svg.lines("Units by number of parts", "parts", series)])
     )

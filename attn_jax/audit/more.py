@@ -77,6 +77,8 @@ def vary(target: Target, problem: Problem) -> Iterator[Row]:
             "tensor": record.tensor,
             "bit_equal": record.bit_equal,
             "largest_difference": record.ulps,
+            "measured": record.measured,
+            "bound": record.bound,
             "findings": _rows([record.finding]),
         }
 
@@ -100,7 +102,11 @@ def merge(target: Target, problem: Problem) -> Iterator[Row]:
             }
     # What an out in the inputs' format costs those who merge is a figure, no fault.
     faults = [x for x in found.findings if x.cause != "16-bit partial results"]
-    yield {"verdict": found.verdict, "findings": _rows(faults)}
+    yield {
+        "merging": found.verdict,
+        "growth": dict(found.growth),
+        "findings": _rows(faults),
+    }
 
 
 def other_mode(target: Target, problem: Problem, *, gradients: bool) -> Iterator[Row]:

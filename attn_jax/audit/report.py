@@ -57,14 +57,18 @@ result rounded once, so 1 is the best a result in its format can do. Names of re
                     nothing, and tensor:
       name, tensor                  str
       bit_equal                     bool
-      largest_difference            float, absolute, in the scale of the result
+      largest_difference            float, units of the last place of the larger of two
+      measured                      float, RMS difference in units of what rounding
+                                    allows two runs (of LSE the largest)
+      bound                         float, the most that noise may be, in the same
     merges          [object], one for each number of parts and tensor; keys split into
                     parts, results put together by their LSE:
       parts                         int
       tensor                        str
       units                         float, RMS error in units
       predicted                     float or null, the same of the emulated merge
-    complete        bool, everything that was asked for was tried
+    growth          object of floats by tensor: g of units ~ parts^g, fitted to merges
+    merging         str, what merging shows of the formats of out and LSE, in words
 
 JSON has no number that is not finite: in any place "nan", "inf" and "-inf" stand for
 these floats. A string that reads so itself has an apostrophe put in front ("'nan"), and
@@ -136,6 +140,8 @@ class Invariance(TypedDict):
     tensor: str
     bit_equal: bool
     largest_difference: float
+    measured: float
+    bound: float
 
 
 class Merge(TypedDict):
@@ -192,7 +198,8 @@ class Report:
     probes: list[Probe] = dataclasses.field(default_factory=list)
     invariances: list[Invariance] = dataclasses.field(default_factory=list)
     merges: list[Merge] = dataclasses.field(default_factory=list)
-    complete: bool = True
+    growth: dict[str, float] = dataclasses.field(default_factory=dict)
+    merging: str = ""
 
     def __post_init__(self):
         _make_plain(self)

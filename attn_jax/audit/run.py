@@ -147,6 +147,7 @@ def _report(audit: Audit, result: Result, canaries: Sequence[str], began) -> Rep
     versions = environment.pop("versions")
     fit = result.fits[0] if result.fits else None
     settings = audit.settings()
+    merging = result.looks.get("merging", [])
     return Report(
         target=audit.target.name,
         environment=environment
@@ -164,7 +165,9 @@ def _report(audit: Audit, result: Result, canaries: Sequence[str], began) -> Rep
         fits=bool(fit and fit.fits),
         probes=_rows(result.looks.get("probes", ()), Probe),
         invariances=_rows(result.looks.get("invariances", ()), Invariance),
-        merges=_rows(result.looks.get("merging", ()), Merge),
+        merges=_rows(merging, Merge),
+        growth=next((row["growth"] for row in merging if "growth" in row), {}),
+        merging=next((row["merging"] for row in merging if "merging" in row), ""),
     )
 
 

@@ -120,9 +120,17 @@ def verdict(report: Report) -> str:
     says: str = report.verdict
     if report.verdict == "not taken":
         says = "nothing was measured"
-    if not report.complete:
-        says += " (unfinished)"
     return f"{printable(report.target)}: {says}"
+
+
+def merging(report: Report) -> str:
+    """What merging parts shows, and how errors grow with their number W."""
+    grows = ", ".join(
+        f"{printable(tensor)} W^{figure(exponent)}"
+        for tensor, exponent in report.growth.items()
+    )
+    says = printable(report.merging)
+    return f"{says} (error ~ {grows})." if grows else says
 
 
 def probed(probe: Probe) -> str:

@@ -75,7 +75,7 @@ def _wrapped(text: str, width: int, style: str = "") -> Iterator[list[_Piece]]:
 
 
 def _head(report: Report) -> Iterator[_Piece]:
-    fine = report.exit_code == 0 and report.complete
+    fine = report.exit_code == 0
     yield _Piece(summary.verdict(report), "bold green" if fine else "bold red")
     for finding in report.findings:
         what = f"{finding.kind}: {finding.cause}" if finding.cause else finding.kind
@@ -163,7 +163,9 @@ def _invariances(report: Report) -> Iterator[str]:
         if not row["bit_equal"]:
             yield (
                 f"- not equal: {row['name']}, {row['tensor']} by at most "
-                f"{figure(row['largest_difference'])}"
+                f"{figure(row['largest_difference'])} ulp, "
+                f"{figure(row['measured'])} of what rounding allows (at most "
+                f"{figure(row['bound'])})"
             )
 
 
@@ -175,6 +177,8 @@ def _merges(report: Report) -> Iterator[str]:
         for tensor in summary.tensors(row["tensor"] for row in report.merges)
     ]
     yield f"Merge, units by number of parts: {'; '.join(said)}"
+    if says := summary.merging(report):
+        yield f"Merge: {says}"
 
 
 def _merge_of(tensor: str, rows: Iterable[Merge]) -> str:
