@@ -313,7 +313,7 @@ def test_the_terminal_says_all_that_matters():
     assert "dlogits 83%" in flat and "no recipe explains" in flat
     assert "failed: rows that see nothing, nan, at most 0" in flat
     assert "exp2 of a logit" not in flat
-    assert "the same call again, dquery by at most 4.00 ulp, 0.700 of what" in flat
+    assert "the same call again, dquery by at most 4.00 ulp, 0.70 of what" in flat
     assert "out 2: 1.65, 4: 2.34, 8: 3.31, 16: 4.68 (predicted 1.25," in flat
 
 
