@@ -9,8 +9,9 @@ import numpy as np
 from attn_jax.audit.finding import Finding
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import by_keys, by_lse, by_rows
-from attn_jax.audit.noise import Attend, Noise, rounding_noise, run
+from attn_jax.audit.noise import Noise, rounding_noise, run
 from attn_jax.audit.problem import TENSORS, Problem
+from attn_jax.audit.target import Attend
 from attn_jax.formats import BF16, FP16, FP32, FP64
 from attn_jax.mask import Mask
 

@@ -19,8 +19,8 @@ from attn_jax.audit.error import correctly_rounded, unit_error
 from attn_jax.audit.finding import Finding
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import POOR, WORSE
-from attn_jax.audit.noise import Attend
 from attn_jax.audit.problem import TENSORS, Problem
+from attn_jax.audit.target import Attend
 from attn_jax.formats import BF16, FP16, FP32, NumberFormat
 from attn_jax.mask import Mask
 from attn_jax.reference import golden

@@ -7,19 +7,17 @@ normal numbers.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from attn_jax.audit.inputs import Inputs
+from attn_jax.audit.target import Attend
 from attn_jax.formats import FP32, NumberFormat
 from attn_jax.mask import Mask
 
-# attend(query, key, value) -> (out, LSE or None), traceable, closed over the mask.
-Attend = Callable[[Any, Any, Any], tuple[Any, Any]]
 # Rows that stand for all: at most so many, and numbers of a row by a head's keys.
 ROWS, _NUMBERS = 64, 2**21
 

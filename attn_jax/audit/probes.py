@@ -24,7 +24,6 @@ from attn_jax.audit.judge import (
     root_mean_square_bound,
 )
 from attn_jax.audit.noise import (
-    Attend,
     Noise,
     logit_extent,
     rms_of_rounding,
@@ -33,6 +32,7 @@ from attn_jax.audit.noise import (
     run_forward,
 )
 from attn_jax.audit.problem import DTYPES, Problem
+from attn_jax.audit.target import Attend
 from attn_jax.audit.visible import counted, key_classes
 from attn_jax.formats import BF16, FP32, TF32, NumberFormat
 
