@@ -124,6 +124,11 @@ class Recipe:
     g = scale / dlogits_scale, or 1 / dlogits_scale for gradient_scale_at 'logits':
         dQ = gradient((dQ - (sum of dS over the row - its exact value) centre) g)
         dK = gradient(dK g)         dV = gradient(dV)
+    With a group_gradient each query head n of the group sums a dK_n and dV_n of its own
+    tile by tile, by the lines of dK and dV with dot over its queries alone, and
+        dK = gradient(sum over n of group_gradient(dK_n g))
+        dV = gradient(sum over n of group_gradient(dV_n))
+    with the sums over n in order, in the carrier.
     The centre is 0 for dq_centre 'none'; for 'mean' the mean of the keys that any query
     of the same block of `backward_block_q` sees (under a dense mask or segment ids of
     those that the row itself sees: `emulator.attention`); or, for 'row', the row's own
@@ -191,8 +196,9 @@ class Recipe:
     Backward, with the merged LSE and delta from the merged O, each hop sums dQ, dK and
     dV over its tiles as above from 0, and for each of them
         total = ring_gradient_accumulator(total + ring_gradient_partial(hop's sum g))
-    (g = 1 for dV); the centre is subtracted, or (z c) g added, and `gradient` rounds,
-    at the end.
+    (g = 1 for dV); with a group_gradient a hop's sum g of dK, or of dV, is the sum over
+    n of what that step rounds. The centre is subtracted, or (z c) g added, and
+    `gradient` rounds, at the end.
     ring_size 1 is the plain algorithm and uses no ring field.
 
     STOCHASTIC steps need a key: each place above where a field's name stands draws bits
@@ -212,6 +218,9 @@ class Recipe:
                           block that has nothing else keeps r = -inf
       dq_dlogits          None: dQ, too, has dS as `dlogits` rounds it
       dlogits_scale       a power of two
+      group_gradient      None: dK and dV of a key head are one sum over all query heads
+                          of its group. Backward passes that have a key head for each
+                          query head, and add them up afterwards, round each
     """
 
     name: str
@@ -261,6 +270,7 @@ class Recipe:
     dq_accumulator: Step = _FP32
     dk_accumulator: Step = _FP32
     dv_accumulator: Step = _FP32
+    group_gradient: Step | None = None
     gradient: Step = _BF16
     ring_size: int = 1
     ring_merge: Literal["lse", "sigmoid", "two_pass", "carry"] = "lse"

@@ -28,12 +28,14 @@ class Result(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Running sums: dQ and the row sums of its dS for each query head, dK and dV."""
+    """Running sums: dQ and the row sums of its dS for each query head, dK and dV.
+
+    The last two are lists of one, or of each query head's with a group_gradient."""
 
     query: list[Interval]
     excess: list[Interval]
-    key: Interval
-    value: Interval
+    key: list[Interval]
+    value: list[Interval]
 
 
 def attention(
@@ -147,7 +149,7 @@ class _Oracle(ForwardOracle):
                 centre = self.centre(k, visible[n], rows[n])
                 total = a.sub(total, a.mul(excess, centre))
             dq.append(self.stored(total, r.gradient))
-        dk, dv = (self.stored(x, r.gradient) for x in (sums.key, sums.value))
+        dk, dv = (self.stored(x, r.gradient) for (x,) in (sums.key, sums.value))
         out = [self.stored(row.output, r.output) for row in rows]
         return out, lse, dq, [dk], [dv]
 
@@ -238,9 +240,21 @@ class _Oracle(ForwardOracle):
                     dq[n] = self.put(dq[n], i, a.round(term, partial), step)
                     term = _scaled(part.excess[n], 1 / r_head)
                     excess[n] = self.put(excess[n], i, term, carrier)
-                dk = self.put(dk, j, a.round(self.times(part.key, g), partial), step)
-                dv = self.put(dv, j, a.round(part.value, partial), step)
-        return _Gradients(dq, excess, dk, dv)
+                for_key = self.of_group([self.times(x, g) for x in part.key])
+                dk = self.put(dk, j, a.round(for_key, partial), step)
+                for_value = self.of_group(part.value)
+                dv = self.put(dv, j, a.round(for_value, partial), step)
+        return _Gradients(dq, excess, [dk], [dv])
+
+    def of_group(self, sums: list[Interval]) -> Interval:
+        """dK g, or dV, of a key head."""
+        if self.r.group_gradient is None:
+            (only,) = sums
+            return only
+        total = self.a.point(0)
+        for x in sums:
+            total = self.a.add(total, self.a.round(x, self.r.group_gradient))
+        return total
 
     def tiles(
         self, queries, k, moved, v, dout, offset, visible, lse, r_head
@@ -252,7 +266,9 @@ class _Oracle(ForwardOracle):
         group = range(len(queries))
         dq = [a.point(np.zeros((T, H))) for _ in group]
         excess = [a.point(np.zeros((T, 1))) for _ in group]
-        dk, dv = (a.point(np.zeros((S, H))) for _ in range(2))
+        # Query heads that share one dK and dV.
+        sets = [[n] for n in group] if r.group_gradient else [list(group)]
+        dk, dv = ([a.point(np.zeros((S, H))) for _ in sets] for _ in range(2))
         for jb in blocks(r.backward_block_kv, S):
             kb, kb_moved, vb = k.at(jb), moved.at(jb), v.at(jb)
             for ib in blocks(r.backward_block_q, T):
@@ -271,12 +287,17 @@ class _Oracle(ForwardOracle):
                     dq[n] = self.put(dq[n], ib, product, r.dq_accumulator)
                     row_sum = a.sum(dq_ds, Step(a.carrier), None)
                     excess[n] = self.put(excess[n], ib, row_sum, Step(a.carrier))
-                q, do = (concatenate([x.at(ib) for x in xs]) for xs in (queries, dout))
-                product = self.dot(concatenate(ds).T, q, r.dlogits)
-                dk = self.put(dk, jb, product, r.dk_accumulator)
-                operand = a.round(concatenate(p), r.backward_probability)
-                product = self.dot(operand.T, do, r.backward_probability)
-                dv = self.put(dv, jb, product, r.dv_accumulator)
+                for i, heads in enumerate(sets):
+                    q = concatenate([queries[n].at(ib) for n in heads])
+                    do = concatenate([dout[n].at(ib) for n in heads])
+                    product = self.dot(
+                        concatenate([ds[n] for n in heads]).T, q, r.dlogits
+                    )
+                    dk[i] = self.put(dk[i], jb, product, r.dk_accumulator)
+                    operand = concatenate([p[n] for n in heads])
+                    operand = a.round(operand, r.backward_probability)
+                    product = self.dot(operand.T, do, r.backward_probability)
+                    dv[i] = self.put(dv[i], jb, product, r.dv_accumulator)
         return _Gradients(dq, excess, dk, dv)
 
     def dlogits(self, p: Interval, inner: Interval) -> Interval:

@@ -16,6 +16,7 @@ from attn_jax.audit.target import resolve
 from attn_jax.formats import BF16, FP16
 from attn_jax.kernels.attention import declared_recipe
 from attn_jax.recipe import ATTN_JAX_HOPPER, FLASH2, RECIPES
+from tests.knobs import Knobs, attention, bfloat16
 
 SHAPE = Shape(2, 192, 192, 4, 2, 64)
 PROBLEMS = tuple(Problem(SHAPE, family=family) for family in FAMILIES)
@@ -40,6 +41,7 @@ def fits(found, names):
 
 SOME = ("flash2", "eager_bf16", "jax_nn", "attn_jax", "attn_jax_hopper", "exact_fp32")
 SOME += ("flash2 (accumulator)", "flash2 (output cut off)", "flash2 (FP32 operands)")
+SOME += ("flash2 (gradients by query head)",)
 
 
 @pytest.mark.parametrize("one", range(len(SOME)))
@@ -78,6 +80,75 @@ def test_xla_on_a_cpu_is_recognised():
     nearest, second = fits(here, (*SOME, "jax_nn (unrounded dS)"))[:2]
     assert nearest.candidate == "jax_nn (unrounded dS)" and nearest.distance < 0.02
     assert not second.fits
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["by query head", "at once"])
+def test_gradients_that_query_heads_round_are_recognised(apart):
+    """A group of 4. In fewer tiles of queries sums that are kept in 16 bits throughout
+    ("dk_accumulator") have as many roundings."""
+    shape = Shape(1, 384, 192, 8, 2, 64)
+    problems = tuple(Problem(shape, family=family) for family in FAMILIES)
+    knobs = Knobs(group=_sum_of_rounded) if apart else Knobs()
+
+    def attend(query, key, value):
+        return attention(knobs, query, key, value, scale=problems[0].scale), None
+
+    runner = Runner(attend)
+    here = attribution.profile(
+        {p.family: measured(p, runner(p).results) for p in problems}
+    )
+    predictions = {}
+    names = ("flash2", "flash2 (gradients by query head)", "flash2 (dk_accumulator)")
+    for name in names:
+        found = attribution.predict(CANDIDATES[name], problems, gradients=True)
+        predictions[name] = attribution.profile(dict(zip(FAMILIES, found, strict=True)))
+    nearest, *others = attribution.fits(here, predictions)
+    assert nearest.candidate == names[apart] and nearest.distance < FITS / 2
+    assert all(fit.distance > 1.2 * FITS for fit in others)
+    suspected = attribution.suspect([nearest, *others])
+    assert suspected == ("gradients by query head" if apart else "")
+
+
+def _sum_of_rounded(x, key_heads: int):
+    """[B, S, N, H] to [B, S, K, H]."""
+    x = bfloat16(x)
+    return x.reshape(*x.shape[:2], key_heads, -1, x.shape[-1]).sum(3)
+
+
+def test_a_group_of_one_has_nothing_to_tell_apart():
+    problems = (Problem(Shape(2, 64, 96, 2, 2, 32)),)
+    plain, apart = (
+        attribution.predict(CANDIDATES[name], problems, gradients=True)
+        for name in ("flash2", "flash2 (gradients by query head)")
+    )
+    # But for a sum in another order that rounds to a neighbour.
+    assert attribution.distance(*map(_of_normal, (plain, apart))) < ALIKE / 10
+
+
+def _of_normal(found):
+    return attribution.profile({"normal": found[0]})
+
+
+def test_a_change_is_priced_by_its_name():
+    recipe = CANDIDATES["flash2 (gradients by query head)"]
+    better = attribution.better(recipe)
+    assert better["gradients by query head"].group_gradient is None
+    assert "group_gradient" not in better
+    assert set(better) - set(attribution.better(FLASH2)) == {"gradients by query head"}
+    found = {
+        name: attribution.predict(one, PROBLEMS[:1], gradients=True)[0]
+        for name, one in better.items()
+    }
+    (of_recipe,) = attribution.predict(recipe, PROBLEMS[:1], gradients=True)
+    costs = attribution.costs(of_recipe, found)
+    for tensor in ("dkey", "dvalue"):
+        # A half of each sum, rounded: as much as rounding the whole.
+        cost = next(
+            c
+            for c in costs
+            if c.step == "gradients by query head" and c.tensor == tensor
+        )
+        assert 0.25 < cost.share < 0.42
 
 
 def test_nothing_fits_what_is_like_no_recipe():

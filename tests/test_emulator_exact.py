@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from attn_jax import reference
-from attn_jax.formats import BF16, FP16, Rounding
+from attn_jax.formats import BF16, FP16, FP32, Rounding
 from attn_jax.mask import Mask
 from attn_jax.recipe import EXACT_FP32, EXACT_FP64, FLASH2, Recipe, Step
 from tests.emulator_runs import SPLIT, B, H, N, S, T, normal, run, small_arguments
@@ -40,6 +40,9 @@ EXACT = {
     ),
     "keys": dataclasses.replace(
         EXACT_FP32, **SPLIT, dq_centre="keys", exponential="exp2", dlogits_scale=2.0
+    ),
+    "by query head": dataclasses.replace(
+        EXACT_FP32, **SPLIT, group_gradient=Step(FP32), gradient_scale_at="logits"
     ),
     "softmax": dataclasses.replace(
         EXACT_FP32,
@@ -158,6 +161,7 @@ def test_each_step_named_in_a_recipe_changes_the_result():
         {"dq_centre": "keys"},
         {"dq_dlogits": e5m2},
         {"dq_dlogits": Step(FP16)},
+        {"group_gradient": e5m2},
         {"probability": Step(BF16, Rounding.TOWARD_ZERO)},
         {"block_kv": whole, "accumulator": Step(BF16)},
         {"backward_block_q": whole, "dk_accumulator": e5m2},

@@ -428,6 +428,7 @@ SHORT = Mask(key_value_lengths=np.array([7], np.int32))
         (dict(delta_source="o_f32"), {}, "delta_source='o_f32'.*'o_hi_lo' or 'o' or"),
         (dict(dq_dlogits=Step(BF16)), {}, "dq_dlogits=Step.bf16.*None or Step.fp16"),
         (dict(dq_dlogits=HALF), {}, None),
+        (dict(group_gradient=Step(BF16)), {}, "group_gradient=Step.bf16.*have None"),
         (MEAN, {"mask": SHORT, "soft_cap": 3.0}, None),
         (MEAN, {"backward": "fused"}, "dq_centre='mean', but backward='fused' does"),
         (dict(dq_centre="keys"), {}, None),

@@ -76,6 +76,10 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
         _CAUSAL,
         dict(dq_accumulator=_BF16, dk_accumulator=_BF16, dv_accumulator=_BF16),
     ),
+    "gradients by query head": (
+        _WINDOW,
+        dict(group_gradient=_BF16, dk_accumulator=Step(FP16), dv_accumulator=_BF16),
+    ),
     "toward zero": (
         _OPEN,
         dict.fromkeys(
@@ -116,6 +120,10 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
             dq_centre="row",
             dq_dlogits=Step(E4M3FN, Rounding.TOWARD_ZERO),
         ),
+    ),
+    "ring, by query head": (
+        _CAUSAL,
+        dict(ring_size=4, group_gradient=_BF16, ring_gradient_partial=Step(FP16)),
     ),
     "ring, centre keys": (
         _CAUSAL,

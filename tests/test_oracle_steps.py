@@ -83,6 +83,9 @@ EXACT_KNOBS = {
         gradient=_BF16,
     ),
     "carry": dict(ring_size=2, ring_merge="carry", gradient=_BF16),
+    "group_gradient in a ring": dict(
+        ring_size=2, ring_merge="carry", group_gradient=Step(_COARSE), gradient=_BF16
+    ),
 }
 
 
@@ -152,6 +155,7 @@ SINGLE_STEPS = {
     "dq_accumulator": Single(_COARSE),
     "dk_accumulator": Single(_COARSE),
     "dv_accumulator": Single(_COARSE),
+    "group_gradient": Single(_COARSE),
     "gradient": Single(_COARSE),
     "ring_partial": Single(
         _COARSE, dict(ring_size=2), ("out", "lse"), 0.0, _ONE_HOP, 2

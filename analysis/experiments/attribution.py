@@ -34,7 +34,8 @@ _NOTHING = 1e-5
 BACKWARD = (
     *("softmax_probability", "backward_probability", "delta", "dprobability"),
     *("dlogits", "dq_dlogits"),
-    *("dq_accumulator", "dk_accumulator", "dv_accumulator", "gradient"),
+    *("dq_accumulator", "dk_accumulator", "dv_accumulator"),
+    *("group_gradient", "gradient"),
     *("ring_gradient_partial", "ring_gradient_accumulator"),
 )
 

@@ -51,6 +51,8 @@ _ALTERED: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "output cut off": (FLASH2, dict(output=_CUT)),
     "output and gradients cut off": (FLASH2, dict(output=_CUT, gradient=_CUT)),
     "dk_accumulator": (FLASH2, dict(dk_accumulator=_CAST, dv_accumulator=_CAST)),
+    # Each query head's, added up over those that share a key head.
+    "gradients by query head": (FLASH2, dict(group_gradient=_CAST)),
     "dq_accumulator": (FLASH2, dict(dq_accumulator=_CAST)),
     "delta": (FLASH2, dict(delta=_CAST)),
     "exact delta": (FLASH2, dict(delta_source="o_f32")),
@@ -237,15 +239,18 @@ def suspect(fits: Sequence[Fit]) -> str:
 
 def better(recipe: Recipe) -> dict[str, Recipe]:
     """By a thing that it could do better, the recipe that does."""
-    found = {
-        what: base.with_inputs(recipe.inputs)
-        for what, (base, _) in _ALTERED.items()
+    changes = {
+        what: changes
+        for what, (base, changes) in _ALTERED.items()
         if recipe.name == f"{base.name} ({what})"
     }
+    found = {what: _ALTERED[what][0].with_inputs(recipe.inputs) for what in changes}
+    # What undoing the change leaves out has the change's name alone.
+    named = [tuple(fields) for fields in changes.values()]
     found |= {
         name: without(recipe, fields)
         for name, fields in casts(recipe).items()
-        if name not in _UNAVOIDABLE
+        if name not in _UNAVOIDABLE and fields not in named
     }
     if recipe.delta_source == "o":
         found["delta from the rounded output"] = dataclasses.replace(

@@ -107,8 +107,11 @@ def _over_queries(
 ) -> Ball:
     """at_end sum_i terms_ij factors_i over the rows of all heads, block by block.
 
-    In a ring each device's keys meet one device's queries after the other.
+    In a ring each device's keys meet one device's queries after the other. With a
+    group_gradient each query head has a sum of its own, rounded before they are added.
     """
+    apart = arithmetic.recipe.group_gradient is not None
+    heads = list(zip(terms, factors))
     T, S = terms[0].value.shape
     W = arithmetic.recipe.ring_size
     devices = shares(T, W)
@@ -117,21 +120,38 @@ def _over_queries(
         total = exact(np.zeros((keys.stop - keys.start, factors[0].shape[-1])))
         for hop in range(W):
             met = devices[(rank + hop) % W]
-            part = exact(np.zeros(total.value.shape))
-            for tile in blocks(T // W, block_q, first=met.start):
-                rows = Ball(
-                    *(
-                        np.concatenate([x[tile, keys] for x in field]).T
-                        for field in zip(*map(tuple, terms))
-                    )
+            tiles = blocks(T // W, block_q, first=met.start)
+            at = arithmetic, tiles, keys, name, at_end
+            if apart:
+                part, *others = (
+                    arithmetic.step("group_gradient", _over_tiles([head], *at))
+                    for head in heads
                 )
-                more = np.concatenate([f[tile] for f in factors])
-                new = plus(part, arithmetic.dot(rows, more, name))
-                part = arithmetic.step(name, arithmetic.carried(new))
-            part = arithmetic.carried(scaled(part, at_end), 2)
+                for other in others:
+                    part = arithmetic.carried(plus(part, other))
+            else:
+                part = _over_tiles(heads, *at)
             total = _after_hop(arithmetic, total, part)
         whole.append(total)
     return joined(whole)
+
+
+def _over_tiles(
+    heads: list[tuple[Ball, np.ndarray]],
+    arithmetic: Arithmetic,
+    tiles: list[slice],
+    keys: slice,
+    name: str,
+    at_end: float,
+) -> Ball:
+    """at_end times the sum over these rows of `heads`, terms and factors of each."""
+    total = exact(np.zeros((keys.stop - keys.start, heads[0][1].shape[-1])))
+    for tile in tiles:
+        rows = joined([terms[tile, keys] for terms, _ in heads]).map(np.transpose)
+        more = np.concatenate([factors[tile] for _, factors in heads])
+        new = plus(total, arithmetic.dot(rows, more, name))
+        total = arithmetic.step(name, arithmetic.carried(new))
+    return arithmetic.carried(scaled(total, at_end), 2)
 
 
 def _after_hop(

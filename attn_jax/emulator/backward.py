@@ -36,8 +36,8 @@ class _Sums(NamedTuple):
     `row_sum` is that of dS as dQ's operand; both are times the heads' scale on the way.
     """
 
-    dquery: Array
-    dkey: Array
+    dquery: Array  # [B, K, G, T, H]
+    dkey: Array  # [B, K, S, H], or [B, K, G, S, H] where each query head has its own
     dvalue: Array
     row_sum: Array
     dbias: Array | None
@@ -89,19 +89,20 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
         sums = _sum_tiles(x, rows, _no_sums(x))
     else:
         sums = _sum_hops(x, rows, at_end)
-    dquery, dkey = sums.dquery, sums.dkey
+    dquery, dkey, dvalue = sums.dquery, sums.dkey, sums.dvalue
     if static.wants_centre and not by_keys:
         centre = mean_centre(x) if row_centre is None else row_centre
         correction = (sums.row_sum - expected) * centre
     if recipe.ring_size == 1:
         dquery = dquery if correction is None else dquery - correction
         dquery, dkey = dquery * at_end, dkey * at_end
+        dkey, dvalue = _over_group(x, dkey, "dkey"), _over_group(x, dvalue, "dvalue")
     elif correction is not None:
         dquery = dquery - correction * at_end
     return (
         x.ungroup(x.round(dquery, "gradient", site="dquery")),
         x.round(dkey, "gradient", site="dkey").swapaxes(1, 2),
-        x.round(sums.dvalue, "gradient", site="dvalue").swapaxes(1, 2),
+        x.round(dvalue, "gradient", site="dvalue").swapaxes(1, 2),
         sums.dbias,
         dsinks,
     )
@@ -151,14 +152,30 @@ def _delta_from_probabilities(x: Operands, rows: _Rows):
     return over_hops(x, hop, zero)
 
 
-def _no_sums(x: Operands) -> _Sums:
+def _no_sums(x: Operands, *, of_hops: bool = False) -> _Sums:
+    """Zeros for sums over tiles; `of_hops`: over the results of hops."""
+
+    def zeros(like):
+        if x.recipe.group_gradient is not None and not of_hops:
+            like = jnp.repeat(like[:, :, None], x.shape[2], axis=2)
+        return jnp.zeros_like(like)
+
     return _Sums(
         jnp.zeros_like(x.query),
-        jnp.zeros_like(x.key),
-        jnp.zeros_like(x.value),
+        zeros(x.key),
+        zeros(x.value),
         jnp.zeros_like(x.query[..., :1]),
         None if x.bias is None else jnp.zeros_like(x.bias),
     )
+
+
+def _over_group(x: Operands, sums: Array, site: str) -> Array:
+    """[B, K, S, H] of the sums dK g, or dV, that query heads may have of their own."""
+    if x.recipe.group_gradient is None:
+        return sums
+    rounded = x.round(sums, "group_gradient", site=site)
+    # One addition after the other: a sum over an axis may be made in any order.
+    return functools.reduce(jnp.add, jnp.unstack(rounded, axis=2))
 
 
 def _sum_hops(x: Operands, rows: _Rows, scale: float) -> _Sums:
@@ -169,6 +186,8 @@ def _sum_hops(x: Operands, rows: _Rows, scale: float) -> _Sums:
         part = _no_sums(share)._replace(dbias=total.dbias)
         part = _sum_tiles(share, rows.of(share), part)
 
+        of_group = functools.partial(_over_group, share)
+
         def add(old, new, axis, start, site):
             new = share.round(new, "ring_gradient_partial", site=site)
             new = read(old, axis, start, new.shape[axis]) + new
@@ -178,13 +197,13 @@ def _sum_hops(x: Operands, rows: _Rows, scale: float) -> _Sums:
         row_sum = read(total.row_sum, *at_query, share.shape[3]) + part.row_sum
         return _Sums(
             add(total.dquery, part.dquery * scale, *at_query, "dquery"),
-            add(total.dkey, part.dkey * scale, *at_key, "dkey"),
-            add(total.dvalue, part.dvalue, *at_key, "dvalue"),
+            add(total.dkey, of_group(part.dkey * scale, "dkey"), *at_key, "dkey"),
+            add(total.dvalue, of_group(part.dvalue, "dvalue"), *at_key, "dvalue"),
             write(total.row_sum, row_sum, *at_query),
             part.dbias,
         )
 
-    return over_hops(x, hop, _no_sums(x))
+    return over_hops(x, hop, _no_sums(x, of_hops=True))
 
 
 def _sum_tiles(x: Operands, rows: _Rows, sums: _Sums) -> _Sums:
@@ -237,10 +256,12 @@ def _add_tile(
         new = x.round(read(total, axis, start, size) + part, field, *at)
         return write(total, new, axis, start)
 
-    at_query, at_key = (3, q_start, block_q), (2, kv_start, block_kv)
+    at_query = 3, q_start, block_q
+    at_key = sums.dkey.ndim - 2, kv_start, block_kv
+    keys = "bksh" if recipe.group_gradient is None else "bkgsh"
     dquery = x.dot("bkgts,bksh->bkgth", dq_ds, k, *at, site="dquery")
-    dkey = x.dot("bkgts,bkgth->bksh", ds, q, *at, site="dkey")
-    dvalue = x.dot("bkgts,bkgth->bksh", p, dout, *at, site="dvalue")
+    dkey = x.dot(f"bkgts,bkgth->{keys}", ds, q, *at, site="dkey")
+    dvalue = x.dot(f"bkgts,bkgth->{keys}", p, dout, *at, site="dvalue")
     row_sum = read(sums.row_sum, *at_query) + dq_ds.sum(-1, keepdims=True)
     return _Sums(
         accumulate(sums.dquery, dquery, *at_query, "dq_accumulator"),
