@@ -103,7 +103,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     out = options.run / CAPTURE if options.out is None else options.out
     if out.suffix != ".npz":
         raise UsageError(f"--out {out} must end in .npz")
-    steps, layers = _wanted(options.run, config, options.steps, options.layers)
+    steps, layers = wanted(options.run, config, options.steps, options.layers)
     _check_size(config, steps, layers, options.batch, options.max_megabytes)
     _check_examples(config, options.batch)
     check_writable(out)
@@ -139,7 +139,7 @@ def load(path: Path) -> Captured:
 
 def _to_capture(root: Path) -> Captured:
     config = load_config(root / "config.json")
-    steps, layers = _wanted(root, config, "all", DEFAULT_LAYERS)
+    steps, layers = wanted(root, config, "all", DEFAULT_LAYERS)
     _check_examples(config, DEFAULT_EXAMPLES)
 
     @cache
@@ -266,19 +266,28 @@ def _observed(
     return attention
 
 
-def _wanted(
+def wanted(
     root: Path, config: Config, steps: str, layers: str
 ) -> tuple[list[int], list[int]]:
+    """The steps and layers that `--steps` and `--layers` ask for of a run folder.
+
+    Raises:
+      UsageError: one of them does not exist.
+    """
     saved = sorted(saved_steps(root / "checkpoints"))
     depth = list(range(config.model.depth))
     return (
-        _choose("--steps", steps, saved, {0, *saved}),
-        _choose("--layers", layers, depth, set(depth)),
+        choose("--steps", steps, saved, {0, *saved}),
+        choose("--layers", layers, depth, set(depth)),
     )
 
 
-def _choose(option: str, text: str, all_of: list[int], allowed: set[int]) -> list[int]:
-    """Numbers and the words all, first, middle and last, in order, each once."""
+def choose(option: str, text: str, all_of: list[int], allowed: set[int]) -> list[int]:
+    """Numbers and the words all, first, middle and last, in order, each once.
+
+    Raises:
+      UsageError: `text` names something that is not in `allowed`.
+    """
     named = {"all": all_of}
     if all_of:
         named["first"], named["last"] = all_of[:1], all_of[-1:]

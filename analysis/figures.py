@@ -1,10 +1,12 @@
-"""Figures of sweeps: panels of lines with 95 % intervals, and the points in them."""
+"""Figures: panels of lines with 95 % intervals, the points in them, and heat maps."""
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from analysis.record import Row
 
@@ -31,6 +33,25 @@ class Panel:
     log_x: bool = True
     log_y: bool = True
     joined: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class HeatMap:
+    """A column of a table by two others, each value written in its field.
+
+    `rows` hold the numbers `x` and the names `y`; a `value` that is None or not finite
+    leaves its field empty. Colours run from `least` to `most` (None: of the values),
+    on a logarithmic scale with `log`, where both are above zero.
+    """
+
+    title: str
+    rows: Sequence[Mapping[str, Any]]
+    x: str
+    y: str
+    value: str
+    log: bool = False
+    least: float | None = None
+    most: float | None = None
 
 
 def plotted(panels: Sequence[Panel]) -> list[Row]:
@@ -114,3 +135,63 @@ def _bars(points: Sequence[Row], log_y: bool) -> list[list[float]]:
     # Zero has no place on the axis, and a bar that reaches it would not be drawn.
     most = [(1 - _SHORTEST) * max(p["y"], 0.0) for p in points]
     return [[min(pair) for pair in zip(above, most, strict=True)], above]
+
+
+# A taller figure is no picture any more; its fields then hold no numbers.
+_MOST_LINES = 60
+
+
+def write_heat_maps(maps: Sequence[HeatMap], path: Path) -> None:
+    """Draws the maps side by side; they share the names of their lines."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.figure import Figure
+
+    lines = max(len({row[one.y] for row in one.rows}) for one in maps)
+    height = 1.6 + 0.3 * min(lines, _MOST_LINES)
+    figure = Figure(figsize=(3.4 * len(maps) + 1.5, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, one in enumerate(maps):
+        axes = figure.add_subplot(1, len(maps), number + 1)
+        columns = sorted({row[one.x] for row in one.rows})
+        names = list(dict.fromkeys(row[one.y] for row in one.rows))
+        field = np.full((len(names), len(columns)), np.nan)
+        for row in one.rows:
+            value = row[one.value]
+            if value is not None and math.isfinite(value):
+                field[names.index(row[one.y]), columns.index(row[one.x])] = value
+        scale = LogNorm if one.log else Normalize
+        there = field[np.isfinite(field)]
+        ends = [
+            given if given is not None else float(found(there)) if there.size else 1.0
+            for given, found in ((one.least, np.min), (one.most, np.max))
+        ]
+        picture = axes.imshow(
+            np.ma.masked_invalid(field),
+            aspect="auto",
+            norm=scale(min(ends), max(ends)),
+            cmap="viridis",
+        )
+        axes.set_xticks(range(len(columns)), [str(x) for x in columns], fontsize=7)
+        axes.set_yticks(range(len(names)), names if number == 0 else [""] * len(names))
+        axes.tick_params("y", labelsize=7)
+        axes.set_xlabel(one.x)
+        axes.set_title(one.title, fontsize=9)
+        figure.colorbar(picture, ax=axes)
+        if lines <= _MOST_LINES and len(columns) <= 16:
+            for (line, column), value in np.ndenumerate(field):
+                if math.isfinite(value):
+                    _write_on(axes, picture, column, line, value)
+    figure.savefig(path, dpi=120)
+
+
+def _write_on(axes, picture, column: int, line: int, value: float) -> None:
+    # Yellow fields take black letters, blue ones white.
+    dark = picture.norm(value) < 0.6
+    axes.text(
+        *(column, line, f"{value:.3g}"),
+        ha="center",
+        va="center",
+        fontsize=6,
+        color="white" if dark else "black",
+    )

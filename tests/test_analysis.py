@@ -45,7 +45,7 @@ def test_every_experiment_has_a_test():
     # Capturing needs a run folder: tests/test_capture.py. Two need a GPU:
     # tests/test_experiments_gpu.py. The sweeps:
     # tests/test_experiments_forward.py and _backward.py. Times: tests/test_speed.py.
-    # Random cases: tests/test_random_cases.py.
+    # Random cases: tests/test_random_cases.py. The census: tests/test_census.py.
     elsewhere = {
         "capture",
         "random-cases",
@@ -60,6 +60,7 @@ def test_every_experiment_has_a_test():
         "attribution",
         "saturation",
         "bias",
+        "census",
     }
     assert TOY_OPTIONS.keys() | elsewhere == EXPERIMENTS.keys()
 

@@ -15,9 +15,9 @@ import pytest
 from analysis import capture
 from analysis.__main__ import main
 from attn_jax.audit.inputs import Inputs
-from train.assemble import Assembly, assemble, open_split
-from train.checkpoint import Checkpoints
-from train.config import Config, UsageError, from_dict, load, to_json
+from tests.run_folder import on_one_device, write_run
+from train.assemble import open_split
+from train.config import UsageError, from_dict, load
 from train.data.loader import batches
 from train.presets import PRESETS
 from train.step import draw_examples, example_losses
@@ -43,34 +43,8 @@ def root(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("capture") / "run"
     model = dataclasses.replace(CONFIG.model, qk_norm=request.param)
     config = dataclasses.replace(CONFIG, model=model)
-    folder.mkdir()
-    (folder / "config.json").write_text(to_json(config))
-    state = on_one_device(config).fresh_state()
-    with Checkpoints(folder / "checkpoints", keep=9) as checkpoints:
-        for step in (2, 4):
-            params = moved(state.params, step)
-            checkpoints.save(step, state._replace(params=params, step=jnp.int32(step)))
+    write_run(folder, config, (2, 4))
     return folder
-
-
-def moved(params, seed: int):
-    """Every weight but the scales of the norm away from where it starts."""
-    rng = np.random.default_rng(seed)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: (
-            leaf
-            if "scale" in jax.tree_util.keystr(path)
-            else leaf + np.float32(0.05 * rng.standard_normal(leaf.shape))
-        ),
-        params,
-    )
-
-
-def on_one_device(config: Config) -> Assembly:
-    mesh = dataclasses.replace(config.mesh, data=1)
-    model = dataclasses.replace(config.model, remat=False)
-    config = dataclasses.replace(config, mesh=mesh, model=model)
-    return assemble(config, jax.devices()[:1])
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from analysis.experiments import (
     attribution,
     backward,
     bias,
+    census,
     emulator_speed,
     flash_attention_2,
     kernels,
@@ -74,4 +75,5 @@ EXPERIMENTS = {
         saturation.SUMMARY, saturation.add_arguments, saturation.run
     ),
     "bias": Experiment(bias.SUMMARY, bias.add_arguments, bias.run),
+    "census": Experiment(census.SUMMARY, census.add_arguments, census.run),
 }
