@@ -53,7 +53,7 @@ from analysis.record import Row
 from attn_jax import emulator
 from attn_jax.audit.error import correctly_rounded, in_units, unit_error
 from attn_jax.audit.inputs import Inputs
-from attn_jax.audit.measure import program
+from attn_jax.audit.programs import results
 from attn_jax.formats import NumberFormat
 from attn_jax.recipe import ATTN_JAX_HOPPER, FLASH2, Recipe
 from attn_jax.reference import default_scale, golden
@@ -240,4 +240,4 @@ def emulated_dq(recipe: Recipe, inputs: Inputs) -> Float[np.ndarray, "B T N H"]:
 def _program(recipe: Recipe):
     # As `audit.attribution.predict` compiles it: the scale is the default, no mask.
     attend = functools.partial(emulator.attention, recipe=recipe)
-    return jax.jit(program(attend, gradients=True))
+    return jax.jit(functools.partial(results, attend, True))

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float
 
 from attn_jax.mask import Mask
 from attn_jax.varying import varying_alike
+from attn_jax.xla_options import RUN_ONCE
 
 
 def attention(
@@ -375,12 +376,7 @@ def _gradients(x: _Grouped, dout, dlse):
     return dquery, dkey, dvalue, dbias, dsinks
 
 
-# What runs it fastest takes longer to find out than it takes to run.
-@functools.partial(
-    jax.jit,
-    static_argnums=(0, 1),
-    compiler_options={"xla_gpu_autotune_level": 0},
-)
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=RUN_ONCE)
 def _golden_head(static, absolute, q, k, v, bias, sinks, mask, dout, dlse):
     x = _Grouped(static, q, k, v, bias, sinks, mask)
     out = x.ungroup(_dot("bkgts,bskh->btkgh", x.probability, v))

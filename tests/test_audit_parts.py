@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from attn_jax import emulator
-from attn_jax.audit import more
+from attn_jax.audit import more, programs
 from attn_jax.audit.inputs import Shape
+from attn_jax.audit.measure import Runner
 from attn_jax.audit.parts import Parts
 from attn_jax.audit.problem import Problem
 from attn_jax.audit.target import Adapter, Target
@@ -26,16 +27,12 @@ def where(name="part"):
     yield {"name": name, "thread": threading.get_ident()}
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-@pytest.mark.parametrize("own_mode", [False, True])
-def test_a_target_leaves_the_callers_thread_only_where_all_are_alike(
-    backend, own_mode, monkeypatch
-):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    with jax.default_matmul_precision("highest" if own_mode else None), Parts() as made:
-        (row,) = made.at_once("part", where())()
-    leaves = backend == "gpu" and not own_mode
-    assert (row["thread"] != threading.get_ident()) == leaves
+def test_a_target_stays_in_the_callers_thread():
+    """Where contexts such as `jax.enable_x64` are."""
+    with Parts() as parts:
+        (row,) = parts.here("part", where())
+        (beside,) = parts.beside("beside", where()).result()
+    assert row["thread"] == threading.get_ident() != beside["thread"]
 
 
 def test_what_is_kept_is_not_made_again(tmp_path):
@@ -108,7 +105,7 @@ def test_more_runs_tell_a_race_and_its_rows():
     assert not any(rows[t]["findings"] or rows[t]["rows"] for t in ("out", "dquery"))
     (finding,) = rows["dkey"]["findings"]
     assert (finding["kind"], finding["cause"]) == ("not reproducible", "re-run")
-    assert "in 2 of the others" in finding["says"]
+    assert "in 3 of 5 more runs" in finding["says"]
     assert "positions 40 to 43 of heads 1" in rows["dkey"]["rows"]
 
 
@@ -127,3 +124,38 @@ def test_what_differs_from_run_to_run_is_not_blamed_on_the_mode():
     )
     (row,) = more.other_mode(follows, PROBLEM, gradients=False)
     assert {f["cause"] for f in row["findings"]} == {"x64 mode"}
+
+
+def test_a_program_is_compiled_once_for_all_who_want_it():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **more: (
+            compiled.append(event) if "backend_compile" in event else None
+        )
+    )
+    target = Target("flash2", _flash2)
+    jnp.asarray(PROBLEM.inputs.query)
+    with Parts() as parts:
+        runner = Runner(target.on(PROBLEM))
+        runner.begin(PROBLEM, parts.pool)
+        other = runner(PROBLEM)
+    before = len(compiled)
+    again = Runner(target.on(PROBLEM))(dataclasses.replace(PROBLEM, family="wide"))
+    assert before and len(compiled) == before
+    assert other.results.keys() == again.results.keys() >= {"out", "dquery"}
+    found = programs.run_forward(target.on(PROBLEM), *PROBLEM.inputs[:3])
+    assert np.array_equal(found["out"], other.results["out"])
+
+
+def test_what_cannot_be_traced_fails_when_it_is_run():
+    def fails(query, key, value, *, scale):
+        raise RuntimeError("no kernel image")
+
+    with Parts() as parts:
+        runner = Runner(Target("fails", fails).on(PROBLEM))
+        runner.begin(PROBLEM, parts.pool)
+        outcome = runner(PROBLEM)
+    assert (outcome.status, outcome.reason) == (
+        "failed",
+        "RuntimeError: no kernel image",
+    )

@@ -24,10 +24,12 @@ import jax
 import jax.numpy as jnp
 
 from attn_jax import emulator
-from attn_jax.audit.measure import Measured, measured, program
+from attn_jax.audit import programs
+from attn_jax.audit.measure import Measured, measured
 from attn_jax.audit.problem import Problem
 from attn_jax.formats import BF16, NumberFormat, Rounding
 from attn_jax.recipe import EXACT_FP32, FLASH2, JAX_NN, RECIPES, Recipe, Step
+from attn_jax.xla_options import RUN_ONCE
 
 FITS = 0.15
 ALIKE = 0.05
@@ -133,9 +135,8 @@ def predict(
     attend = functools.partial(
         emulator.attention, recipe=recipe, mask=first.rules, scale=first.scale
     )
-    # To try out what runs a program fastest takes longer than to run it.
-    options = {"xla_gpu_autotune_level": 0}
-    compiled = jax.jit(program(attend, gradients=gradients), compiler_options=options)
+    of_attend = functools.partial(programs.results, attend, gradients)
+    compiled = jax.jit(of_attend, compiler_options=RUN_ONCE)
     found = []
     with jax.enable_x64(False):
         for problem in problems:

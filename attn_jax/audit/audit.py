@@ -13,7 +13,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -118,18 +118,22 @@ def carry_out(audit: Audit, parts: Parts) -> Result:
     first, *others = audit.groups
     predictions = _Predictions(audit, parts)
     parts.expect(2 * len(audit.groups) + len(audit.looks) + len(audit.recipes))
-    rows = {first: parts.here(str(first), _measure(audit, first))}
+    runners = {group: _runner(audit, group) for group in audit.groups}
+    for group, runner in runners.items():
+        if not parts.has(str(group)):
+            runner.begin(group.problems(audit.dtype)[0], parts.pool)
+    rows = {first: parts.here(str(first), _measure(audit, first, runners[first]))}
     here = _found(rows[first])
     compared = [x for x in here if x in attribution.FAMILIES and here[x]]
     if compared:
         predictions.begin(audit.recipes, first)
-    looked = _look(audit, parts) if any(here.values()) else dict
     for group in others:
-        rows[group] = parts.here(str(group), _measure(audit, group))
+        make = _measure(audit, group, runners[group])
+        rows[group] = parts.here(str(group), make)
         if any(row["found"] for row in rows[group]):
             predictions.begin([SAME_FORMAT], group)
     measured = [g for g in audit.groups if any(row["found"] for row in rows[g])]
-    looks = looked()
+    looks = _looked(audit, parts) if any(here.values()) else {}
     predicted = predictions.of(audit.recipes, first) if compared else {}
     fits = attribution.fits(
         attribution.profile({family: here[family] for family in compared}),
@@ -160,7 +164,11 @@ def carry_out(audit: Audit, parts: Parts) -> Result:
     found = verdict.judge(cells, fit, costs, wiring, attribution.suspect(fits))
     if "again" in audit.looks:
         found = _again(audit, parts, cells, found)
-    more_found = [x for of_look in looks.values() for x in _findings(of_look)]
+    more_found = [
+        finding
+        for of_rows in (*rows.values(), *looks.values())
+        for finding in _findings(of_rows)
+    ]
     findings = in_order(verdict.together(found, more_found, cells))
     return Result(cells, fits, costs, looks, findings)
 
@@ -190,9 +198,8 @@ def _again(
     return with_rows + new
 
 
-def _look(audit: Audit, parts: Parts) -> Callable[[], dict[str, list[Row]]]:
-    """Begins what a target is looked at for by itself, on the first group's shape and
-    mask; returns what waits for it."""
+def _looked(audit: Audit, parts: Parts) -> dict[str, list[Row]]:
+    """What a target is looked at for by itself, on the first group's shape and mask."""
     target, group = audit.target, audit.groups[0]
     problem = Problem(group.shape, audit.dtype, "normal", group.mask)
     gradients = audit.gradients
@@ -204,8 +211,7 @@ def _look(audit: Audit, parts: Parts) -> Callable[[], dict[str, list[Row]]]:
         "merging": lambda: more.merge(target, problem),
     }
     wanted = [x for x in looks if x in audit.looks and (gradients or x in FORWARD)]
-    begun = {name: parts.at_once(name, more.guarded(looks[name])) for name in wanted}
-    return lambda: {name: rows() for name, rows in begun.items()}
+    return {name: parts.here(name, more.guarded(looks[name])) for name in wanted}
 
 
 def _findings(rows: list[Row]) -> list[Finding]:
@@ -219,20 +225,24 @@ def _finding(row: Row) -> Finding:
     return Finding(**plain)
 
 
-def _measure(audit: Audit, group: Group) -> Iterator[Row]:
-    """The target on the problems of a group."""
+def _runner(audit: Audit, group: Group) -> Runner:
+    problem = group.problems(audit.dtype)[0]
+    return Runner(audit.target.on(problem), gradients=audit.gradients)
+
+
+def _measure(audit: Audit, group: Group, runner: Runner) -> Iterator[Row]:
+    """The target on the problems of a group, the first of them more than once."""
     problems = group.problems(audit.dtype)
-    first = problems[0]
-    attend = audit.target.attend(first.rules, scale=first.scale)
-    runner = Runner(attend, gradients=audit.gradients)
     for problem in problems:
         outcome = runner(problem)
+        runs = more.unequal(runner, problem, outcome) if problem is problems[0] else []
         wiring = recognise(outcome.results, problem) if outcome.results else []
         yield {
             "family": problem.family,
             "outcome": outcome._replace(results={})._asdict(),
             "found": _rows_of(measured(problem, outcome.results)),
             "wiring": [dataclasses.asdict(finding) for finding in wiring],
+            "findings": [dataclasses.asdict(finding) for finding in runs],
         }
 
 

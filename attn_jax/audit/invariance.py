@@ -9,13 +9,12 @@ import numpy as np
 from attn_jax.audit.finding import Finding
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import by_keys, by_lse, by_rows
-from attn_jax.audit.noise import Noise, rounding_noise, run
-from attn_jax.audit.problem import TENSORS, Problem
+from attn_jax.audit.noise import Noise, rounding_noise
+from attn_jax.audit.problem import TENSORS, Problem, Results
+from attn_jax.audit.programs import run
 from attn_jax.audit.target import Attend
 from attn_jax.formats import BF16, FP16, FP32, FP64
 from attn_jax.mask import Mask
-
-_Results = dict[str, np.ndarray]
 
 # Queries or keys that are added, and runs of the same program.
 PADDING = 64
@@ -88,7 +87,7 @@ def invariances(
 
 def _transformed(
     attend: Attend, problem: Problem, attend_of
-) -> Iterator[tuple[str, _Results]]:
+) -> Iterator[tuple[str, Results]]:
     """Results of each transformed call, transformed back; entries may be fewer."""
     inputs, mask = problem.inputs, problem.rules
     B, T, N = inputs.query.shape[:3]
@@ -138,7 +137,7 @@ def _padded(x: np.ndarray, axis: int = 1) -> np.ndarray:
     return np.concatenate([x, np.take(x, more, axis)], axis)
 
 
-def _cut(results: _Results, T: int, S: int) -> _Results:
+def _cut(results: Results, T: int, S: int) -> Results:
     return {
         n: x[..., :T] if n == "lse" else x[:, : S if n in ("dkey", "dvalue") else T]
         for n, x in results.items()
@@ -175,7 +174,7 @@ def _longer(mask: Mask, ids: str, axis: int) -> Mask:
 
 
 def _compare(
-    name: str, before: _Results, after: _Results, noise: Noise, problem: Problem
+    name: str, before: Results, after: Results, noise: Noise, problem: Problem
 ) -> list[Invariance]:
     noise = _first(noise, len(before["out"]))
     cause = f"result depends on the {name.partition(',')[0]}"
@@ -247,7 +246,7 @@ def _of_rerun(record: Invariance) -> Invariance:
     return dataclasses.replace(record, finding=finding)
 
 
-def _hidden(results: _Results) -> list[Invariance]:
+def _hidden(results: Results) -> list[Invariance]:
     records = []
     for tensor, x in results.items():
         largest = float(np.abs(x.astype(np.float64)).max())

@@ -1,12 +1,12 @@
 """Runs a target on a problem and says how far each result is from exact."""
 
+import concurrent.futures
 import time
 from typing import Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from attn_jax.audit import programs
 from attn_jax.audit.error import (
     Errors,
     correctly_rounded,
@@ -14,7 +14,7 @@ from attn_jax.audit.error import (
     signed_bias,
     unit,
 )
-from attn_jax.audit.problem import GRADIENTS, Problem, Results
+from attn_jax.audit.problem import Problem, Results
 from attn_jax.audit.target import (
     Attend,
     NotTakenError,
@@ -69,42 +69,26 @@ class Measured(NamedTuple):
     not_finite: int
 
 
-def program(attend: Attend, *, gradients: bool):
-    """(query, key, value, dout) -> results by name, to be compiled; dLSE = 0."""
-
-    def results(query, key, value, dout):
-        def named(out, lse):
-            return {"out": out} | ({} if lse is None else {"lse": lse})
-
-        if not gradients:
-            return named(*attend(query, key, value))
-        (out, lse), pullback = jax.vjp(attend, query, key, value)
-        zero = None if lse is None else jnp.zeros_like(lse)
-        found = pullback((dout.astype(out.dtype), zero))
-        return named(out, lse) | dict(zip(GRADIENTS, found, strict=True))
-
-    return results
-
-
 class Runner:
     """A function under a mask and scale, which problems of one shape are run on: in
     the mode that the process is in, compiled once. What it raises is caught and said.
     """
 
     def __init__(self, attend: Attend, *, gradients: bool = True):
-        self._programs = {
-            wanted: jax.jit(program(attend, gradients=wanted))
-            for wanted in ((True, False) if gradients else (False,))
-        }
+        self._attend, self._wanted = attend, (True, False) if gradients else (False,)
         self._no_gradients = ""
+
+    def begin(self, problem: Problem, pool: concurrent.futures.Executor) -> None:
+        """Has the program compiled in the pool."""
+        programs.begin(self._attend, problem.inputs, pool, gradients=self._wanted[0])
 
     def __call__(self, problem: Problem) -> Outcome:
         began = time.monotonic()
-        for wanted, function in self._programs.items():
+        for wanted in self._wanted:
             if wanted and self._no_gradients:
                 continue
             try:
-                found = jax.device_get(function(*map(jnp.asarray, problem.inputs)))
+                found = programs.run(self._attend, problem.inputs, gradients=wanted)
             except Exception as error:  # A function of somebody's may raise anything.
                 status, reason = _refusal(error, problem)
                 if status != "out of memory" and wanted:

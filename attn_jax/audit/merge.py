@@ -24,6 +24,7 @@ from attn_jax.audit.target import Attend
 from attn_jax.formats import BF16, FP16, FP32, NumberFormat
 from attn_jax.mask import Mask
 from attn_jax.reference import golden
+from attn_jax.xla_options import NO_GRAPHS
 
 PARTS = (2, 4, 8, 16, 32, 64)
 # T S above which errors are taken against the target's own result in one part.
@@ -188,7 +189,7 @@ def _summed(x: np.ndarray, parts: int) -> np.ndarray:
     return x.reshape(-1, parts, *x.shape[1:]).sum(1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=NO_GRAPHS)
 def _merge(attend, parts, query, key, value, dout):
     """out [B, T, N, H] and LSE [B, N, T] in FP32, and the gradients of the parts."""
 

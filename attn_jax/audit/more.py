@@ -22,7 +22,7 @@ from attn_jax.audit import probes
 from attn_jax.audit.exact import exact
 from attn_jax.audit.finding import Finding
 from attn_jax.audit.invariance import invariances, same_bits
-from attn_jax.audit.measure import Runner, measured
+from attn_jax.audit.measure import Outcome, Runner, measured
 from attn_jax.audit.merge import merge_audit
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem
 from attn_jax.audit.target import Attend, NotTakenError, Target, in_one_line
@@ -44,7 +44,7 @@ def read(target: Target, problem: Problem) -> Iterator[Row]:
     if problem.shape.key_length > _READ:
         return
     query, key, _, _ = (jnp.asarray(x) for x in problem.inputs)
-    found = probabilities(_attend(target, problem), query, key)
+    found = probabilities(target.on(problem), query, key)
     right = exact(problem)
     findings = of_probabilities(
         *(found, right.probability, right.visible, problem.format),
@@ -55,7 +55,7 @@ def read(target: Target, problem: Problem) -> Iterator[Row]:
 
 def probe(target: Target, problem: Problem) -> Iterator[Row]:
     """One row for each identity."""
-    attend = _attend(target, problem)
+    attend = target.on(problem)
     for result in probes.probe(attend, problem):
         yield {
             "name": result.name,
@@ -70,7 +70,7 @@ def probe(target: Target, problem: Problem) -> Iterator[Row]:
 def vary(target: Target, problem: Problem) -> Iterator[Row]:
     """One row for each change that should change nothing, and result."""
     attend_of = _attend_of(target, problem)
-    records = invariances(_attend(target, problem), problem, attend_of=attend_of)
+    records = invariances(target.on(problem), problem, attend_of=attend_of)
     for record in records:
         yield {
             "name": record.name,
@@ -114,7 +114,7 @@ def other_mode(target: Target, problem: Problem, *, gradients: bool) -> Iterator
     here = bool(jax.config.read("jax_enable_x64"))
 
     def runner() -> Runner:
-        return Runner(_attend(target, problem), gradients=gradients)
+        return Runner(target.on(problem), gradients=gradients)
 
     this = runner()
     before, again = this(problem), this(problem)
@@ -164,28 +164,40 @@ def other_mode(target: Target, problem: Problem, *, gradients: bool) -> Iterator
 def again(target: Target, problem: Problem, tensors: Sequence[str]) -> Iterator[Row]:
     """A problem on which results are wrong, run again: whether they are so each time,
     and in which rows. One row for each result."""
-    runner = Runner(_attend(target, problem))
-    first, *others = (runner(problem).results for _ in range(_RUNS))
+    runner = Runner(target.on(problem))
+    outcome = runner(problem)
+    findings = unequal(runner, problem, outcome, _RUNS)
     for tensor in tensors:
-        if any(tensor not in results for results in (first, *others)):
+        if tensor not in outcome.results:
             continue
-        x = np.asarray(first[tensor], np.float64)
-        differ = sum(not same_bits(first[tensor], y[tensor]) for y in others)
-        findings = []
-        if differ:
-            says = (
-                f"{SYMBOLS[tensor]} differs from the first of {_RUNS} runs in "
-                f"{differ} of the others on {problem}, where it is wrong: it reads "
-                "what is not there yet, or sums up in no fixed order"
-            )
-            kind, places = "not reproducible", (str(problem),)
-            findings.append(Finding(kind, "re-run", says, (tensor,), places))
+        x = np.asarray(outcome.results[tensor], np.float64)
         exact_one = getattr(problem.exact(), tensor)
         yield {
             "tensor": tensor,
             "rows": _concentrated(np.linalg.norm(x - exact_one, axis=-1)),
-            "findings": _rows(findings),
+            "findings": _rows(f for f in findings if tensor in f.tensors),
         }
+
+
+def unequal(
+    runner: Runner, problem: Problem, outcome: Outcome, runs: int | None = None
+) -> list[Finding]:
+    """Findings of more runs: results that have not always the bits of the first."""
+    if runs is None:
+        runs = 1 if jax.default_backend() == "cpu" else _RUNS
+    others = [runner(problem).results for _ in range(runs if outcome.results else 0)]
+    findings = []
+    for tensor, x in outcome.results.items():
+        differ = sum(not same_bits(x, other[tensor]) for other in others)
+        if differ:
+            says = (
+                f"{SYMBOLS[tensor]} has other bits in {differ} of {runs} more runs on "
+                f"{problem}: it reads what is not there yet, or sums up in no fixed "
+                "order"
+            )
+            kind, places = "not reproducible", (str(problem),)
+            findings.append(Finding(kind, "re-run", says, (tensor,), places))
+    return findings
 
 
 def _concentrated(errors: Float[np.ndarray, "B L N"]) -> str:
@@ -210,10 +222,6 @@ def guarded(make: Callable[[], Iterator[Row]]) -> Iterator[Row]:
         yield {"failed": str(reason), "findings": []}
     except Exception as error:  # A function of somebody's may raise anything.
         yield {"failed": in_one_line(error), "findings": []}
-
-
-def _attend(target: Target, problem: Problem) -> Attend:
-    return target.attend(problem.rules, scale=problem.scale)
 
 
 def _attend_of(target: Target, problem: Problem) -> Callable[[Mask], Attend]:

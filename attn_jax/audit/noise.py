@@ -14,41 +14,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from attn_jax.audit.inputs import Inputs
-from attn_jax.audit.target import Attend
 from attn_jax.formats import FP32, NumberFormat
 from attn_jax.mask import Mask
 
 # Rows that stand for all: at most so many, and numbers of a row by a head's keys.
 ROWS, _NUMBERS = 64, 2**21
-
-
-def run(attend: Attend, inputs: Inputs) -> dict[str, np.ndarray]:
-    """out, lse (if there is one), dquery, dkey and dvalue for the cotangent dO of out.
-
-    One compiled program for all inputs of the same shapes.
-    """
-    out, lse, *grads = _run(attend, *inputs)
-    results = {"out": out, **({} if lse is None else {"lse": lse})}
-    results |= zip(("dquery", "dkey", "dvalue"), grads)
-    return {name: np.asarray(x) for name, x in results.items()}
-
-
-def run_forward(attend: Attend, query, key, value) -> dict[str, np.ndarray]:
-    """out and lse (if there is one) of a call that is not differentiated."""
-    out, lse = _forward(attend, query, key, value)
-    results = {"out": out, **({} if lse is None else {"lse": lse})}
-    return {name: np.asarray(x) for name, x in results.items()}
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _run(attend, query, key, value, dout):
-    out, pullback, lse = jax.vjp(attend, query, key, value, has_aux=True)
-    return out, lse, *pullback(dout.astype(out.dtype))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(attend, query, key, value):
-    return attend(query, key, value)
 
 
 def sampled_rows(length: int, keys: int = 1) -> Int[np.ndarray, " R"]:

@@ -1,19 +1,15 @@
 """Parts of an audit: rows that are measured once, kept, and counted as they come.
 
-Parts of the target run in the modes that the caller set: in the caller's thread, one
-after the other, if it has modes of its own or all of a CPU's threads, else in others
-where that is asked for. Parts of recipes run beside them.
+Parts of the target run where they are asked for, one after the other, in the modes that
+the caller set (they are a thread's own). Parts of recipes run beside them, in threads.
 """
 
 import concurrent.futures
 import contextlib
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
-
-import jax
 
 from attn_jax.store import Row, Store
 
@@ -33,6 +29,7 @@ class Progress(NamedTuple):
 class Parts(contextlib.AbstractContextManager):
     """Rows by name of a part. With a `store` they are kept there, and those that it has
     are not made again. `tell` is called when a part begins, by one thread at a time.
+    `pool` has the threads.
     """
 
     def __init__(
@@ -45,16 +42,20 @@ class Parts(contextlib.AbstractContextManager):
         self._store, self._tell = store, tell
         if threads is None:
             threads = min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) - 1))
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads, "recipes")
+        self.pool = concurrent.futures.ThreadPoolExecutor(threads, "recipes")
         self._lock = threading.Lock()
         self._done = self._known = 0
 
     def __exit__(self, *raised) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self.pool.shutdown(cancel_futures=True)
 
     def expect(self, number: int) -> None:
         """So many parts will be asked for."""
         self._known += number
+
+    def has(self, name: str) -> bool:
+        """Whether a part is there already."""
+        return self._kept({"part": name}) is not None
 
     def here(self, name: str, make: Iterable[Row]) -> list[Row]:
         """The rows of a part, made in this thread."""
@@ -77,29 +78,9 @@ class Parts(contextlib.AbstractContextManager):
         self, name: str, make: Iterable[Row]
     ) -> concurrent.futures.Future[list[Row]]:
         """The same, in a thread of its own, when there is one."""
-        return self._pool.submit(self.here, name, make)
-
-    def at_once(self, name: str, make: Iterable[Row]) -> Callable[[], list[Row]]:
-        """Begins a part of the target; returns what waits for its rows."""
-        if self._alike:
-            return self.beside(name, make).result
-        rows = self.here(name, make)
-        return lambda: rows
-
-    @functools.cached_property
-    def _alike(self) -> bool:
-        """Whether a target may run in any thread. XLA's CPU programs share their
-        threads, and one that calls back into Python may wait for them for ever."""
-        if jax.default_backend() == "cpu":
-            return False
-        return self._pool.submit(_modes).result() == _modes()
+        return self.pool.submit(self.here, name, make)
 
     def _kept(self, cell: Row) -> list[Row] | None:
         if self._store is None or cell not in self._store:
             return None
         return self._store.rows([cell])
-
-
-def _modes() -> dict[str, object]:
-    """What this thread is to compute like: contexts such as `jax.enable_x64`."""
-    return {name: getattr(jax.config, name, None) for name in jax.config.values}

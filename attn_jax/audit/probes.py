@@ -28,10 +28,9 @@ from attn_jax.audit.noise import (
     logit_extent,
     rms_of_rounding,
     rounding_noise,
-    run,
-    run_forward,
 )
 from attn_jax.audit.problem import DTYPES, Problem
+from attn_jax.audit.programs import run, run_forward
 from attn_jax.audit.target import Attend
 from attn_jax.audit.visible import counted, key_classes
 from attn_jax.formats import BF16, FP32, TF32, NumberFormat

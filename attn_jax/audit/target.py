@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from attn_jax.audit.problem import Problem
 from attn_jax.mask import Mask
 from attn_jax.recipe import RECIPES, Recipe
 
@@ -83,6 +84,17 @@ class Target:
           WrongResultError: it returns other shapes or types than attention does.
         """
         return functools.partial(_attend, self, mask, scale)
+
+    def on(self, problem: Problem) -> Attend:
+        """`attend` for a problem: always the same, so that its programs are."""
+        key = problem.mask, problem.shape
+        if key not in self._attends:
+            self._attends[key] = self.attend(problem.rules, scale=problem.scale)
+        return self._attends[key]
+
+    @functools.cached_property
+    def _attends(self) -> dict[Any, Attend]:
+        return {}
 
     @functools.cached_property
     def takes(self) -> Callable[[str], bool]:

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -26,6 +25,7 @@ from attn_jax.audit.problem import (
     Problem,
     Results,
 )
+from attn_jax.audit.programs import run_forward
 from attn_jax.audit.variant import (
     Registry,
     Setting,
@@ -288,13 +288,12 @@ def probabilities(
     """
     B, S, K = key.shape[:3]
     width = query.shape[-1] if width is None else width
-    out = jax.jit(lambda *arrays: attend(*arrays)[0])
     columns = []
     for start in range(0, S, width):
         ones = np.arange(S)[:, None] == start + np.arange(width)
         value = np.broadcast_to(ones[None, :, None], (B, S, K, width))
-        given = out(query, key, jnp.asarray(value, key.dtype))
-        columns.append(np.asarray(given).astype(np.float64).swapaxes(1, 2))
+        out = run_forward(attend, query, key, jnp.asarray(value, key.dtype))["out"]
+        columns.append(out.astype(np.float64).swapaxes(1, 2))
     return np.concatenate(columns, -1)[..., :S]
 
 
