@@ -98,9 +98,9 @@ def golden(
     user's mode neither matters nor changes, and head by head, so memory holds a few
     T x S arrays and not N of them.
 
-    With `absolute`, `out`, `dquery`, `dkey` and `dvalue` are the same sums over the
-    absolute values of their terms: the size against which to judge an error where
-    the exact result vanishes. The other fields are unaffected.
+    With `absolute`, `out`, `dquery`, `dkey`, `dvalue` and `dbias` are the same sums
+    over the absolute values of their terms: the size against which to judge an error
+    where the exact result vanishes. The other fields are unaffected.
     """
     check_arguments(
         query, key, value, bias=bias, mask=mask, soft_cap=soft_cap, sinks=sinks
@@ -350,6 +350,14 @@ class _Grouped:
         B, T, K, G, _ = self.shape
         return x.reshape(B, T, K * G, x.shape[-1])
 
+    def to_bias(self, dx):
+        """Summed over the axes that the bias is broadcast over; None without one."""
+        if self.bias_shape is None:
+            return None
+        full = dx.reshape(dx.shape[0], -1, *dx.shape[3:])
+        axes = [a for a in range(4) if self.bias_shape[a] == 1]
+        return full.sum(axes, keepdims=True)
+
 
 def _gradients(x: _Grouped, dout, dlse):
     B, T, K, G, H = x.shape
@@ -365,11 +373,7 @@ def _gradients(x: _Grouped, dout, dlse):
         dsinks = -(x.sink_probability * excess).sum((0, 3)).reshape(K * G)
     if x.slope is not None:
         dx = dx * x.slope
-    dbias = None
-    if x.bias_shape is not None:
-        full = dx.reshape(B, K * G, *dx.shape[3:])
-        axes = [a for a in range(4) if x.bias_shape[a] == 1]
-        dbias = full.sum(axes, keepdims=True)
+    dbias = x.to_bias(dx)
     dquery = x.ungroup(scale * _dot("bkgts,bskh->btkgh", dx, x.key))
     dkey = scale * _dot("bkgts,btkgh->bskh", dx, x.query)
     dvalue = _dot("bkgts,btkgh->bskh", p, dout)
@@ -383,12 +387,13 @@ def _golden_head(static, absolute, q, k, v, bias, sinks, mask, dout, dlse):
     grads = _gradients(x, dout, dlse)
     if absolute:
         out, *sums = _absolute_sums(x, q, k, v, dout, dlse)
-        grads = *sums, *grads[3:]
+        grads = *sums, grads[4]
     return out, x.lse, *grads
 
 
 def _absolute_sums(x: _Grouped, q, k, v, dout, dlse):
-    """out, dQ, dK, dV with every term of every sum by its absolute value."""
+    """out and gradients, but dsinks, with every term of every sum by its absolute
+    value."""
     p, scale = x.probability, abs(x.static.scale)
     q, dout = (y.reshape(*x.shape[:-1], y.shape[-1]) for y in (q, dout))
     q, k, v, dout = map(jnp.abs, (q, k, v, dout))
@@ -403,6 +408,7 @@ def _absolute_sums(x: _Grouped, q, k, v, dout, dlse):
         x.ungroup(scale * _dot("bkgts,bskh->btkgh", dx, k)),
         scale * _dot("bkgts,btkgh->bskh", dx, q),
         _dot("bkgts,btkgh->bskh", p, dout),
+        x.to_bias(dx),
     )
 
 

@@ -20,6 +20,7 @@ from attn_jax.audit.inputs import Shape
 from attn_jax.audit.problem import TENSORS, Problem, Results
 from attn_jax.mask import Mask
 from attn_jax.recipe import FLASH2
+from tests import planted_bias
 from tests.knobs import Knobs, attention, bfloat16, same, truncated
 
 GROUPED = Shape(2, 96, 160, 4, 2, 32)
@@ -64,14 +65,16 @@ def rules_of(problem: Problem) -> dict[str, Any]:
 
 
 def attend(function: Callable, problem: Problem) -> Callable:
-    """(query, key, value) -> (out, LSE [B, N, T]), closed over mask and scale."""
+    """(query, key, value) -> (out, LSE [B, N, T]), closed over mask and scale; a bias
+    may be the fourth."""
     rules = rules_of(problem)
     swap = getattr(function, "layout", "BTNH") == "BNTH"
 
-    def of(query, key, value):
+    def of(query, key, value, *bias):
+        more = dict(zip(["bias"], bias))
         arrays = (x.swapaxes(1, 2) if swap else x for x in (query, key, value))
         residual = getattr(function, "residual", True)
-        given = function(*arrays, **rules, return_residual=residual)
+        given = function(*arrays, **rules, **more, return_residual=residual)
         out, lse = given if residual else (given, None)
         out = out.swapaxes(1, 2) if swap else out
         return out, None if lse is None else lse.swapaxes(1, 2)
@@ -81,8 +84,9 @@ def attend(function: Callable, problem: Problem) -> Callable:
 
 def results(function: Callable, problem: Problem) -> Results:
     """All results of a problem, for dLSE = 0."""
-    *arrays, dout = (jnp.asarray(x) for x in problem.inputs)
-    (out, lse), vjp = jax.vjp(attend(function, problem), *arrays)
+    query, key, value, dout, *bias = (jnp.asarray(x) for x in problem.arrays)
+    of = attend(function, problem)
+    (out, lse), vjp = jax.vjp(of, query, key, value, *bias)
     zeros = jax.tree_util.tree_map(jnp.zeros_like, lse)
     given = zip(TENSORS, (out, lse, *vjp((dout, zeros))))
     return {name: np.asarray(x) for name, x in given if x is not None}
@@ -195,6 +199,7 @@ WINDOW = Problem(GROUPED, mask="window")  # 20 keys to the left, 10 to the right
 LENGTHS = Problem(GROUPED, mask="lengths")
 PACKED = Problem(GROUPED, mask="packed")
 WIDE = Problem(SQUARE)
+BIAS = Problem(GROUPED, mask="bias")
 
 _wiring("scale missing", scale=lambda scale, H: 1.0)
 _wiring("scale applied twice", scale=lambda scale, H: scale * scale)
@@ -403,6 +408,17 @@ _rounding("BF16 logits", "logits", on=Problem(GROUPED, family="wide"), logits=bf
 UNIFORM = Problem(GROUPED, family="uniform")
 _rounding("P truncated", "truncat", "P", "bias", on=UNIFORM, narrow=truncated)
 _rounding("output truncated", "truncat", "out", on=UNIFORM, narrow_out=truncated)
+
+for _name, (_around, _cause) in planted_bias.WIRED.items():
+    _plant(_name, wrapped(_around), _cause, on=BIAS)
+_plant(
+    "dbias summed in BF16",
+    wrapped(planted_bias.in_bfloat16),
+    "",
+    expects="worse than its algorithm allows",
+    # What two entries lose is one more rounding.
+    on=Problem(Shape(12, 40, 48, 2, 2, 32), mask="bias"),
+)
 
 _counter = itertools.count()
 

@@ -190,6 +190,18 @@ def test_the_dearest_step_is_named(family, tensor, step, at_least):
     assert shares == sorted(shares, reverse=True)
 
 
+def test_a_bias_has_a_predicted_gradient():
+    """FP32's is rounded once, to the bias's type."""
+    problems = (Problem(SHAPE, mask="bias"),)
+    units = {
+        name: attribution.predict(CANDIDATES[name], problems, gradients=True)[0]
+        for name in ("exact_fp32", "jax_nn")
+    }
+    assert units["exact_fp32"]["dbias"].errors.units == pytest.approx(1, abs=0.01)
+    # dP is rounded to BF16, of entries that both have a share in the sum.
+    assert 1.2 < units["jax_nn"]["dbias"].errors.units < 1.6
+
+
 def test_candidates_are_of_the_inputs_format():
     half = attribution.candidates(FP16)
     assert half.keys() == CANDIDATES.keys()

@@ -10,9 +10,11 @@ import pytest
 from attn_jax.audit import audit_attention
 from attn_jax.audit.command import main
 from attn_jax.audit.inputs import Shape
+from attn_jax.audit.plan import plan
+from attn_jax.audit.problem import MASKS
 from attn_jax.audit.report import Report
 from attn_jax.audit.target import TargetError
-from attn_jax.recipe import EXACT_FP32, FLASH2
+from attn_jax.recipe import EXACT_FP32, FLASH2, RECIPES
 from tests.knobs import Knobs, attention
 
 SHAPE = Shape(2, 32, 32, 4, 2, 16)
@@ -76,6 +78,32 @@ def test_a_whole_audit_of_a_function():
     names = [progress.part for progress in parts]
     assert any("flash2 on" in name for name in names) and "probes" in names
     assert all(0 <= p.done < p.known for p in parts)
+
+
+def test_the_first_shape_is_measured_under_every_mask_and_with_a_bias():
+    groups = plan([SHAPE, Shape(1, 64, 64, 2, 2, 16)])
+    assert [group.mask for group in groups] == [*MASKS, "full", "causal"]
+    (biased,) = (group for group in groups if group.mask == "bias")
+    assert biased.shape == SHAPE and "normal" in biased.families
+
+
+@pytest.mark.parametrize(
+    "gradients", [False, pytest.param(True, marks=pytest.mark.thorough)]
+)
+def test_a_bias_alone_is_audited(gradients):
+    """What looks at the target itself does so without one."""
+    options = SMALL | dict(families=["normal"], masks=["bias"], gradients=gradients)
+    name = "attn_jax_hopper"
+    against = [RECIPES[name], EXACT_FP32]
+    report = audit_attention(f"emulated:{name}", **options, against=against)
+    assert report.verdict == "trustworthy" and report.fits, report.findings
+    (cell,) = report.cells
+    assert ("dbias" in cell.errors) == gradients
+    if gradients:
+        # Rounded once: delta comes from an O that is not.
+        assert cell.errors["dbias"]["units"] == pytest.approx(1, abs=0.02)
+        assert report.probes and all(probe["passed"] for probe in report.probes)
+        assert report.merges and report.invariances
 
 
 def test_of_what_is_exact_only_the_mode_is_said():

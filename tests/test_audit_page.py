@@ -48,6 +48,19 @@ def test_the_page_shows_the_report():
         assert step in texts
 
 
+def test_a_map_has_dbias_where_there_is_a_bias():
+    without = cells(masks=("full",), tensors=TENSORS[:-1])
+    document = parsed(page(example(cells=without + cells(masks=("bias",)))))
+    columns = {
+        title: [tensor for tensor in TENSORS if tensor in texts]
+        for drawing in document.drawings
+        for texts in [[text for text, *_ in boxes(drawing)]]
+        for title in [next((text for text in texts if "mask" in text), "")]
+    }
+    assert columns["bfloat16, mask full"] == list(TENSORS[:-1])
+    assert columns["bfloat16, mask bias"] == list(TENSORS)
+
+
 def test_an_empty_report_has_a_page():
     document = parsed(page(empty()))
     assert document.drawings == []
@@ -171,7 +184,7 @@ def test_values_off_the_axis_are_hollow_on_its_edges():
 
 
 def test_every_tensor_has_a_look_of_its_own():
-    names = [*TENSORS, "dbias", "dsinks", "dsoft_cap"]
+    names = [*TENSORS, "dsinks", "dsoft_cap"]
     markers = elements(svg.legend((name, i) for i, name in enumerate(names)), "path")
     assert len({(marker["d"], marker["fill"]) for marker in markers}) == len(names)
 

@@ -90,3 +90,20 @@ def test_honest_functions_are_not_accused(name):
         if mask == "full":
             assert found.fits[0].fits, found.fits[:3]
     assert set(ACCUSED).isdisjoint(HARMLESS)
+
+
+@pytest.mark.thorough
+def test_a_defect_of_p_is_found_beside_a_bias_alone():
+    group = Group(GROUPED, "bias", ("uniform",))
+    found = audit(PLANTED["P clipped"].function, group, "again")
+    assert "P clipped" in {finding.cause for finding in found.findings}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_functions_with_a_bias_are_not_accused(name):
+    found = audit(HONEST[name], Group(GROUPED, "bias", FAMILIES))
+    assert all("dbias" in cell.found for cell in found.cells)
+    accused = [f for f in found.findings if f.kind in ACCUSED]
+    assert not accused, accused
+    assert found.fits[0].fits, found.fits[:3]

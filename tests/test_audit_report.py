@@ -321,7 +321,7 @@ def test_lines_fit_whatever_the_names(monkeypatch):
     long = "x" * 150
     report = example(
         target=long,
-        cells=cells((long, "b"), (long,), tensors=[*TENSORS, "dbias", "dsinks", long]),
+        cells=cells((long, "b"), (long,), tensors=[*TENSORS, "dsinks", long]),
         findings=[Finding("fails", long, f"line one\nline two {long}\x1b[31m\a")],
     )
     for columns in (200, 70):
@@ -330,7 +330,7 @@ def test_lines_fit_whatever_the_names(monkeypatch):
         assert max(map(len, said.splitlines())) <= min(columns, 100)
         assert "\x1b" not in said and "\a" not in said
         assert "line one line two" in said
-        assert all(name in said for name in (*TENSORS, "dbias", "dsinks"))
+        assert all(name in said for name in (*TENSORS, "dsinks"))
 
 
 def test_types_are_not_mixed():

@@ -47,8 +47,9 @@ def packed(qkv):
     return exact(query, key, value, scale=query.shape[-1] ** -0.5)[0]
 
 
-def unscaled(query, key, value, mask=None):
-    return exact(query, key, value, scale=1.0, mask=mask)[0]
+def unscaled(query, key, value, mask=None, bias=None):
+    rules = reference.Mask(dense=mask)
+    return reference.attention(query, key, value, bias=bias, scale=1.0, mask=rules)[0]
 
 
 ADAPTED = {
@@ -111,6 +112,31 @@ def test_what_a_function_has_no_argument_for_is_not_taken():
     assert found.status == "not taken"
     assert "query_segment_ids" in found.reason and "mask" in found.reason
     assert outcome(target, problem()).status == "measured"
+
+
+def test_a_bias_is_an_argument_and_has_a_gradient():
+    def shifted(query, key, value, logits_shift=None, scale=None):
+        return jax_nn_like(query, key, value, logits_shift, scale=scale)
+
+    renamed = Adapter(renamed={"bias": "logits_shift"})
+    for target in (ADAPTED["jax.nn"], Target("renamed", shifted, renamed)):
+        here = problem("bias")
+        found = outcome(target, here)
+        assert found.status == "measured" and not found.no_gradients, found
+        assert found.results["dbias"].shape == (1, 4, 24, 40)
+        assert found.results["dbias"].dtype == jnp.bfloat16
+        errors = measured(here, found.results)
+        assert max(errors[name].errors.units for name in ("out", "dbias")) <= 1.9
+    without = outcome(ADAPTED["heads first"], problem("bias"))
+    assert (without.status, without.reason) == ("not taken", "no argument 'bias'")
+    forward = outcome(ADAPTED["jax.nn"], problem("bias"), gradients=False)
+    assert set(forward.results) == {"out", "lse"}
+
+
+def test_a_bias_that_is_too_large_is_not_tried():
+    large = Problem(Shape(1, 2**13, 2**13 + 1, 1, 1, 16), mask="bias")
+    found = outcome(ADAPTED["jax.nn"], large)
+    assert found.status == "out of memory" and "67117056 numbers" in found.reason
 
 
 def _raises(query, key, value, scale=None, is_causal=False):

@@ -170,11 +170,12 @@ def test_golden_agrees_with_attention_on_every_optional_input():
 def test_absolute_sums_bound_the_results_and_equal_them_without_signs():
     q, k, v = arguments()
     do = normal(9, B, T, N, H)
-    exact = reference.golden(q, k, v, do)
-    size = reference.golden(q, k, v, do, absolute=True)
-    for name in ("out", "dquery", "dkey", "dvalue"):
+    bias = normal(10, 1, N, T, S)
+    exact = reference.golden(q, k, v, do, bias=bias)
+    size = reference.golden(q, k, v, do, bias=bias, absolute=True)
+    for name in ("out", "dquery", "dkey", "dvalue", "dbias"):
         assert (np.abs(getattr(exact, name)) <= getattr(size, name)).all()
-    positive = reference.golden(q, k, np.abs(v), np.abs(do))
+    positive = reference.golden(q, k, np.abs(v), np.abs(do), bias=bias)
     np.testing.assert_allclose(size.out, positive.out, rtol=1e-14)
     np.testing.assert_allclose(size.dvalue, positive.dvalue, rtol=1e-14)
 

@@ -132,15 +132,17 @@ def predict(
     """What the recipe gives on problems of one shape and mask: one program, in the
     default mode whatever the caller's."""
     first = problems[0]
-    attend = functools.partial(
-        emulator.attention, recipe=recipe, mask=first.rules, scale=first.scale
-    )
+    options = {"recipe": recipe, "mask": first.rules, "scale": first.scale}
+
+    def attend(query, key, value, bias=None):
+        return emulator.attention(query, key, value, bias=bias, **options)
+
     of_attend = functools.partial(programs.results, attend, gradients)
     compiled = jax.jit(of_attend, compiler_options=RUN_ONCE)
     found = []
     with jax.enable_x64(False):
         for problem in problems:
-            results = jax.device_get(compiled(*map(jnp.asarray, problem.inputs)))
+            results = jax.device_get(compiled(*map(jnp.asarray, problem.arrays)))
             found.append(measured(problem, results))
     return found
 

@@ -178,7 +178,9 @@ def _again(
 ) -> list[Finding]:
     """What is worse than its algorithm allows, with what more runs show of it."""
     problems = {str(cell.problem): cell.problem for cell in cells}
-    worse = [f for f in found if f.kind == "worse than its algorithm allows"]
+    kind = "worse than its algorithm allows"
+    # P may have been read on inputs that are among no cells.
+    worse = [f for f in found if f.kind == kind and f.where[0] in problems]
     by_problem: dict[str, list[str]] = {}
     for finding in worse:
         by_problem.setdefault(finding.where[0], []).extend(finding.tensors)
@@ -199,16 +201,18 @@ def _again(
 
 
 def _looked(audit: Audit, parts: Parts) -> dict[str, list[Row]]:
-    """What a target is looked at for by itself, on the first group's shape and mask."""
+    """What a target is looked at for by itself, on the first group's shape and mask. In
+    the other mode it is looked at with the group's bias, too; the rest is of attention
+    without one."""
     target, group = audit.target, audit.groups[0]
     problem = Problem(group.shape, audit.dtype, "normal", group.mask)
-    gradients = audit.gradients
+    plain, gradients = problem.unbiased, audit.gradients
     looks = {
-        "P": lambda: more.read(target, problem),
+        "P": lambda: more.read(target, plain),
         "x64": lambda: more.other_mode(target, problem, gradients=gradients),
-        "probes": lambda: more.probe(target, problem),
-        "invariances": lambda: more.vary(target, problem),
-        "merging": lambda: more.merge(target, problem),
+        "probes": lambda: more.probe(target, plain),
+        "invariances": lambda: more.vary(target, plain),
+        "merging": lambda: more.merge(target, plain),
     }
     wanted = [x for x in looks if x in audit.looks and (gradients or x in FORWARD)]
     return {name: parts.here(name, more.guarded(looks[name])) for name in wanted}

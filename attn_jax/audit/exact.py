@@ -2,11 +2,12 @@
 
 With query head n reading key head key_head[n] and hidden pairs at x = -inf:
 
-    products = Q K^T                 x = scale products       m = max_j x
+    products = Q K^T                 x = scale products + bias
+    m = max_j x
     weights = exp(x - m)             total = sum_j weights    LSE = m + log total
     P = weights / total              O = P V                  dV = P^T dO
     dP = dO V^T                      delta = rowsum(P dP)     dS = P (dP - delta)
-    dQ = scale dS K                  dK = scale dS^T Q
+    dQ = scale dS K                  dK = scale dS^T Q        dbias = sum_b dS
 
 The right results are `reference.golden`'s, which shares no code with this; here every
 part can be read, replaced and put together again. All heads are held at once: a few
@@ -37,6 +38,7 @@ class Exact:
       visible: [B or 1, N or 1, T, S], True takes part; None if all do.
       scale: of the logits.
       key_head: the key head that each query head reads.
+      bias: added to the scaled products; None if there is none.
       empty: what P is for a query that sees no key: "zero", or "mean", 1 / S for all
         keys. Its LSE is -inf.
     """
@@ -48,12 +50,13 @@ class Exact:
     visible: Bool[np.ndarray, "#B #N T S"] | None
     scale: float
     key_head: tuple[int, ...]
+    bias: Float[np.ndarray, "1 #N T S"] | None = None
     empty: Literal["zero", "mean"] = "zero"
 
     def replaced(self, **changes: Any) -> "Exact":
         """The same with other fields; keeps what these do not touch."""
         other = dataclasses.replace(self, **changes)
-        if changes.keys() <= {"visible", "scale", "empty"}:
+        if changes.keys() <= {"visible", "scale", "bias", "empty"}:
             for name in ("products", "dprobability"):
                 if name in self.__dict__:
                     other.__dict__[name] = self.__dict__[name]
@@ -66,6 +69,8 @@ class Exact:
     @functools.cached_property
     def logits(self) -> PerPair:
         x = self.scale * self.products
+        if self.bias is not None:
+            x = x + self.bias
         return x if self.visible is None else np.where(self.visible, x, -np.inf)
 
     @functools.cached_property
@@ -126,6 +131,10 @@ class Exact:
     def dvalue(self) -> Float[np.ndarray, "B S K H"]:
         return self.to_key_heads(self.value_gradient(self.probability))
 
+    @functools.cached_property
+    def dbias(self) -> Float[np.ndarray, "1 N T S"]:
+        return self.bias_gradient(self.dlogits)
+
     def weighted(self, p: PerPair) -> Float[np.ndarray, "B T N H"]:
         """p V."""
         return (p @ self._keys(self.value)).swapaxes(1, 2)
@@ -146,6 +155,10 @@ class Exact:
     def value_gradient(self, p: PerPair) -> Float[np.ndarray, "B S N H"]:
         """p^T dO, not yet summed over the query heads of a key head."""
         return (p.swapaxes(2, 3) @ self._rows(self.dout)).swapaxes(1, 2)
+
+    def bias_gradient(self, dlogits: PerPair) -> Float[np.ndarray, "1 N T S"]:
+        """Of a bias that the batch shares, whether one was added or not."""
+        return dlogits.sum(0, keepdims=True)
 
     def to_key_heads(
         self, x: Float[np.ndarray, "B S N H"]
@@ -169,6 +182,7 @@ def exact(problem: Problem) -> Exact:
     group = s.heads // s.key_heads
     inputs = (np.asarray(x).astype(np.float64) for x in problem.inputs)
     query, key, value, dout = inputs
+    bias = problem.bias
     return Exact(
         query=query,
         key=key,
@@ -177,6 +191,7 @@ def exact(problem: Problem) -> Exact:
         visible=visible(problem.rules, s.query_length, s.key_length),
         scale=problem.scale,
         key_head=tuple(n // group for n in range(s.heads)),
+        bias=None if bias is None else bias.astype(np.float64),
     )
 
 

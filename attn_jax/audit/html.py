@@ -141,17 +141,23 @@ def _heat_maps(report: Report) -> str:
     maps = [
         svg.heat_map(
             f"{dtype}, mask {mask}",
-            columns,
+            here,
             {
-                family: list(_tiles(columns, some, f"{family}, {mask}, {dtype}"))
+                family: list(_tiles(here, some, f"{family}, {mask}, {dtype}"))
                 for (family,), some in _groups(cells, lambda x: (x.family,)).items()
             },
         )
         for (dtype, mask), cells in groups.items()
+        # Most masks have no bias.
+        for here in [[x for x in columns if x != "dbias" or _has(cells, x)]]
     ]
     note = "<p>Units, the worst over shapes. *: the exact result vanishes, and the unit"
     note += " is that of the absolute values of its terms.</p>"
     return note + svg.heat_legend() + _plots(maps)
+
+
+def _has(cells: Iterable[Cell], tensor: str) -> bool:
+    return any(tensor in cell.errors for cell in cells)
 
 
 def _groups(cells: Iterable[Cell], by) -> dict[tuple[str, ...], list[Cell]]:

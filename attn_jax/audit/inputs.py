@@ -72,6 +72,15 @@ def make_inputs(
     return Inputs(*(x.astype(np.float32).astype(dtype) for x in arrays))
 
 
+def make_bias(seed: int, shape: Shape, dtype=ml_dtypes.bfloat16) -> np.ndarray:
+    """A bias ~ 2 N(0, 1) as an array [1, N, T, S] of `dtype`, the same for the whole
+    batch, so that its gradient sums over that."""
+    # Not the inputs' numbers.
+    rng = np.random.Generator(np.random.Philox([seed, 1]))
+    size = 1, shape.heads, shape.query_length, shape.key_length
+    return (2 * rng.standard_normal(size, np.float32)).astype(dtype)
+
+
 def _normal(rng, shape: Shape):
     return (
         rng.standard_normal(shape.query),

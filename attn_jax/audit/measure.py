@@ -30,6 +30,8 @@ _FORMATS: dict[str, NumberFormat] = {
     "float32": FP32,
     "float64": FP64,
 }
+# Numbers of a bias above which it is not tried: its gradient is held in FP64, twice.
+_MOST_BIAS = 2**26
 
 
 class Outcome(NamedTuple):
@@ -80,15 +82,22 @@ class Runner:
 
     def begin(self, problem: Problem, pool: concurrent.futures.Executor) -> None:
         """Has the program compiled in the pool."""
-        programs.begin(self._attend, problem.inputs, pool, gradients=self._wanted[0])
+        programs.begin(self._attend, problem.arrays, pool, gradients=self._wanted[0])
 
     def __call__(self, problem: Problem) -> Outcome:
         began = time.monotonic()
+        s = problem.shape
+        numbers = s.heads * s.query_length * s.key_length
+        if problem.has_bias and numbers > _MOST_BIAS:
+            reason = (
+                f"a bias of {numbers} numbers is not tried: FP64 holds its gradient"
+            )
+            return Outcome("out of memory", f"{reason} as one array", {}, "", 0.0)
         for wanted in self._wanted:
             if wanted and self._no_gradients:
                 continue
             try:
-                found = programs.run(self._attend, problem.inputs, gradients=wanted)
+                found = programs.run(self._attend, problem.arrays, gradients=wanted)
             except Exception as error:  # A function of somebody's may raise anything.
                 status, reason = _refusal(error, problem)
                 if status != "out of memory" and wanted:
@@ -121,11 +130,12 @@ def measured(problem: Problem, results: Results) -> dict[str, Measured]:
         fmt, absolute = problem.format, getattr(sizes, name)
         if name == "lse":
             fmt, absolute = _FORMATS[str(x.dtype)], np.abs(golden)
-        found[name] = _measured(np.asarray(x, np.float64), golden, fmt, absolute)
+        axes = (0, 1) if name in ("lse", "dbias") else (0, 2)
+        found[name] = _measured(np.asarray(x, np.float64), golden, fmt, absolute, axes)
     return found
 
 
-def _measured(x, golden, fmt: NumberFormat, absolute) -> Measured:
+def _measured(x, golden, fmt: NumberFormat, absolute, axes) -> Measured:
     # Rows that see nothing have an LSE of -inf, in both or else it counts.
     finite = np.isfinite(golden)
     wrong = np.where(finite, ~np.isfinite(x), x != golden)
@@ -133,6 +143,5 @@ def _measured(x, golden, fmt: NumberFormat, absolute) -> Measured:
     x = np.where(finite & np.isfinite(x), x, golden)
     size, _ = unit(golden, fmt, absolute)
     bias, bias_ci = signed_bias(x - correctly_rounded(golden, fmt), size)
-    axes = (0, 1) if x.ndim == 3 else (0, 2)
     errors = measure(x, golden, fmt, absolute, independent_axes=axes)
     return Measured(errors, bias, bias_ci, int(wrong.sum()))

@@ -19,7 +19,7 @@ from attn_jax.audit.error import correctly_rounded, unit_error
 from attn_jax.audit.finding import Finding
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import POOR, WORSE
-from attn_jax.audit.problem import TENSORS, Problem
+from attn_jax.audit.problem import GRADIENTS, Problem
 from attn_jax.audit.target import Attend
 from attn_jax.formats import BF16, FP16, FP32, NumberFormat
 from attn_jax.mask import Mask
@@ -92,11 +92,12 @@ def merge_audit(
     numbers = 1, *parts
     measured = {w: _merged_results(attend_of, problem, w) for w in numbers}
     exact = S * problem.shape.query_length <= golden_limit
+    names = "out", "lse", *GRADIENTS
     if exact:
         whole = problem.exact()
-        base = {name: getattr(whole, name) for name in TENSORS}
+        base = {name: getattr(whole, name) for name in names}
     else:
-        base = {name: measured[1][name] for name in TENSORS}
+        base = {name: measured[1][name] for name in names}
     errors = {
         name: {
             w: _units(problem, name, x[name], base[name], exact)

@@ -174,7 +174,7 @@ def again(target: Target, problem: Problem, tensors: Sequence[str]) -> Iterator[
         exact_one = getattr(problem.exact(), tensor)
         yield {
             "tensor": tensor,
-            "rows": _concentrated(np.linalg.norm(x - exact_one, axis=-1)),
+            "rows": _concentrated(_by_row(tensor, x - exact_one)),
             "findings": _rows(f for f in findings if tensor in f.tensors),
         }
 
@@ -198,6 +198,11 @@ def unequal(
             kind, places = "not reproducible", (str(problem),)
             findings.append(Finding(kind, "re-run", says, (tensor,), places))
     return findings
+
+
+def _by_row(tensor: str, e: np.ndarray) -> Float[np.ndarray, "B L N"]:
+    norms = np.linalg.norm(e, axis=-1)
+    return norms.swapaxes(1, 2) if tensor == "dbias" else norms
 
 
 def _concentrated(errors: Float[np.ndarray, "B L N"]) -> str:

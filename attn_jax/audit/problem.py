@@ -1,6 +1,7 @@
-"""One problem of an audit: inputs of a family, a mask, and the exact results."""
+"""One problem of an audit: inputs of a family, a mask or bias, exact results."""
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -8,7 +9,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from attn_jax.audit.inputs import FAMILIES, Inputs, Shape, documents, make_inputs
+from attn_jax.audit.inputs import (
+    FAMILIES,
+    Inputs,
+    Shape,
+    documents,
+    make_bias,
+    make_inputs,
+)
 from attn_jax.formats import BF16, FP16, FP32, NumberFormat
 from attn_jax.mask import Mask
 from attn_jax.reference import Golden, golden
@@ -23,12 +31,14 @@ FORMATS: dict[str, NumberFormat] = {
     "float16": FP16,
     "float32": FP32,
 }
-# Results by name: out, dQ and so on [B, T or S, heads, H], LSE [B, N, T].
+# Results by name: out, dQ and so on [B, T or S, heads, H], LSE [B, N, T], dbias
+# [1, N, T, S].
 Results = Mapping[str, np.ndarray]
+# Of query, key and value, which every problem has. Some have a bias, too.
 GRADIENTS = "dquery", "dkey", "dvalue"
-TENSORS = ("out", "lse", *GRADIENTS)
+TENSORS = ("out", "lse", *GRADIENTS, "dbias")
 SYMBOLS: Mapping[str, str] = dict(
-    zip(TENSORS, ("out", "LSE", "dQ", "dK", "dV"), strict=True)
+    zip(TENSORS, ("out", "LSE", "dQ", "dK", "dV", "dbias"), strict=True)
 )
 
 
@@ -49,7 +59,8 @@ def _packed(shape: Shape) -> Mask:
     return Mask(query_segment_ids=ids[0], key_value_segment_ids=ids[1])
 
 
-# By name. The window has two different sides, both of which some queries reach.
+# By name. The window has two different sides, both of which some queries reach. A bias
+# stands among them as what logits meet, though it hides nothing.
 MASKS: dict[str, Callable[[Shape], Mask]] = {
     "full": lambda shape: Mask(),
     "causal": lambda shape: Mask(is_causal=True),
@@ -58,6 +69,7 @@ MASKS: dict[str, Callable[[Shape], Mask]] = {
     ),
     "lengths": _lengths,
     "packed": _packed,
+    "bias": lambda shape: Mask(),
 }
 
 
@@ -108,6 +120,30 @@ class Problem:
         return MASKS[self.mask](self.shape)
 
     @property
+    def unbiased(self) -> "Problem":
+        """The same without a bias."""
+        plain = "full" if self.has_bias else self.mask
+        return dataclasses.replace(self, mask=plain)
+
+    @property
+    def has_bias(self) -> bool:
+        return self.mask == "bias"
+
+    @property
+    def bias(self) -> np.ndarray | None:
+        """[1, N, T, S] of `dtype`, added to the scaled logits. Read only."""
+        if not self.has_bias:
+            return None
+        key = "bias", self.seed, self.shape, self.dtype
+        make = functools.partial(make_bias, self.seed, self.shape, DTYPES[self.dtype])
+        return _KEPT(key, lambda: _read_only([make()]))[0]
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """What `measure.program` takes: the inputs, and the bias if there is one."""
+        return [*self.inputs, *([] if self.bias is None else [self.bias])]
+
+    @property
     def inputs(self) -> Inputs:
         """Read only."""
         key = self.family, self.seed, self.shape, self.dtype
@@ -119,7 +155,7 @@ class Problem:
         return _KEPT(
             key,
             lambda: _read_only(
-                golden(*self.inputs, mask=self.rules, absolute=absolute)
+                golden(*self.inputs, bias=self.bias, mask=self.rules, absolute=absolute)
             ),
         )
 

@@ -2,7 +2,7 @@
 
 The file is one object. "unit" is that of `error.unit`: the RMS error of the exact
 result rounded once, so 1 is the best a result in its format can do. Names of results
-("tensor") are those of `problem.TENSORS`.
+("tensor") are those of `problem.TENSORS`; dbias is measured where the mask is "bias".
 
     schema_version  int, `SCHEMA_VERSION`
     verdict         str, a kind of `finding.KINDS`; for readers, follows from the rest

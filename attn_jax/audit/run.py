@@ -53,10 +53,11 @@ def audit_attention(
     """How far an attention callable is from exact, why, and whether that is a fault.
 
     It runs `fn` on `shapes` under `masks`, on inputs of `families`, in the mode that
-    the process is in (x64 or not), and compares out, LSE, dQ, dK and dV with FP64, in
-    units of the unavoidable rounding (`error.unit`); it looks for mistakes of wiring,
-    probes what needs no exact result, and finds the recipe whose predicted errors are
-    nearest. `verdict` has the rules. Nothing that `fn` raises ends it.
+    the process is in (x64 or not), and compares out, LSE, dQ, dK, dV and, of a bias,
+    dbias with FP64, in units of the unavoidable rounding (`error.unit`); it looks for
+    mistakes of wiring, probes what needs no exact result, and finds the recipe whose
+    predicted errors are nearest. `verdict` has the rules. Nothing that `fn` raises
+    ends it.
 
     Args:
       fn: a function with the signature of `jax.nn.dot_product_attention`, or one that
@@ -65,7 +66,7 @@ def audit_attention(
         on and all families; None: by the device (`plan.plan`).
       dtype: of the inputs, a name of `problem.DTYPES`.
       families, masks: names of `inputs.FAMILIES` and `problem.MASKS`; None: chosen.
-      gradients: whether dQ, dK and dV are wanted.
+      gradients: whether dQ, dK, dV and dbias are wanted.
       against: recipes to look among; None: those of the library that are for such
         inputs (`attribution.candidates`).
       folder: where what is measured is kept as it comes, and the report is written in
@@ -212,7 +213,7 @@ def _attribution(result: Result) -> list[Attribution]:
     fit = result.fits[0]
     found = {cell.problem: cell.found for cell in result.cells}
     rows = []
-    for tensor in ("out", *GRADIENTS):
+    for tensor in ("out", *GRADIENTS, "dbias"):
         priced = [
             (found[problem][tensor].errors.units, costs)
             for problem, costs in result.costs

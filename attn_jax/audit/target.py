@@ -21,8 +21,9 @@ from attn_jax.audit.problem import Problem
 from attn_jax.mask import Mask
 from attn_jax.recipe import RECIPES, Recipe
 
-# (query, key, value) -> out [B, T, N, D] and LSE [B, N, T], None where there is none.
-Attend = Callable[[Array, Array, Array], tuple[Array, Array | None]]
+# (query, key, value), and a bias if there is one -> out [B, T, N, D] and LSE [B, N, T],
+# None where there is none.
+Attend = Callable[..., tuple[Array, Array | None]]
 
 
 class TargetError(ValueError):
@@ -75,12 +76,13 @@ class Target:
     adapter: Adapter = Adapter()
 
     def attend(self, mask: Mask, *, scale: float) -> Attend:
-        """The function under a mask, in the canonical layout, to be traced.
+        """The function under a mask, in the canonical layout, to be traced. A bias
+        [1, N, T, S] may be given as a fourth array.
 
         Called, it raises what the function raises, and
 
         Raises:
-          NotTakenError: the function has no argument for the mask.
+          NotTakenError: the function has no argument for the mask, or the bias.
           WrongResultError: it returns other shapes or types than attention does.
         """
         return functools.partial(_attend, self, mask, scale)
@@ -114,7 +116,7 @@ class Target:
         return lse == "always" or lse is not None and self.takes(lse)
 
 
-def _attend(target: Target, mask: Mask, scale: float, query, key, value):
+def _attend(target: Target, mask: Mask, scale: float, query, key, value, bias=None):
     adapter = target.adapter
     shape = *query.shape[:3], value.shape[3]
     keywords = dict(adapter.more)
@@ -122,6 +124,11 @@ def _attend(target: Target, mask: Mask, scale: float, query, key, value):
         adapter.renamed.get(name, name): x
         for name, x in _of_mask(target, mask, query, key).items()
     }
+    if bias is not None:
+        name = adapter.renamed.get("bias", "bias")
+        if not target.takes(name):
+            raise NotTakenError(f"no argument {name!r}")
+        keywords[name] = bias
     positional = []
     if adapter.scale == "keyword":
         name = adapter.renamed.get("scale", "scale")

@@ -73,9 +73,11 @@ def in_the_backward_pass(right: Exact, wrong: Wrong) -> Iterator[Wrong]:
             "dvalue": lambda: x.to_key_heads(x.value_gradient(p)),
             "dquery": lambda: x.query_gradient(kept()),
             "dkey": lambda: x.to_key_heads(x.key_gradient(kept())),
+            "dbias": lambda: x.bias_gradient(kept()),
         },
     )
-    yield Wrong(wrong.detail, {name: wrong.results[name] for name in GRADIENTS})
+    names = [name for name in (*GRADIENTS, "dbias") if name in wrong.results]
+    yield Wrong(wrong.detail, {name: wrong.results[name] for name in names})
 
 
 class Registry(dict[str, Variant]):

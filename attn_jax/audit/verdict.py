@@ -192,7 +192,8 @@ def _not_finite(cells: Sequence[Judged], tensor: str) -> list[Finding]:
         return []
     first = bad[0]
     # Of out and gradients none are infinite.
-    unseen = tensor == "lse" and any(cell.problem.mask != "full" for cell in bad)
+    hides = any(not cell.problem.rules.is_empty for cell in bad)
+    unseen = tensor == "lse" and hides
     finding = Finding(
         "not finite",
         "rows that see no key" if unseen else "",

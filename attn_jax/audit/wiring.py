@@ -34,12 +34,14 @@ from attn_jax.audit.variant import (
     in_the_backward_pass,
 )
 from attn_jax.audit.wrong_attention import ATTENTION
+from attn_jax.audit.wrong_bias import BIASES, DBIAS
 from attn_jax.audit.wrong_results import RESULTS
 from attn_jax.formats import BF16, FP16, FP32, NumberFormat
 
 # Mistakes by the name that a finding has for its cause. Of a mistake of the attention
 # there is also one "in the backward pass", and of LSE also the names of `_ROUNDED`.
-VARIANTS: Mapping[str, Variant] = Registry(ATTENTION | RESULTS)
+_ATTENTION, _RESULTS = ATTENTION | BIASES, RESULTS | DBIAS
+VARIANTS: Mapping[str, Variant] = Registry(_ATTENTION | _RESULTS)
 
 # Rounded once to nearest, no term of a sum is off by more than this share of it. For
 # all types: the coarsest format that 16-bit attention rounds to.
@@ -81,9 +83,9 @@ class _Match(NamedTuple):
 def recognise(results: Results, problem: Problem) -> list[Finding]:
     """Findings of kind "wrong wiring", one for each mistake that is recognised.
 
-    `results` holds those of "out" [B, T, N, H], "lse" [B, N, T], "dquery", "dkey" and
-    "dvalue" that there are, in any float type; gradients are for the cotangents
-    `problem.inputs.dout` and dLSE = 0.
+    `results` holds those of "out" [B, T, N, H], "lse" [B, N, T], "dquery", "dkey",
+    "dvalue" and "dbias" [1, N, T, S] that there are, in any float type; gradients are
+    for the cotangents `problem.inputs.dout` and dLSE = 0.
 
     A result is looked into if the RMS of its error is more than the unit roundoff of
     BF16 times the RMS of the sum of absolute values of its terms (of LSE: of itself and
@@ -106,7 +108,7 @@ def recognise(results: Results, problem: Problem) -> list[Finding]:
     rest = {name: far[name] for name in far if not any(name in m.errors for m in best)}
     if bases and rest:
         # Another mistake on top of the wrong attention.
-        of_results = RESULTS.items()
+        of_results = _RESULTS.items()
         on_top = Setting(problem, bases[0])
         best += _cover(_of(of_results, on_top, rest, x, gate=None), rest)
     return findings + [_finding(match, far, problem) for match in best]
@@ -134,23 +136,26 @@ def _size(name: str, problem: Problem) -> float:
         return _rms(getattr(problem.exact(absolute=True), name))
     right = exact(problem)
     terms = right.replaced(query=abs(right.query), key=abs(right.key)).products
-    of_logits = abs(right.scale) * (right.probability * terms).sum(-1)
+    of_logits = abs(right.scale) * terms
+    if right.bias is not None:
+        of_logits = of_logits + abs(right.bias)
+    of_logits = (right.probability * of_logits).sum(-1)
     return _rms(abs(right.lse) + of_logits)
 
 
 def _matches(right: Setting, far, x: Results) -> Iterator[_Match]:
     """Of every mistake, on top of the right attention."""
-    yield from _of(RESULTS.items(), right, far, x, gate=None)
+    yield from _of(_RESULTS.items(), right, far, x, gate=None)
     if "out" in far or "out" not in x:
         # What attends wrongly gives a wrong output, if it gives any.
-        yield from _of(ATTENTION.items(), right, far, x, gate="out")
-    if "out" not in far and far.keys() & set(GRADIENTS):
+        yield from _of(_ATTENTION.items(), right, far, x, gate="out")
+    if "out" not in far and far.keys() & {*GRADIENTS, "dbias"}:
         backward = [
             (
                 cause + _BACKWARD,
                 dataclasses.replace(variant, make=_backward(variant)),
             )
-            for cause, variant in ATTENTION.items()
+            for cause, variant in _ATTENTION.items()
         ]
         yield from _of(backward, right, far, x, gate="dvalue")
 

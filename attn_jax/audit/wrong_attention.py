@@ -65,6 +65,10 @@ def _(s: Setting):
         (1 / math.log(2), "exp of x log2(e)"),
     ):
         yield from _scaled(s, s.attention.scale * factor, detail)
+        x = s.attention
+        if x.bias is not None:
+            all_of = x.replaced(scale=x.scale * factor, bias=x.bias * factor)
+            yield whole(all_of, f"{detail}, the bias in it")
 
 
 # Masks ---------------------------------------------------------------------------
@@ -326,7 +330,8 @@ def _(s: Setting):
     x, shape = s.attention, s.problem.shape
     T, S, N, K = shape.query_length, shape.key_length, shape.heads, shape.key_heads
     names = "query", "key", "value", "dout"
-    if T % S == 0:
+    # No bias fits logits [B, T, N, K].
+    if T % S == 0 and x.bias is None:
         # T heads of N queries, S key heads of K keys.
         swapped = x.replaced(
             **{name: getattr(x, name).swapaxes(1, 2) for name in names},
@@ -358,9 +363,10 @@ def _back(wrong: Exact, restore) -> dict[str, Thunk]:
     results: dict[str, Thunk] = {
         name: lambda name=name: restore(getattr(wrong, name))
         for name in TENSORS
-        if name != "lse"
+        if name not in ("lse", "dbias")
     }
-    return {**results, "lse": lambda: restore(wrong.lse)}
+    per_head = {"lse": lambda: restore(wrong.lse), "dbias": lambda: wrong.dbias}
+    return results | per_head
 
 
 @ATTENTION.add(
@@ -400,13 +406,17 @@ def _(s: Setting):
             key=np.pad(x.key, pad),
             value=np.pad(x.value, pad),
             visible=visible(s.problem.rules, T, length),
+            bias=None if x.bias is None else np.pad(x.bias, pad[:1] * 3 + pad[1:2]),
         )
         if wrong.visible is not None and not wrong.visible[..., S:].any():
             continue
-        results = {
-            name: lambda name=name, w=wrong: getattr(w, name)[
-                :, : S if name in ("dkey", "dvalue") else None
-            ]
-            for name in TENSORS
-        }
+        results = {n: functools.partial(_cut, wrong, n, S) for n in TENSORS}
         yield Wrong(f"up to {length}", results)
+
+
+def _cut(wrong: Exact, name: str, S: int) -> np.ndarray:
+    """A result without what is beyond the last key."""
+    x = getattr(wrong, name)
+    if name == "dbias":
+        return x[..., :S]
+    return x[:, :S] if name in ("dkey", "dvalue") else x

@@ -284,8 +284,10 @@ def _(s: Setting):
     "differentiate exp, not exp2",
 )
 def _(s: Setting):
-    yield Wrong("too small", _both(s.attention, math.log(2)))
-    yield Wrong("too large", _both(s.attention, 1 / math.log(2)))
+    x = s.attention
+    for detail, by in (("too small", math.log(2)), ("too large", 1 / math.log(2))):
+        dbias = {"dbias": lambda by=by: x.dbias * by}
+        yield Wrong(detail, _both(x, by) | dbias)
 
 
 @_add(
@@ -295,7 +297,7 @@ def _(s: Setting):
 )
 def _(s: Setting):
     x = s.attention
-    yield Wrong("", {n: lambda n=n: -getattr(x, n) for n in GRADIENTS})
+    yield Wrong("", {n: lambda n=n: -getattr(x, n) for n in (*GRADIENTS, "dbias")})
 
 
 @_add(
@@ -305,7 +307,8 @@ def _(s: Setting):
 )
 def _(s: Setting):
     x = s.attention
-    yield Wrong("", {n: lambda n=n: np.zeros_like(getattr(x, n)) for n in GRADIENTS})
+    names = *GRADIENTS, "dbias"
+    yield Wrong("", {n: lambda n=n: np.zeros_like(getattr(x, n)) for n in names})
 
 
 @_add(
@@ -354,6 +357,7 @@ def _of_dlogits(x: Exact, dlogits: Callable[[], np.ndarray], detail: str = "") -
         {
             "dquery": lambda: x.query_gradient(dlogits()),
             "dkey": lambda: x.to_key_heads(x.key_gradient(dlogits())),
+            "dbias": lambda: x.bias_gradient(dlogits()),
         },
     )
 
