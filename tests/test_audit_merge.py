@@ -25,7 +25,9 @@ def kinds(result):
     return {(f.kind, f.cause) for f in result.findings}
 
 
-@pytest.mark.parametrize("family", ["normal", "offset"])
+@pytest.mark.parametrize(
+    "family", ["normal", pytest.param("offset", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("mask", ["full", "causal", "lengths", "packed"])
 def test_fp32_partial_results_merge_exactly(mask, family):
     shape = Shape(2, 128, 128, 1, 1, 64)

@@ -40,6 +40,7 @@ def test_a_verdict_says_what_was_certified():
     assert canaries.certify() is verdict
 
 
+@pytest.mark.thorough
 def test_certified_op_by_op():
     assert not canaries.certify(jit=False).jit
 

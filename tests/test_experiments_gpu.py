@@ -84,7 +84,7 @@ def test_unrounded_p_is_told_apart_on_tensor_cores_at_large_lse(monkeypatch):
     "recipe",
     [
         pytest.param("P unrounded", marks=pytest.mark.thorough),
-        "delta from O and no centre",
+        pytest.param("delta from O and no centre", marks=pytest.mark.thorough),
     ],
 )
 def test_kernels_of_another_recipe_fail(recipe, tmp_path, monkeypatch, capsys):

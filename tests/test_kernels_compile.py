@@ -86,7 +86,7 @@ def _check(
     ("head_dim", "key_length", "is_causal"),
     # Few and many keys have tilings of their own.
     [
-        (64, 1100, True),
+        pytest.param(64, 1100, True, marks=pytest.mark.thorough),
         (64, 4200, False),
         (128, 1100, False),
         # As float16, which has a test of its own.
@@ -157,6 +157,7 @@ def test_compiling_leaves_a_process_that_is_kept_as_it_was():
     assert before and after
 
 
+@pytest.mark.thorough
 def test_float16_compiles_alike():
     program = in_child_process(
         _forward_and_backward, 128, "float16", True, seconds=TIME_LIMIT
@@ -169,7 +170,7 @@ def test_float16_compiles_alike():
     [
         (32, 32, "float16", True, {}),
         pytest.param(96, 96, "float16", False, {}, marks=pytest.mark.thorough),
-        (192, 128, "bfloat16", True, {}),
+        pytest.param(192, 128, "bfloat16", True, {}, marks=pytest.mark.thorough),
         pytest.param(192, 192, "bfloat16", False, {}, marks=pytest.mark.thorough),
         # Once a tile, outside the loop over the keys.
         pytest.param(
@@ -326,6 +327,7 @@ def test_ampere_compiles_with_everything(head_dim, soft_cap, allowed_spills):
         assert kernel.registers <= 255
 
 
+@pytest.mark.thorough
 def test_ampere_float16_compiles_alike():
     program = _compiled_for_a100(_ampere, "a100", 128, "float16", True)
     _check_ampere(program, 128, kernel_count=3)

@@ -111,7 +111,9 @@ def _scaled(powers: dict[str, int]) -> list[np.ndarray]:
     "powers",
     [
         dict(dout=45, value=-45, query=90, key=-90),
-        dict(dout=45, value=40, query=30, key=-30),
+        pytest.param(
+            dict(dout=45, value=40, query=30, key=-30), marks=pytest.mark.thorough
+        ),
         dict(dout=-78, value=0),  # Squares vanish.
         pytest.param(
             dict(dout=-30, value=-30, query=-20, key=20), marks=pytest.mark.thorough

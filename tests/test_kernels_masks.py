@@ -154,9 +154,8 @@ def _on_one_multiprocessor(case: Case) -> Results:
         return _kernels("hopper", case)
 
 
-@pytest.mark.parametrize(
-    "name", ["documents", pytest.param("window-far", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["documents", "window-far"])
 def test_tiles_in_turn_are_as_good_as_one_to_a_cta(name):
     case = CASES[name]
     limit = {"seconds": TIME_LIMIT}

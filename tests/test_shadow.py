@@ -428,13 +428,8 @@ def test_program_of_a_plain_step_does_not_depend_on_the_audit():
     assert plain != text(CONFIG, audited=True)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        MeshConfig(tensor=2),
-        pytest.param(MeshConfig(fsdp=2), marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("sizes", [MeshConfig(tensor=2), MeshConfig(fsdp=2)])
 def test_loss_and_gradients_keep_their_bits_on_a_mesh(sizes, fully_optimised):
     model = dataclasses.replace(CONFIG.model, width=128, heads=2, depth=1)
     config = dataclasses.replace(CONFIG, mesh=sizes, model=model)
