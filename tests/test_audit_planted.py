@@ -2,6 +2,7 @@
 accused."""
 
 import dataclasses
+import sys
 
 import pytest
 
@@ -19,6 +20,12 @@ CANDIDATES = attribution.candidates(BF16)
 SOME = ("flash2", "jax_nn", "eager_bf16", "exact_fp32", "attn_jax", "flash2 (logits)")
 SOME += tuple(name for name in CANDIDATES if " (" in name)
 RECIPES = {name: CANDIDATES[name] for name in SOME}
+# What those that always run round like: to compile a recipe takes a second.
+FEW = {
+    name: recipe
+    for name, recipe in RECIPES.items()
+    if " (" not in name or "row_sum" in name or "unrounded" in name
+}
 FAMILIES = (*attribution.FAMILIES, "lse-130")
 # For the suite's time the others run under --thorough: each takes several seconds. That
 # mistakes of wiring are recognised in results is in `test_audit_wiring`, always.
@@ -36,6 +43,12 @@ LOOKS = {
     "x64 changes the result": ("x64",),
     "LSE stop_gradient": ("merging",),
 }
+
+
+@pytest.fixture(autouse=True)
+def recipes(request, monkeypatch):
+    if not request.config.getoption("--thorough"):
+        monkeypatch.setattr(sys.modules[__name__], "RECIPES", FEW)
 
 
 def audit(function, group: Group, *looks: str):

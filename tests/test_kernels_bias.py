@@ -80,7 +80,7 @@ def _interpreted(target: Architecture, check: Check) -> dict[str, np.ndarray]:
 
 
 # Those whose kernels differ from another's in how a bias is broadcast alone.
-BROADCAST = {"bias-for-all-queries", "bias-for-all-keys"}
+BROADCAST = {"bias-for-all-queries", "bias-for-all-keys", "bias-for-all-heads"}
 DEFAULT = {"hopper": set(CASES) - BROADCAST, "ampere": {"bias-soft-cap"}}
 
 

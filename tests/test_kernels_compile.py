@@ -338,6 +338,7 @@ def test_ampere_float32_output_compiles_alike():
     _check_ampere(program, 128, kernel_count=1)
 
 
+@pytest.mark.thorough
 def test_ampere_compiles_for_hopper():
     arguments = ("h200", 128, "bfloat16", True)
     program = in_child_process(_ampere, *arguments, seconds=TIME_LIMIT)

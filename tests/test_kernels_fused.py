@@ -239,7 +239,7 @@ def _compiled(head_dim: int, is_causal: bool, plan: Plan, length: int) -> Progra
     [
         # Both head dims, masks, and values of either field of a plan are in the others.
         pytest.param(64, False, TWO, marks=pytest.mark.thorough),
-        (64, True, APART),
+        pytest.param(64, True, APART, marks=pytest.mark.thorough),
         (128, False, TWO),
         (128, True, TWO_APART),
     ],

@@ -58,7 +58,8 @@ def _check(
     ("dtype", "head_dim", "is_causal", "x64"),
     # Each value of one with each of every other.
     [
-        ("bfloat16", 64, False, False),
+        # Compiled besides (test_kernels_compile).
+        pytest.param("bfloat16", 64, False, False, marks=pytest.mark.thorough),
         ("bfloat16", 128, True, True),
         ("float16", 64, True, True),
         pytest.param("float16", 128, False, True, marks=pytest.mark.thorough),
@@ -116,6 +117,8 @@ def test_lowers_with_a_head_dim_of_values_own(
     _check(lowered, query, key, query.dtype, value, kernels)
 
 
+# It is compiled besides (test_kernels_compile).
+@pytest.mark.thorough
 def test_lowers_to_float32_output():
     query, key, value = _arrays(**GQA, H=128, dtype=jnp.bfloat16)
     lowered = _lowered(query, key, value, out_dtype=jnp.dtype("float32"))
@@ -125,7 +128,10 @@ def test_lowers_to_float32_output():
 WITH_A_BIAS = [
     ((2, 4, 1000, 1100), "float16", {"mask": Mask(is_causal=True)}, True),
     ((2, 1, 1, 1100), "float32", {"soft_cap": 30.0}, False),
-    ((1, 1, 1, 1), "float64", {"mask": Mask(window=(5, None))}, True),
+    pytest.param(
+        *((1, 1, 1, 1), "float64", {"mask": Mask(window=(5, None))}, True),
+        marks=pytest.mark.thorough,
+    ),
     pytest.param(*((1, 4, 1000, 1), "bfloat16", {}, False), marks=pytest.mark.thorough),
     pytest.param(
         *((1, 1, 1000, 1100), "float8_e4m3fn", {"scale": -0.1}, False),
