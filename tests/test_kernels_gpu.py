@@ -128,7 +128,7 @@ def test_kernels_follow_their_recipe(shape, is_causal, backward):
     ):
         # What differs is the order of FP32 additions and the hardware's exp2: it flips
         # a rounding now and then, which can cost its row all. A step rounded elsewhere
-        # costs nearly every row about a unit.
+        # costs nearly every row about a unit, and half of one is far from both.
         x, y = (np.asarray(a, float) for a in (x, y))
         unit = np.linalg.norm(correctly_rounded(z, BF16) - z, axis=-1)
         seen = unit > 0

@@ -36,12 +36,12 @@ class Parts(contextlib.AbstractContextManager):
         self,
         store: Store | None = None,
         tell: Callable[[Progress], None] = lambda progress: None,
-        *,
-        threads: int | None = None,
     ):
         self._store, self._tell = store, tell
-        if threads is None:
-            threads = min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) - 1))
+        # What this process may use; not every system says.
+        known = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+        threads = min(_MOST_THREADS, max(1, cores - 1))
         self.pool = concurrent.futures.ThreadPoolExecutor(threads, "recipes")
         self._lock = threading.Lock()
         self._done = self._known = 0
