@@ -137,7 +137,7 @@ def test_a_program_is_compiled_once_for_all_who_want_it():
     jnp.asarray(PROBLEM.inputs.query)
     with Parts() as parts:
         runner = Runner(target.on(PROBLEM))
-        runner.begin(PROBLEM, parts.pool)
+        runner.begin(PROBLEM, parts.compiling)
         other = runner(PROBLEM)
     before = len(compiled)
     again = Runner(target.on(PROBLEM))(dataclasses.replace(PROBLEM, family="wide"))
@@ -153,7 +153,7 @@ def test_what_cannot_be_traced_fails_when_it_is_run():
 
     with Parts() as parts:
         runner = Runner(Target("fails", fails).on(PROBLEM))
-        runner.begin(PROBLEM, parts.pool)
+        runner.begin(PROBLEM, parts.compiling)
         outcome = runner(PROBLEM)
     assert (outcome.status, outcome.reason) == (
         "failed",

@@ -8,6 +8,7 @@ from attn_jax import reference
 from attn_jax.audit.error import (
     DIRECTIONALITY_NULL_95,
     correctly_rounded,
+    exactly,
     measure,
     signed_bias,
     unit,
@@ -122,18 +123,18 @@ def test_sign_and_direction_tell_a_bias_from_noise():
     shape = 4, 64, 4, 16
     golden = rng.standard_normal(shape)
     noise = 1e-3 * rng.standard_normal(shape)
-    fair = measure(golden + noise, golden, BF16)
+    fair = measure(golden + noise, exactly(golden, BF16))
     # Standard normal draws: the interval holds 0 and A is not far above its null
     # (|z| < 4 has probability 1 - 6e-5; the seed is fixed).
     assert abs(fair.signed_mean) < 2 * fair.signed_mean_ci
     assert fair.directionality < 2 * DIRECTIONALITY_NULL_95
-    biased = measure(golden + noise + 2e-4, golden, BF16)
+    biased = measure(golden + noise + 2e-4, exactly(golden, BF16))
     assert abs(biased.signed_mean) > 2 * biased.signed_mean_ci
     # A = sqrt(n) mean / rms = 128 * 0.2 / sqrt(1.04) = 25.1, give or take 1.
     assert abs(biased.directionality - 25.1) < 4
     np.testing.assert_allclose(fair.relative, 1e-3, rtol=5 / np.sqrt(2 * golden.size))
     assert fair.p999 < fair.maximum and not fair.degenerate
-    one = measure(golden[:1, :, :1], golden[:1, :, :1], BF16)
+    one = measure(golden[:1, :, :1], exactly(golden[:1, :, :1], BF16))
     assert one.units == one.directionality == 0 and one.signed_mean_ci == np.inf
 
 

@@ -13,13 +13,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 
-from attn_jax.audit import attribution, more, verdict
+from attn_jax.audit import attribution, more, programs, verdict
 from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.error import Errors, in_units
 from attn_jax.audit.finding import Finding, in_order
@@ -113,27 +113,31 @@ class _Predictions:
         return {name: _found(self._begun[name, group].result()) for name in names}
 
 
-def carry_out(audit: Audit, parts: Parts) -> Result:
-    """Does what is left of it."""
+def carry_out(
+    audit: Audit, parts: Parts, ready: Callable[[], Any] = lambda: None
+) -> Result:
+    """Does what is left of it. `ready` is called when everything is under way and
+    before anything of the target is run, and what it raises ends the audit."""
     first, *others = audit.groups
     predictions = _Predictions(audit, parts)
     parts.expect(2 * len(audit.groups) + len(audit.looks) + len(audit.recipes))
+    if set(first.families) & set(attribution.FAMILIES):
+        predictions.begin(audit.recipes, first)
     runners = {group: _runner(audit, group) for group in audit.groups}
     for group, runner in runners.items():
         if not parts.has(str(group)):
-            runner.begin(group.problems(audit.dtype)[0], parts.pool)
-    rows = {first: parts.here(str(first), _measure(audit, first, runners[first]))}
-    here = _found(rows[first])
-    compared = [x for x in here if x in attribution.FAMILIES and here[x]]
-    if compared:
-        predictions.begin(audit.recipes, first)
-    for group in others:
+            runner.begin(group.problems(audit.dtype)[0], parts.compiling)
+    programs.wait()
+    ready()
+    rows = {}
+    for group in audit.groups:
         make = _measure(audit, group, runners[group])
         rows[group] = parts.here(str(group), make)
         if any(row["found"] for row in rows[group]):
             predictions.begin([SAME_FORMAT], group)
+    here = _found(rows[first])
+    compared = [x for x in here if x in attribution.FAMILIES and here[x]]
     measured = [g for g in audit.groups if any(row["found"] for row in rows[g])]
-    looks = _looked(audit, parts) if any(here.values()) else {}
     predicted = predictions.of(audit.recipes, first) if compared else {}
     fits = attribution.fits(
         attribution.profile({family: here[family] for family in compared}),
@@ -143,14 +147,17 @@ def carry_out(audit: Audit, parts: Parts) -> Result:
     algorithms = (fit.candidate,) if fit and fit.fits else verdict.PLAIN
     for group in measured:
         predictions.begin(algorithms, group)
+    priced = {}
+    if fit and fit.fits:
+        poorest = _poorest(audit, rows)
+        priced = _begin_pricing(audit, parts, audit.recipes[fit.candidate], poorest)
+    looks = _looked(audit, parts) if any(here.values()) else {}
     cells = []
     for group in audit.groups:
         names = {*algorithms, SAME_FORMAT} if group in measured else ()
         known = predictions.of(names, group)
         cells += _judged(audit, group, rows[group], known, algorithms)
-    costs = []
-    if fit and fit.fits:
-        costs = _priced(audit, parts, audit.recipes[fit.candidate], _poorest(cells))
+    costs = [(problem, _costs(*begun)) for problem, begun in priced.items()]
 
     wiring = [
         _finding(finding)
@@ -257,9 +264,13 @@ def _predict(audit: Audit, recipe: Recipe, group: Group) -> Iterator[Row]:
         yield {"family": problem.family, "found": _rows_of(of_problem)}
 
 
-def _priced(
+# A recipe on a problem, and without each of its steps.
+Pricing = tuple[Future[list[Row]], dict[str, Future[list[Row]]]]
+
+
+def _begin_pricing(
     audit: Audit, parts: Parts, recipe: Recipe, problems: Sequence[Problem]
-) -> list[tuple[Problem, list[Cost]]]:
+) -> dict[Problem, Pricing]:
     """What steps of the recipe cost on these problems."""
     better = attribution.better(recipe)
     parts.expect(len(problems) * (1 + len(better)))
@@ -268,7 +279,7 @@ def _priced(
         group = Group(problem.shape, problem.mask, (problem.family,))
         return parts.beside(f"{name} on {problem}", _predict(audit, of, group))
 
-    begun = {
+    return {
         problem: (
             begin(recipe.name, recipe, problem),
             {
@@ -279,28 +290,28 @@ def _priced(
         for problem in problems
     }
 
+
+def _costs(
+    whole: Future[list[Row]], without: Mapping[str, Future[list[Row]]]
+) -> list[Cost]:
     def found(part: Future[list[Row]]) -> Found:
         (row,) = part.result()
         return _measured(row["found"])
 
-    return [
-        (
-            problem,
-            attribution.costs(found(of), {step: found(x) for step, x in those.items()}),
-        )
-        for problem, (of, those) in begun.items()
-    ]
+    steps = {step: found(part) for step, part in without.items()}
+    return attribution.costs(found(whole), steps)
 
 
-def _poorest(cells: list[Judged]) -> list[Problem]:
+def _poorest(audit: Audit, rows: Mapping[Group, list[Row]]) -> list[Problem]:
     """The problems that a finding will name: for each result the one with the largest
     error, where that is poor."""
     worst: dict[str, tuple[float, Problem]] = {}
-    for cell in cells:
-        for tensor, m in cell.found.items():
-            if tensor != "lse" and m.errors.units > verdict.POOR_UNITS:
-                at = m.errors.units, cell.problem
-                worst[tensor] = max(worst.get(tensor, at), at, key=lambda x: x[0])
+    for group, of_group in rows.items():
+        for problem, row in zip(group.problems(audit.dtype), of_group, strict=True):
+            for tensor, m in _measured(row["found"]).items():
+                if tensor != "lse" and m.errors.units > verdict.POOR_UNITS:
+                    at = m.errors.units, problem
+                    worst[tensor] = max(worst.get(tensor, at), at, key=lambda x: x[0])
     by_size = sorted(worst.values(), key=lambda x: -x[0])
     return list(dict.fromkeys(problem for _, problem in by_size))[:_PRICED]
 

@@ -1,6 +1,7 @@
 """Errors in units of the unavoidable rounding, with size, tail, sign and direction."""
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 from jax.typing import ArrayLike
@@ -14,6 +15,8 @@ DIRECTIONALITY_NULL_95 = 1.96
 # absolute values is zero, or a machine number, but for FP64 noise (2**-53 times a few
 # thousand terms); no family that merely cancels comes near (uniform dQ: about 2**-10).
 _DEGENERATE = 2.0**-24
+# The bits of an FP64 number that hold its exponent.
+_EXPONENT = np.uint64(0x7FF << 52)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +50,43 @@ def correctly_rounded(golden: np.ndarray, fmt: NumberFormat) -> np.ndarray:
     Overflow follows the format: saturation, infinity or NaN.
     """
     golden = np.asarray(golden, np.float64)
-    _, exponent = np.frexp(golden)
-    exponent = np.maximum(exponent - 1, fmt.min_exponent) - fmt.mantissa_bits
-    rounded = np.ldexp(np.rint(np.ldexp(golden, -exponent)), exponent)
+    # Without sign and significand a value is the power of two below it.
+    power = (golden.view(np.uint64) & _EXPONENT).view(np.float64)
+    place = np.clip(power, fmt.min_normal, 2.0**1023) * 2.0**-fmt.mantissa_bits
+    rounded = np.rint(golden / place) * place
     if not fmt.has_subnormals:
         rounded = np.where(np.abs(rounded) < fmt.min_normal, 0.0, rounded)
     over = fmt.max_finite if fmt.saturates else np.inf if fmt.has_inf else np.nan
     beyond = np.abs(rounded) > fmt.max_finite
     return np.where(beyond, np.copysign(over, golden), rounded)
+
+
+class Exact(NamedTuple):
+    """An exact result as that which others are measured against, made once for all.
+
+    Attributes:
+      golden: the result in FP64.
+      rounded: it, rounded once.
+      unit, degenerate: as `unit` says.
+      size: RMS of `golden`; of the sum over absolute values if degenerate.
+    """
+
+    golden: np.ndarray
+    rounded: np.ndarray
+    unit: float
+    degenerate: bool
+    size: float
+
+
+def exactly(
+    golden: np.ndarray, fmt: NumberFormat, absolute: np.ndarray | None = None
+) -> Exact:
+    """Raises ValueError as `unit` does."""
+    golden = np.asarray(golden, np.float64)
+    rounded = correctly_rounded(golden, fmt)
+    of, degenerate = _unit(golden, rounded, fmt, absolute)
+    size = _rms(absolute if degenerate and absolute is not None else golden)
+    return Exact(golden, rounded, of, degenerate, size)
 
 
 def unit(
@@ -69,7 +101,11 @@ def unit(
 
     Raises ValueError if that rule is needed and `absolute` is not given.
     """
-    usual = _rms(correctly_rounded(golden, fmt) - golden)
+    return _unit(golden, correctly_rounded(golden, fmt), fmt, absolute)
+
+
+def _unit(golden, rounded, fmt: NumberFormat, absolute) -> tuple[float, bool]:
+    usual = _rms(rounded - golden)
     if absolute is None:
         if usual == 0:
             raise ValueError(
@@ -110,26 +146,18 @@ def signed_bias(e: np.ndarray, size: float) -> tuple[float, float]:
 
 
 def measure(
-    x: ArrayLike,
-    golden: np.ndarray,
-    fmt: NumberFormat,
-    absolute: np.ndarray | None = None,
-    *,
-    independent_axes: tuple[int, ...] = (0, 2),
+    x: ArrayLike, exact: Exact, *, independent_axes: tuple[int, ...] = (0, 2)
 ) -> Errors:
     """All of `Errors`; `independent_axes` hold batch (or seed) and head."""
-    golden = np.asarray(golden, np.float64)
-    e = _difference(x, golden)
-    size, degenerate = unit(golden, fmt, absolute)
-    scale = _rms(absolute if degenerate and absolute is not None else golden)
+    e, scale = _difference(x, exact.golden), exact.size
     others = tuple(set(range(e.ndim)) - {a % e.ndim for a in independent_axes})
     means = e.mean(others).ravel()
     spread = means.std(ddof=1) / means.size**0.5 if means.size > 1 else np.inf
     root = np.sqrt(np.square(e).sum())
     return Errors(
-        units=in_units(_rms(e), size),
-        degenerate=degenerate,
-        relative=in_units(_rms(e), _rms(golden)),
+        units=in_units(_rms(e), exact.unit),
+        degenerate=exact.degenerate,
+        relative=in_units(_rms(e), _rms(exact.golden)),
         maximum=in_units(np.abs(e).max(), scale),
         p999=in_units(np.quantile(np.abs(e), 0.999), scale),
         signed_mean=in_units(e.mean(), scale),

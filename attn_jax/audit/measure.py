@@ -7,13 +7,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from attn_jax.audit import programs
-from attn_jax.audit.error import (
-    Errors,
-    correctly_rounded,
-    measure,
-    signed_bias,
-    unit,
-)
+from attn_jax.audit.error import Errors, measure, signed_bias
 from attn_jax.audit.problem import Problem, Results
 from attn_jax.audit.target import (
     Attend,
@@ -122,26 +116,20 @@ def _refusal(error: Exception, problem: Problem) -> tuple[Status, str]:
 
 def measured(problem: Problem, results: Results) -> dict[str, Measured]:
     """By name of a result."""
-    exact = problem.exact()
-    sizes = problem.exact(absolute=True)
     found = {}
     for name, x in results.items():
-        golden = getattr(exact, name)
-        fmt, absolute = problem.format, getattr(sizes, name)
-        if name == "lse":
-            fmt, absolute = _FORMATS[str(x.dtype)], np.abs(golden)
+        fmt = _FORMATS[str(x.dtype)] if name == "lse" else problem.format
         axes = (0, 1) if name in ("lse", "dbias") else (0, 2)
-        found[name] = _measured(np.asarray(x, np.float64), golden, fmt, absolute, axes)
+        found[name] = _measured(np.asarray(x, np.float64), problem, name, fmt, axes)
     return found
 
 
-def _measured(x, golden, fmt: NumberFormat, absolute, axes) -> Measured:
+def _measured(x, problem: Problem, name: str, fmt: NumberFormat, axes) -> Measured:
     # Rows that see nothing have an LSE of -inf, in both or else it counts.
+    golden, exact = getattr(problem.exact(), name), problem.exactly(name, fmt)
     finite = np.isfinite(golden)
     wrong = np.where(finite, ~np.isfinite(x), x != golden)
-    golden, absolute = (np.where(finite, y, 0.0) for y in (golden, absolute))
-    x = np.where(finite & np.isfinite(x), x, golden)
-    size, _ = unit(golden, fmt, absolute)
-    bias, bias_ci = signed_bias(x - correctly_rounded(golden, fmt), size)
-    errors = measure(x, golden, fmt, absolute, independent_axes=axes)
+    x = np.where(finite & np.isfinite(x), x, exact.golden)
+    bias, bias_ci = signed_bias(x - exact.rounded, exact.unit)
+    errors = measure(x, exact, independent_axes=axes)
     return Measured(errors, bias, bias_ci, int(wrong.sum()))

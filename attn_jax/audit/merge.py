@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_jax.audit.alone import ALONE
 from attn_jax.audit.error import correctly_rounded, unit_error
 from attn_jax.audit.finding import Finding
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.problem import GRADIENTS, Problem
+from attn_jax.audit.programs import run
 from attn_jax.audit.target import Attend
 from attn_jax.formats import BF16, FP16, FP32, NumberFormat
 from attn_jax.mask import Mask
@@ -27,6 +29,7 @@ from attn_jax.reference import golden
 from attn_jax.xla_options import NO_GRAPHS
 
 PARTS = (2, 4, 8, 16, 32, 64)
+_RESULTS = "out", "lse", *GRADIENTS
 # T S above which errors are taken against the target's own result in one part.
 GOLDEN_LIMIT = 2**18
 # RMS of a rounding at the bottom of a binade over that of a log-uniform number is
@@ -92,12 +95,11 @@ def merge_audit(
     numbers = 1, *parts
     measured = {w: _merged_results(attend_of, problem, w) for w in numbers}
     exact = S * problem.shape.query_length <= golden_limit
-    names = "out", "lse", *GRADIENTS
     if exact:
         whole = problem.exact()
-        base = {name: getattr(whole, name) for name in names}
+        base = {name: getattr(whole, name) for name in _RESULTS}
     else:
-        base = {name: measured[1][name] for name in names}
+        base = {name: measured[1][name] for name in _RESULTS}
     errors = {
         name: {
             w: _units(problem, name, x[name], base[name], exact)
@@ -167,13 +169,18 @@ def _merged_results(attend_of, problem: Problem, parts: int) -> dict[str, np.nda
     query, key, value, dout = problem.inputs
     B, S = key.shape[:2]
     attend = attend_of(part_mask(problem.rules, parts, B, S))
-    arrays = (
-        np.repeat(query, parts, 0),
-        _in_parts(key, parts),
-        _in_parts(value, parts),
-    )
+    if parts == 1:
+        results = run(attend, problem.inputs)
+        if "lse" not in results:
+            raise ValueError("merging needs LSE, and the target returns none")
+    else:
+        inputs = np.repeat(query, parts, 0), _in_parts(key, parts)
+        arrays = *inputs, _in_parts(value, parts), dout
+        _merge.lower(attend, parts, *arrays).compile()
+        with ALONE:
+            results = jax.device_get(_merge(attend, parts, *arrays))
     out, lse, dquery, dkey, dvalue = (
-        np.asarray(x).astype(np.float64) for x in _merge(attend, parts, *arrays, dout)
+        results[name].astype(np.float64) for name in _RESULTS
     )
     return {
         # In one part out and LSE are the target's own.
@@ -192,7 +199,8 @@ def _summed(x: np.ndarray, parts: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=NO_GRAPHS)
 def _merge(attend, parts, query, key, value, dout):
-    """out [B, T, N, H] and LSE [B, N, T] in FP32, and the gradients of the parts."""
+    """As `programs.run` gives them: out [B, T, N, H] and LSE [B, N, T] in FP32, and the
+    gradients of the parts."""
 
     def merged(query, key, value):
         out, lse = attend(query, key, value)
@@ -215,7 +223,8 @@ def _merge(attend, parts, query, key, value, dout):
         return (weight * out).sum(1), lse
 
     out, pullback, lse = jax.vjp(merged, query, key, value, has_aux=True)
-    return out, lse, *pullback(dout.astype(jnp.float32))
+    found = out, lse, *pullback(dout.astype(jnp.float32))
+    return dict(zip(_RESULTS, found, strict=True))
 
 
 def _units(problem: Problem, name: str, x, base, exact: bool) -> float:
@@ -264,7 +273,8 @@ def _exact_parts(inputs: Inputs, mask: Mask, parts: int, scale: float) -> _Parti
         np.repeat(inputs.dout, parts, 0),
     )
     mask = part_mask(mask, parts, B, S)
-    of = golden(*folded, mask=mask, scale=scale)
+    with ALONE:
+        of = golden(*folded, mask=mask, scale=scale)
     out, lse = (x.reshape(B, parts, *x.shape[1:]) for x in (of.out, of.lse))
     return _Partial(out, lse, folded, mask)
 
@@ -366,9 +376,10 @@ def _lse_gradient(problem, measured, whole, partial: _Partial, parts: int):
     weight = _weights(partial.lse)
     dout = problem.inputs.dout.astype(np.float64)[:, None] * weight
     dout = dout.reshape(partial.inputs.dout.shape)
-    without = golden(
-        *partial.inputs[:3], dout, mask=partial.mask, scale=problem.scale
-    ).dquery
+    with ALONE:
+        without = golden(
+            *partial.inputs[:3], dout, mask=partial.mask, scale=problem.scale
+        ).dquery
     added = whole - _summed(without, parts)
     off = measured[1]["dquery"] - whole
     # As large as four times the error in one part, or the share is of noise.

@@ -1,7 +1,8 @@
 """Parts of an audit: rows that are measured once, kept, and counted as they come.
 
 Parts of the target run where they are asked for, one after the other, in the modes that
-the caller set (they are a thread's own). Parts of recipes run beside them, in threads.
+the caller set (they are a thread's own). Parts of recipes run beside them, in threads,
+and what the target needs compiled is compiled in others.
 """
 
 import concurrent.futures
@@ -29,7 +30,7 @@ class Progress(NamedTuple):
 class Parts(contextlib.AbstractContextManager):
     """Rows by name of a part. With a `store` they are kept there, and those that it has
     are not made again. `tell` is called when a part begins, by one thread at a time.
-    `pool` has the threads.
+    `compiling` has the threads that compile.
     """
 
     def __init__(
@@ -42,12 +43,17 @@ class Parts(contextlib.AbstractContextManager):
         known = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
         threads = min(_MOST_THREADS, max(1, cores - 1))
-        self.pool = concurrent.futures.ThreadPoolExecutor(threads, "recipes")
+        pool = concurrent.futures.ThreadPoolExecutor
+        self._recipes, self.compiling = (
+            pool(threads, "recipes"),
+            pool(threads, "target"),
+        )
         self._lock = threading.Lock()
         self._done = self._known = 0
 
     def __exit__(self, *raised) -> None:
-        self.pool.shutdown(cancel_futures=True)
+        for pool in (self._recipes, self.compiling):
+            pool.shutdown(cancel_futures=True)
 
     def expect(self, number: int) -> None:
         """So many parts will be asked for."""
@@ -78,7 +84,7 @@ class Parts(contextlib.AbstractContextManager):
         self, name: str, make: Iterable[Row]
     ) -> concurrent.futures.Future[list[Row]]:
         """The same, in a thread of its own, when there is one."""
-        return self.pool.submit(self.here, name, make)
+        return self._recipes.submit(self.here, name, make)
 
     def _kept(self, cell: Row) -> list[Row] | None:
         if self._store is None or cell not in self._store:

@@ -9,6 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from attn_jax.audit.alone import ALONE
+from attn_jax.audit.error import Exact, exactly
 from attn_jax.audit.inputs import (
     FAMILIES,
     Inputs,
@@ -151,20 +153,37 @@ class Problem:
 
     def exact(self, *, absolute: bool = False) -> Golden:
         """`reference.golden` on the inputs, dLSE = 0: in FP64, whatever the mode."""
-        key = self, absolute
-        return _KEPT(
-            key,
-            lambda: _read_only(
-                golden(*self.inputs, bias=self.bias, mask=self.rules, absolute=absolute)
-            ),
-        )
+
+        def make() -> Golden:
+            arrays, bias = self.inputs, self.bias
+            with ALONE:
+                found = golden(*arrays, bias=bias, mask=self.rules, absolute=absolute)
+            return _read_only(found)
+
+        return _KEPT((self, absolute), make)
+
+    def exactly(self, tensor: str, fmt: NumberFormat) -> Exact:
+        """A result of `exact` to measure against in `fmt`, 0 where it is not finite."""
+
+        def make() -> Exact:
+            of = getattr(self.exact(), tensor)
+            # Of LSE the absolute values of its terms say nothing.
+            terms = self.exact(absolute=True) if tensor != "lse" else None
+            sizes = np.abs(of) if terms is None else getattr(terms, tensor)
+            golden, absolute = (np.where(np.isfinite(of), x, 0.0) for x in (of, sizes))
+            return _read_only(exactly(golden, fmt, absolute))
+
+        return _KEPT((self, tensor, fmt), make)
 
 
-def _read_only[Arrays: Iterable](arrays: Arrays) -> Arrays:
-    for x in arrays:
-        if x is not None:
-            x.flags.writeable = False
-    return arrays
+def _read_only[Values: Iterable](values: Values) -> Values:
+    for x in _arrays(values):
+        x.flags.writeable = False
+    return values
+
+
+def _arrays(values: Iterable) -> list[np.ndarray]:
+    return [x for x in values if isinstance(x, np.ndarray)]
 
 
 class _Kept:
@@ -181,7 +200,7 @@ class _Kept:
             found = self._kept.pop(key, None)
             if found is None:
                 made = make()
-                found = made, sum(x.nbytes for x in made if x is not None)
+                found = made, sum(x.nbytes for x in _arrays(made))
             self._kept[key] = found
             while len(self._kept) > 1 and self._bytes() > self._most:
                 del self._kept[next(iter(self._kept))]

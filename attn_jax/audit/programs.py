@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from attn_jax.audit.alone import ALONE
 from attn_jax.audit.problem import GRADIENTS, Results
 from attn_jax.audit.target import Attend
 from attn_jax.xla_options import NO_GRAPHS
@@ -29,7 +30,10 @@ def run(attend: Attend, arrays: Arrays, *, gradients: bool = True) -> Results:
     begun = _begun.pop((attend, gradients), None)
     if begun is not None:
         concurrent.futures.wait([begun])
-    return jax.device_get(_results(attend, gradients, *map(jnp.asarray, arrays)))
+    else:
+        _results.lower(attend, gradients, *_types(arrays)).compile()
+    with ALONE:
+        return jax.device_get(_results(attend, gradients, *map(jnp.asarray, arrays)))
 
 
 def run_forward(attend: Attend, query, key, value) -> Results:
@@ -47,9 +51,18 @@ def begin(
     """Traces the program and has it compiled in the pool, for `run` to find it there.
     What that raises `run` will raise again."""
     with contextlib.suppress(Exception):
-        types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
-        traced = _results.lower(attend, gradients, *types)
-        _begun[attend, gradients] = pool.submit(traced.compile)
+        lowered = _results.lower(attend, gradients, *_types(arrays))
+        _begun[attend, gradients] = pool.submit(lowered.compile)
+
+
+def wait() -> None:
+    """For what was begun. Compilers try programs out on the device, and some that run
+    there want it for themselves (`alone`)."""
+    concurrent.futures.wait(_begun.values())
+
+
+def _types(arrays: Arrays) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
 
 
 def results(attend: Attend, gradients: bool, query, key, value, dout, *bias) -> dict:

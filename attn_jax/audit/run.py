@@ -14,6 +14,7 @@ import jax
 
 from attn_jax import machine
 from attn_jax.audit import attribution, verdict
+from attn_jax.audit.alone import ALONE
 from attn_jax.audit.audit import Audit, Result, carry_out
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.parts import Parts, Progress
@@ -95,18 +96,26 @@ def audit_attention(
     for group in groups:
         group.problems(dtype)  # Names that do not exist are refused before anything.
     audit = Audit(target, tuple(groups), dtype, recipes, gradients)
-    # Imported on use: it takes its units of error from this package.
-    from attn_jax import canaries
-
-    tell(Progress("canaries", 0, 1))
-    passed = canaries.certify().passed
     began = datetime.datetime.now(datetime.UTC)
     with _store(audit, folder, fresh) as store, Parts(store, tell) as parts:
-        result = carry_out(audit, parts)
-    report = _report(audit, result, passed, began)
+        tell(Progress("canaries", 0, 1))
+        x64 = bool(jax.config.read("jax_enable_x64"))
+        passed = parts.compiling.submit(_passed, x64)
+        result = carry_out(audit, parts, passed.result)
+    report = _report(audit, result, passed.result(), began)
     if folder is not None:
         report.write(folder)
     return report
+
+
+def _passed(x64: bool) -> tuple[str, ...]:
+    """The canaries, all passed, in a thread of their own: they take as long to compile
+    as the target."""
+    # Imported on use: it takes its units of error from this package.
+    from attn_jax import canaries
+
+    with jax.enable_x64(x64), ALONE:
+        return canaries.certify().passed
 
 
 def _target(fn: str | Callable[..., Any] | Target, adapter: Adapter) -> Target:

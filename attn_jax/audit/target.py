@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -85,10 +86,14 @@ class Target:
           NotTakenError: the function has no argument for the mask, or the bias.
           WrongResultError: it returns other shapes or types than attention does.
         """
-        return functools.partial(_attend, self, mask, scale)
+        attend = functools.partial(_attend, self, mask, scale)
+        if jax.tree_util.tree_leaves(mask):
+            return attend
+        # Always the same, so that its programs are.
+        return self._attends.setdefault((mask, scale), attend)
 
     def on(self, problem: Problem) -> Attend:
-        """`attend` for a problem: always the same, so that its programs are."""
+        """`attend` for a problem, always the same."""
         key = problem.mask, problem.shape
         if key not in self._attends:
             self._attends[key] = self.attend(problem.rules, scale=problem.scale)
