@@ -123,16 +123,24 @@ def carry_out(
     parts.expect(2 * len(audit.groups) + len(audit.looks) + len(audit.recipes))
     if set(first.families) & set(attribution.FAMILIES):
         predictions.begin(audit.recipes, first)
-    runners = {group: _runner(audit, group) for group in audit.groups}
-    for group, runner in runners.items():
-        if not parts.has(str(group)):
-            runner.begin(group.problems(audit.dtype)[0], parts.compiling)
-    programs.wait()
+    if not parts.apart:
+        for group in audit.groups:
+            if not parts.has(str(group)):
+                problem = group.problems(audit.dtype)[0]
+                _runner(audit, group).begin(problem, parts.compiling)
+        programs.wait()
+    begun = {
+        group: parts.of_target(
+            str(group),
+            functools.partial(_measure, audit, group),
+            functools.partial(_crashed, audit, group),
+        )
+        for group in audit.groups
+    }
     ready()
     rows = {}
-    for group in audit.groups:
-        make = _measure(audit, group, runners[group])
-        rows[group] = parts.here(str(group), make)
+    for group, finish in begun.items():
+        rows[group] = finish()
         if any(row["found"] for row in rows[group]):
             predictions.begin([SAME_FORMAT], group)
     here = _found(rows[first])
@@ -147,11 +155,12 @@ def carry_out(
     algorithms = (fit.candidate,) if fit and fit.fits else verdict.PLAIN
     for group in measured:
         predictions.begin(algorithms, group)
+    looking = _begin_looks(audit, parts) if any(here.values()) else {}
     priced = {}
     if fit and fit.fits:
         poorest = _poorest(audit, rows)
         priced = _begin_pricing(audit, parts, audit.recipes[fit.candidate], poorest)
-    looks = _looked(audit, parts) if any(here.values()) else {}
+    looks = {name: finish() for name, finish in looking.items()}
     cells = []
     for group in audit.groups:
         names = {*algorithms, SAME_FORMAT} if group in measured else ()
@@ -195,7 +204,12 @@ def _again(
     for place in list(by_problem)[:_PRICED]:
         target, problem = audit.target, problems[place]
         make = functools.partial(more.again, target, problem, by_problem[place])
-        rows = parts.here(f"{place}, again", more.guarded(make))
+        name = f"{place}, again"
+        rows = parts.of_target(
+            name,
+            functools.partial(more.guarded, make),
+            functools.partial(_died, name),
+        )()
         new += _findings(rows)
         said |= {row["tensor"]: row["rows"] for row in rows if row.get("rows")}
     with_rows = [
@@ -207,22 +221,37 @@ def _again(
     return with_rows + new
 
 
-def _looked(audit: Audit, parts: Parts) -> dict[str, list[Row]]:
+def _begin_looks(audit: Audit, parts: Parts) -> dict[str, Callable[[], list[Row]]]:
+    wanted = [x for x in LOOKS if x in audit.looks and x != "again"]
+    return {
+        name: parts.of_target(
+            name, functools.partial(_look, audit, name), functools.partial(_died, name)
+        )
+        for name in wanted
+        if audit.gradients or name in FORWARD
+    }
+
+
+def _look(audit: Audit, name: str) -> Iterator[Row]:
     """What a target is looked at for by itself, on the first group's shape and mask. In
     the other mode it is looked at with the group's bias, too; the rest is of attention
     without one."""
     target, group = audit.target, audit.groups[0]
     problem = Problem(group.shape, audit.dtype, "normal", group.mask)
-    plain, gradients = problem.unbiased, audit.gradients
+    plain = problem.unbiased
     looks = {
         "P": lambda: more.read(target, plain),
-        "x64": lambda: more.other_mode(target, problem, gradients=gradients),
+        "x64": lambda: more.other_mode(target, problem, gradients=audit.gradients),
         "probes": lambda: more.probe(target, plain),
         "invariances": lambda: more.vary(target, plain),
         "merging": lambda: more.merge(target, plain),
     }
-    wanted = [x for x in looks if x in audit.looks and (gradients or x in FORWARD)]
-    return {name: parts.here(name, more.guarded(looks[name])) for name in wanted}
+    return more.guarded(looks[name])
+
+
+def _died(part: str, why: str) -> list[Row]:
+    finding = Finding("fails", "crash", f"{part}: {why}", (), (part,))
+    return [{"failed": why, "findings": [dataclasses.asdict(finding)]}]
 
 
 def _findings(rows: list[Row]) -> list[Finding]:
@@ -241,9 +270,10 @@ def _runner(audit: Audit, group: Group) -> Runner:
     return Runner(audit.target.on(problem), gradients=audit.gradients)
 
 
-def _measure(audit: Audit, group: Group, runner: Runner) -> Iterator[Row]:
+def _measure(audit: Audit, group: Group) -> Iterator[Row]:
     """The target on the problems of a group, the first of them more than once."""
     problems = group.problems(audit.dtype)
+    runner = _runner(audit, group)
     for problem in problems:
         outcome = runner(problem)
         runs = more.unequal(runner, problem, outcome) if problem is problems[0] else []
@@ -255,6 +285,12 @@ def _measure(audit: Audit, group: Group, runner: Runner) -> Iterator[Row]:
             "wiring": [dataclasses.asdict(finding) for finding in wiring],
             "findings": [dataclasses.asdict(finding) for finding in runs],
         }
+
+
+def _crashed(audit: Audit, group: Group, why: str) -> list[Row]:
+    outcome = Outcome("failed", why, {}, "", 0.0)._asdict()
+    nothing = {"outcome": outcome, "found": {}, "wiring": [], "findings": []}
+    return [{"family": p.family, **nothing} for p in group.problems(audit.dtype)]
 
 
 def _predict(audit: Audit, recipe: Recipe, group: Group) -> Iterator[Row]:

@@ -2,13 +2,16 @@
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from attn_jax.audit import workers
 from attn_jax.audit.bar import progress_bar
 from attn_jax.audit.inputs import FAMILIES, Shape
+from attn_jax.audit.parts import cores
 from attn_jax.audit.problem import DTYPES, MASKS
 from attn_jax.audit.run import audit_attention
 from attn_jax.audit.table import print_report
@@ -40,6 +43,12 @@ def shape(text: str) -> Shape:
             f"{found.key_heads} key heads do not divide {found.heads} query heads"
         )
     return found
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a number from 0 is wanted, not {text!r}")
+    return int(text)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -82,6 +91,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--out", type=Path, help="folder of the report (runs/audit/TARGET)")
     add("--fresh", action="store_true", help="measure anew what is in the folder")
+    add(
+        *("--processes",),
+        type=_count,
+        metavar="N",
+        help="that the target runs in; 0: in this one (without a GPU); as memory and "
+        "cores allow, if not given",
+    )
     group = made.add_argument_group("a function of another signature")
     add = group.add_argument
     add("--layout", choices=("BTNH", "BNTH"), default="BTNH")
@@ -140,6 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.out
     if folder is None:
         folder = Path("runs") / "audit" / re.sub(r"[^\w.-]+", "-", options.target)
+    # Several processes share a GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    processes = options.processes
+    if processes is None:
+        processes = workers.number(cores())
     try:
         with progress_bar() as tell:
             report = audit_attention(
@@ -153,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 adapter=adapter,
                 folder=folder,
                 fresh=options.fresh,
+                processes=processes,
                 tell=tell,
             )
     except (TargetError, StoreError, CanaryError, OSError) as error:

@@ -1,21 +1,31 @@
 """Parts of an audit: rows that are measured once, kept, and counted as they come.
 
-Parts of the target run where they are asked for, one after the other, in the modes that
-the caller set (they are a thread's own). Parts of recipes run beside them, in threads,
-and what the target needs compiled is compiled in others.
+Parts of the target run in processes of their own (`workers`), or where they are asked
+for, one after the other, in the modes that the caller set (they are a thread's own);
+what they need compiled is compiled in threads. Parts of recipes run in other threads.
 """
 
 import concurrent.futures
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from attn_jax.audit.workers import DiedError, Workers
 from attn_jax.store import Row, Store
+
+Make = Callable[[], Iterable[Row]]
 
 # Programs that are compiled and measured at one time; memory holds as many results.
 _MOST_THREADS = 12
+
+
+def cores() -> int:
+    """What this process may use; not every system says."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Progress(NamedTuple):
@@ -30,19 +40,18 @@ class Progress(NamedTuple):
 class Parts(contextlib.AbstractContextManager):
     """Rows by name of a part. With a `store` they are kept there, and those that it has
     are not made again. `tell` is called when a part begins, by one thread at a time.
-    `compiling` has the threads that compile.
+    `workers` are the target's; None: it runs in this process. `compiling` has threads
+    to compile in.
     """
 
     def __init__(
         self,
         store: Store | None = None,
         tell: Callable[[Progress], None] = lambda progress: None,
+        workers: Workers | None = None,
     ):
-        self._store, self._tell = store, tell
-        # What this process may use; not every system says.
-        known = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
-        threads = min(_MOST_THREADS, max(1, cores - 1))
+        self._store, self._tell, self._workers = store, tell, workers
+        threads = min(_MOST_THREADS, max(1, cores() - 1))
         pool = concurrent.futures.ThreadPoolExecutor
         self._recipes, self.compiling = (
             pool(threads, "recipes"),
@@ -79,6 +88,29 @@ class Parts(contextlib.AbstractContextManager):
         with self._lock:
             self._done += 1
         return rows
+
+    @property
+    def apart(self) -> bool:
+        """Whether the target has processes of its own."""
+        return self._workers is not None
+
+    def of_target(
+        self, name: str, make: Make, died: Callable[[str], list[Row]]
+    ) -> Callable[[], list[Row]]:
+        """What waits for the rows of a part of the target, or makes them. `make` can be
+        pickled if there are workers; `died(why)` are the rows if it takes its process
+        along."""
+        workers = self._workers
+        if workers is None:
+            return lambda: self.here(name, make())
+
+        def rows() -> Iterator[Row]:
+            try:
+                yield from workers.call(make)
+            except DiedError as why:
+                yield from died(str(why))
+
+        return workers.pool.submit(lambda: self.here(name, rows())).result
 
     def beside(
         self, name: str, make: Iterable[Row]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import pickle
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,8 @@ from attn_jax.audit.report import (
     Report,
     TensorErrors,
 )
-from attn_jax.audit.target import Adapter, Target, resolve
+from attn_jax.audit.target import Adapter, Target, in_one_line, resolve
+from attn_jax.audit.workers import Workers
 from attn_jax.recipe import Recipe
 from attn_jax.recipe_checks import check_is_recipe
 from attn_jax.store import Row, Store
@@ -49,6 +51,7 @@ def audit_attention(
     adapter: Adapter = Adapter(),
     folder: Path | str | None = None,
     fresh: bool = False,
+    processes: int = 0,
     tell: Callable[[Progress], None] = lambda progress: None,
 ) -> Report:
     """How far an attention callable is from exact, why, and whether that is a fault.
@@ -74,11 +77,14 @@ def audit_attention(
         the end; a second call with the same arguments goes on where the first ended.
         None: nothing is written.
       fresh: begin anew in the folder.
+      processes: how many the target runs in (`workers`), which takes a function that
+        can be pickled and a main module that can be imported; 0: in this one.
       tell: called before a part is measured, one thread at a time.
 
     Raises:
       TargetError: there is no such target.
-      ValueError: a name of a family, mask or dtype that does not exist.
+      ValueError: a name of a family, mask or dtype that does not exist; a function that
+        cannot be pickled, for `processes`.
       attn_jax.canaries.CanaryError: this backend's arithmetic cannot be trusted to
         measure anything.
       attn_jax.store.StoreError: the folder is of another audit, or cannot be written.
@@ -97,7 +103,14 @@ def audit_attention(
         group.problems(dtype)  # Names that do not exist are refused before anything.
     audit = Audit(target, tuple(groups), dtype, recipes, gradients)
     began = datetime.datetime.now(datetime.UTC)
-    with _store(audit, folder, fresh) as store, Parts(store, tell) as parts:
+    if processes:
+        _check_pickles(target)
+    apart = Workers(processes) if processes else contextlib.nullcontext()
+    with (
+        _store(audit, folder, fresh) as store,
+        apart as workers,
+        Parts(store, tell, workers) as parts,
+    ):
         tell(Progress("canaries", 0, 1))
         x64 = bool(jax.config.read("jax_enable_x64"))
         passed = parts.compiling.submit(_passed, x64)
@@ -106,6 +119,16 @@ def audit_attention(
     if folder is not None:
         report.write(folder)
     return report
+
+
+def _check_pickles(target: Target) -> None:
+    try:
+        pickle.dumps(target)
+    except Exception as error:  # There is no end to what they raise.
+        raise ValueError(
+            f"{target.name} cannot be sent to other processes ({in_one_line(error)}): "
+            "give its name, or processes=0"
+        ) from error
 
 
 def _passed(x64: bool) -> tuple[str, ...]:

@@ -70,11 +70,21 @@ class Adapter:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A function to audit, its name in reports, and how it is called."""
+    """A function to audit, its name in reports, and how it is called.
+
+    `resolved`: the function is what `resolve` finds by the name, in any process.
+    """
 
     name: str
     function: Callable[..., Any]
     adapter: Adapter = Adapter()
+    resolved: bool = False
+
+    def __reduce__(self):
+        # A function under a decorator is not found by its own name.
+        if self.resolved:
+            return resolve, (self.name, self.adapter)
+        return Target, (self.name, self.function, self.adapter)
 
     def attend(self, mask: Mask, *, scale: float) -> Attend:
         """The function under a mask, in the canonical layout, to be traced. A bias
@@ -300,7 +310,7 @@ def resolve(name: str, adapter: Adapter = Adapter()) -> Target:
         raise TargetError(f"{module} has no function {function!r}")
     if more:
         adapter = dataclasses.replace(adapter, more={**more, **adapter.more})
-    return Target(name, found, adapter)
+    return Target(name, found, adapter, resolved=True)
 
 
 def _recipe(name: str) -> Recipe:

@@ -1,0 +1,131 @@
+"""Processes that a target runs in.
+
+Each has a Python, a stream of the device and a memory of its own: parts of an audit are
+traced and compiled at the same time, nothing of ours runs beside what is measured, and
+a target that crashes, or leaves a GPU unusable, takes only its part with it.
+"""
+
+import concurrent.futures
+import contextlib
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# What a process needs of the device's memory, to be one of several: the exact results
+# of the longest problem that is tried by itself hold as much.
+_BYTES = 2**34
+_MOST = 4
+# Seconds that one may take to end when it is told to.
+_PATIENCE = 10.0
+
+
+class DiedError(Exception):
+    """The process ended in the middle of a part; says of what."""
+
+
+def number(cores: int) -> int:
+    """How many processes are worth their start here: none without a GPU."""
+    if jax.default_backend() != "gpu":
+        return 0
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", _BYTES)
+    return max(1, min(_MOST, cores // 4, memory // _BYTES))
+
+
+class Workers(contextlib.AbstractContextManager):
+    """So many processes, each started when there is something for it to do.
+
+    They are spawned: the caller's main module has to guard what it does by
+    `if __name__ == "__main__"`.
+    """
+
+    def __init__(self, count: int):
+        self.pool = concurrent.futures.ThreadPoolExecutor(count, "workers")
+        self._mine = threading.local()
+        self._all: list[_Worker] = []
+
+    def __exit__(self, *raised) -> None:
+        if raised[0] is not None:
+            # Threads wait for what is not wanted any more.
+            for worker in self._all:
+                worker.process.terminate()
+        self.pool.shutdown(cancel_futures=True)
+        for worker in self._all:
+            worker.end()
+
+    def call[T](self, make: Callable[[], Iterable[T]]) -> list[T]:
+        """What `make`, which can be pickled, gives in this thread's process.
+
+        Raises:
+          DiedError: the process did not survive it. The next call has a new one.
+        """
+        worker = getattr(self._mine, "worker", None)
+        if worker is None or not worker.process.is_alive():
+            worker = self._mine.worker = _Worker()
+            self._all.append(worker)
+        return worker.call(make)
+
+
+class _Worker:
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        x64 = bool(jax.config.read("jax_enable_x64"))
+        self.process = context.Process(target=_serve, args=(there, x64), daemon=True)
+        self.process.start()
+        there.close()
+
+    def call(self, make: Callable[[], Iterable]) -> list:
+        try:
+            self._here.send(make)
+            answer, healthy = self._here.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            raise DiedError(_ended(self.process.exitcode)) from None
+        if not healthy:
+            self.end()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def end(self) -> None:
+        self._here.close()
+        self.process.join(_PATIENCE)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def _ended(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return f"its process was ended by {signal.Signals(-exitcode).name}"
+    return f"its process ended with exit code {exitcode}"
+
+
+def _serve(connection: Connection, x64: bool) -> None:
+    """Until nobody is at the other end. Ctrl-C is for the caller."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    jax.config.update("jax_enable_x64", x64)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            make = connection.recv()
+            try:
+                answer: Any = list(make())
+            except Exception as error:
+                answer = error
+            connection.send((answer, _is_healthy()))
+
+
+def _is_healthy() -> bool:
+    """A kernel that reads beyond its arrays leaves a GPU that fails whatever it is
+    asked, until the process ends."""
+    try:
+        jax.block_until_ready(jnp.zeros(1) + 1)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,101 @@
+"""The processes that a target runs in."""
+
+import functools
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from attn_jax.audit import audit_attention, workers
+from attn_jax.audit.inputs import Shape
+from attn_jax.audit.target import resolve
+from attn_jax.audit.workers import DiedError, Workers
+
+SHAPE = Shape(1, 32, 32, 2, 1, 16)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "is_causal"))
+def plain(query, key, value, *, scale, is_causal=False):
+    """Not found by its own name: that is the decorator's."""
+    return jax.nn.dot_product_attention(
+        query, key, value, scale=scale, is_causal=is_causal
+    )
+
+
+def crashes(query, key, value, *, scale, is_causal=False):
+    if is_causal:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return plain(query, key, value, scale=scale)
+
+
+def _pid():
+    return [os.getpid()]
+
+
+def _spoilt():
+    workers._is_healthy = lambda: False
+    return _pid()
+
+
+def _raises():
+    raise ValueError("not this")
+
+
+def _audit(name, processes):
+    return audit_attention(
+        f"{__name__}:{name}",
+        shapes=[SHAPE],
+        families=["normal"],
+        masks=["full", "causal"],
+        gradients=False,
+        against=[],
+        processes=processes,
+    )
+
+
+def test_figures_are_those_of_one_process():
+    alone, apart = (_audit("plain", n) for n in (0, 2))
+    assert [c.errors for c in apart.cells] == [c.errors for c in alone.cells]
+    assert apart.findings == alone.findings
+    assert len(apart.cells) == 2
+
+
+def test_a_crash_costs_its_part_alone():
+    report = _audit("crashes", 1)
+    full, causal = report.cells
+    assert full.errors and full.status == "measured"
+    assert causal.status == "failed" and "SIGSEGV" in causal.reason
+    assert report.verdict == "fails" and report.exit_code == 4
+    assert any("SIGSEGV" in finding.says for finding in report.findings)
+
+
+def test_processes_last_and_are_replaced():
+    with Workers(1) as processes:
+        (first,) = processes.call(_pid)
+        assert first != os.getpid() and processes.call(_pid) == [first]
+        with pytest.raises(ValueError, match="not this"):
+            processes.call(_raises)
+        assert processes.call(_pid) == [first]
+        with pytest.raises(DiedError, match="exit code 3"):
+            processes.call(functools.partial(os._exit, 3))
+        (second,) = processes.call(_spoilt)
+        assert second != first
+        # Its device is of no use to the next part.
+        assert processes.call(_pid) not in ([first], [second])
+
+
+def test_what_cannot_be_sent_is_refused_at_once():
+    with pytest.raises(ValueError, match="cannot be sent to other processes.*=0"):
+        audit_attention(lambda query, key, value: query, processes=1)
+    target = resolve(f"{__name__}:plain")
+    assert target.__reduce__()[1] == (target.name, target.adapter)
+
+
+def test_there_are_none_without_a_gpu(monkeypatch):
+    assert workers.number(64) == 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    found = {cores: workers.number(cores) for cores in (2, 8, 64)}
+    assert found[2] == 1 and found[8] <= 2 and found[64] <= 4
+    assert np.all(np.diff(list(found.values())) >= 0)
