@@ -110,6 +110,13 @@ def test_a_sink_of_minus_infinity_is_none():
     assert not limits.dsinks.any()
 
 
+@pytest.mark.parametrize("merge", ["lse", "carry"])
+def test_a_soft_cap_in_a_ring_is_bounded(merge):
+    recipe = dataclasses.replace(TE_RING, ring_size=2, ring_merge=merge)
+    worst = shares(recipe, recipe, "wide", 5.0, None)
+    assert max(worst.values()) <= 1, worst
+
+
 def test_sinks_in_a_ring_are_refused():
     inputs, _ = problem("normal")
     with pytest.raises(NotImplementedError, match="ring"):

@@ -53,13 +53,12 @@ def joined(parts: list[Ball]) -> Ball:
 
 
 def _share(head: Head, rows: slice, keys: slice) -> Head:
-    return Head(
-        head.query[rows],
-        head.key[keys],
-        head.value[keys],
-        None if head.bias is None else head.bias[rows, keys],
-        head.visible[rows, keys],
-        head.scale,
+    return head._replace(
+        query=head.query[rows],
+        key=head.key[keys],
+        value=head.value[keys],
+        bias=None if head.bias is None else head.bias[rows, keys],
+        visible=head.visible[rows, keys],
     )
 
 
