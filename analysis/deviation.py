@@ -22,7 +22,8 @@ from attn_jax.recipe import Recipe
 # What the running maximum depends on; every other field of a recipe comes after it.
 _OF_THE_MAXIMUM = (
     *("inputs", "carrier", "dot_accumulator", "dot_chunk", "dot_alignment"),
-    *("block_kv", "kv_order", "scale_at", "exponential", "exp2_degree"),
+    *("block_kv", "kv_order", "exponential", "exp2_degree"),
+    *("scaled_query", "scale_at"),
     *("rescale_threshold", "repeated_max_factor", "logits", "row_max"),
 )
 _DIFFERENCE = ("rel", "max_abs", "mean_abs", "std", "signed_mean", "directionality")

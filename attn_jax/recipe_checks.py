@@ -72,12 +72,12 @@ def _check_constants(recipe: Recipe, scale: float, soft_cap: float | None) -> No
     on_logits = recipe.gradient_scale_at == "logits"
     factor = recipe.dlogits_scale if on_logits else 1 / recipe.dlogits_scale
     carrier = recipe.carrier
-    for text, x in (
-        (f"scale={scale}", scale),
-        (f"scale={scale} in units of log2", scale / math.log(2)),
-        (f"scale={scale} with dlogits_scale={recipe.dlogits_scale}", scale * factor),
-        (f"soft_cap={soft_cap}", soft_cap or 0.0),
-    ):
+    given, further = f"scale={scale}", f"dlogits_scale={recipe.dlogits_scale}"
+    found = [(given, scale), (f"soft_cap={soft_cap}", soft_cap or 0.0)]
+    if recipe.scaled_query is None:
+        found.append((f"{given} in units of log2", scale / math.log(2)))
+        found.append((f"{given} with {further}", scale * factor))
+    for text, x in found:
         if x != 0 and not carrier.min_normal <= abs(x) <= carrier.max_finite:
             raise ValueError(
                 f"recipe {recipe.name!r}: {text} lies outside {carrier.min_normal:.2g} "

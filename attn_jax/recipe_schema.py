@@ -68,6 +68,11 @@ class Recipe:
     or of `inputs` that rounded them (of F over w for the K' that has a w, below).
 
     INPUTS. Q, K, V and dO are rounded to `inputs`, to nearest; wider arrays may come.
+    With a scaled_query the query is scaled before its product: below, Q stands for
+        Q' = scaled_query(Q scale), made once for both passes,
+    and scale for 1. At the very end, of dQ as it is below before `gradient` rounds it,
+        dQ = gradient(scaled_query(dQ) scale),
+    as differentiating Q' has it: the gradient of Q' is of the type that Q' is of.
 
     LOGITS of a tile (all queries, or a block of them, by a block of keys):
         s = logits(dot(Q, K^T)), summed over H
@@ -210,6 +215,8 @@ class Recipe:
       carrier             FP32, or FP64 (needs x64)
       block_q, block_kv   tile sizes, clamped to the length; None is the whole length.
                           block_q and loop_order change no bit of the forward pass
+      scaled_query        None: Q is used as it came and its logits are scaled. With
+                          one, scale_at is about u alone: whether `logits` rounds x u
       exp2_degree         2 to 5; polynomials in `emulator.exponential`
       repeated_max_factor Qiu & Yao's fix; None for none. As in their paper equal means
                           equal. A large factor r makes e underflow: all of a row where
@@ -235,6 +242,7 @@ class Recipe:
     block_kv: int | None = 64
     loop_order: Literal["q_outer", "kv_outer"] = "q_outer"
     kv_order: Literal["forward", "reverse"] = "forward"
+    scaled_query: Step | None = None
     scale_at: Literal["logits", "exponent"] = "logits"
     exponential: Literal["exp", "exp2", "exp2_polynomial"] = "exp"
     exp2_degree: int | None = None
@@ -325,6 +333,11 @@ class Recipe:
                 "ring_merge='carry' needs normalise='once' or 'each_step'; merge by "
                 "'lse' instead"
             )
+
+    @property
+    def query_format(self) -> NumberFormat:
+        """That of Q as an operand of products."""
+        return self.inputs if self.scaled_query is None else self.scaled_query.format
 
     @property
     def scales_heads(self) -> bool:

@@ -52,6 +52,7 @@ def attention(
     scale = H**-0.5 if scale is None else scale
     oracle = _Oracle(recipe, scale, mask.is_interval)
     q, k, v, do = (oracle.input(x) for x in (query, key, value, dout))
+    q = oracle.scaled(q)
     results = [[], [], [], [], []]
     for b, n in np.ndindex(B, K):
         group = range(n * G, (n + 1) * G)
@@ -148,6 +149,9 @@ class _Oracle(ForwardOracle):
                 excess = self.times(a.sub(sums.excess[n], exact), g)
                 centre = self.centre(k, visible[n], rows[n])
                 total = a.sub(total, a.mul(excess, centre))
+            if r.scaled_query is not None:
+                total = a.round(total, r.scaled_query)
+                total = self.times(total, self.query_scale)
             dq.append(self.stored(total, r.gradient))
         dk, dv = (self.stored(x, r.gradient) for (x,) in (sums.key, sums.value))
         out = [self.stored(row.output, r.output) for row in rows]
@@ -290,9 +294,9 @@ class _Oracle(ForwardOracle):
                 for i, heads in enumerate(sets):
                     q = concatenate([queries[n].at(ib) for n in heads])
                     do = concatenate([dout[n].at(ib) for n in heads])
-                    product = self.dot(
-                        concatenate([ds[n] for n in heads]).T, q, r.dlogits
-                    )
+                    every = concatenate([ds[n] for n in heads]).T
+                    least = self.query_step.format.min_exponent
+                    product = self.dot(every, q, r.dlogits, least)
                     dk[i] = self.put(dk[i], jb, product, r.dk_accumulator)
                     operand = concatenate([p[n] for n in heads])
                     operand = a.round(operand, r.backward_probability)

@@ -38,13 +38,25 @@ class ForwardOracle:
         in_base_2 = recipe.exponential != "exp"
         self.unit = math.log2(math.e) if in_base_2 else 1.0
         self.exact_exponential = self.a.exp2 if in_base_2 else self.a.exp
-        self.scale = scale
+        self.scale = scale if recipe.scaled_query is None else 1.0
+        self.query_scale = scale
         # Unless keys are hidden one by one, a block of queries has one mean of keys.
         self.rows_share_centre = rows_share_centre
 
     def input(self, x) -> Interval:
         wide = self.a.point(np.asarray(x).astype(np.float64))
         return self.a.round(wide, Step(self.r.inputs))
+
+    @property
+    def query_step(self) -> Step:
+        """What has rounded Q as it is multiplied."""
+        return self.r.scaled_query or Step(self.r.inputs)
+
+    def scaled(self, q: Interval) -> Interval:
+        """Q', and Q without a scaled_query."""
+        if self.r.scaled_query is None:
+            return q
+        return self.a.round(self.times(q, self.query_scale), self.r.scaled_query)
 
     def dot(
         self,
@@ -82,7 +94,7 @@ class ForwardOracle:
 
     def logits(self, q: Interval, k: Interval, see) -> Interval:
         a, r = self.a, self.r
-        x = a.round(self.dot(q, k.T), r.logits)
+        x = a.round(self.dot(q, k.T, self.query_step), r.logits)
         if r.scale_at == "exponent":
             x = self.times(x, self.scale * self.unit)
         else:

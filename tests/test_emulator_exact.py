@@ -44,6 +44,16 @@ EXACT = {
     "by query head": dataclasses.replace(
         EXACT_FP32, **SPLIT, group_gradient=Step(FP32), gradient_scale_at="logits"
     ),
+    "scaled query": dataclasses.replace(
+        EXACT_FP32,
+        **SPLIT,
+        scaled_query=Step(FP32),
+        exponential="exp2",
+        scale_at="exponent",
+        gradient_scale_at="logits",
+        dlogits_scale=2.0,
+        dq_centre="mean",
+    ),
     "softmax": dataclasses.replace(
         EXACT_FP32,
         block_kv=None,
@@ -162,6 +172,7 @@ def test_each_step_named_in_a_recipe_changes_the_result():
         {"dq_dlogits": e5m2},
         {"dq_dlogits": Step(FP16)},
         {"group_gradient": e5m2},
+        {"scaled_query": e5m2},
         {"probability": Step(BF16, Rounding.TOWARD_ZERO)},
         {"block_kv": whole, "accumulator": Step(BF16)},
         {"backward_block_q": whole, "dk_accumulator": e5m2},

@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from attn_jax import emulator, reference
 from attn_jax.audit.error import correctly_rounded
 from attn_jax.audit.inputs import Shape, make_inputs
-from attn_jax.formats import BF16
+from attn_jax.formats import BF16, FP32
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, EXACT_FP32, FLASH2, RING_FLASH_ATTN, TE_RING, Step
 
@@ -67,6 +67,7 @@ CASES = [
     ("sigmoid", "causal", False, dict(gradient_scale_at="logits", dlogits_scale=2.0)),
     ("two_pass", "dense", True, dict(exponential="exp2", scale_at="exponent")),
     ("two_pass", "none", False, dict(block_kv=None, normalise="before_product")),
+    ("two_pass", "causal", False, dict(scaled_query=Step(FP32), dq_centre="mean")),
     ("two_pass", "segments", True, dict(dq_centre="keys", delta_source="o_f32")),
     ("carry", "causal", True, dict(normalise="each_step", dq_centre="row")),
     ("carry", "segments", False, dict(rescale_threshold=8.0, probability_scale=4.0)),

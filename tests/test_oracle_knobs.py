@@ -23,6 +23,22 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
         _CAUSAL,
         dict(scale_at="exponent", shifted=_BF16, row_max=_BF16, probability=_BF16),
     ),
+    "scaled query": (
+        _WINDOW,
+        dict(scaled_query=_BF16, logits=_BF16, exponential="exp2", gradient=_BF16),
+    ),
+    "scaled query, unit in the exponent": (
+        _CAUSAL,
+        dict(
+            scaled_query=Step(FP16, Rounding.TOWARD_ZERO),
+            scale_at="exponent",
+            exponential="exp2",
+            gradient_scale_at="logits",
+            dlogits_scale=4.0,
+            dlogits=_BF16,
+            dq_centre="mean",
+        ),
+    ),
     "reverse": (_CAUSAL, dict(kv_order="reverse", accumulator=_BF16, row_sum=_BF16)),
     "each step": (
         _WINDOW,
@@ -124,6 +140,16 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
     "ring, by query head": (
         _CAUSAL,
         dict(ring_size=4, group_gradient=_BF16, ring_gradient_partial=Step(FP16)),
+    ),
+    "ring, scaled query": (
+        _CAUSAL,
+        dict(
+            ring_size=2,
+            ring_merge="two_pass",
+            scaled_query=_BF16,
+            ring_gradient_partial=_BF16,
+            gradient=_BF16,
+        ),
     ),
     "ring, centre keys": (
         _CAUSAL,

@@ -125,6 +125,7 @@ _ONE_HOP = Mask(dense=jnp.asarray(_HALVES))
 SINGLE_STEPS = {
     "dot_accumulator": Single(_COARSE, dict(dot_chunk=8, **_INEXACT), ("lse",), 0.5),
     "rowsum_accumulator": Single(_COARSE, dict(dot_chunk=8, **_INEXACT), ("lse",), 0.5),
+    "scaled_query": Single(_BIT, _INEXACT, ("lse",), 0.5),
     "logits": Single(_BIT, _INEXACT, ("lse",), 0.5),
     "shifted": Single(_BIT, _INEXACT, ("lse",), 0.5),
     # A row's maximum cancels out, except where P leaves the range of its format.

@@ -190,6 +190,7 @@ def test_contradictions_are_refused():
         (dict(logits=BF16), "a Step"),
         (dict(dq_dlogits=FP16), "a Step or None"),
         (dict(group_gradient="bf16"), "a Step or None"),
+        (dict(scaled_query=BF16), "a Step or None"),
         (dict(dlogits=None), "a Step"),
         (dict(inputs="bf16"), "a NumberFormat"),
     ],

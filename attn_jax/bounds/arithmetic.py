@@ -44,7 +44,7 @@ SUM_ROUNDOFFS = 2
 # that of the best one that is 1 at 0, and of FlashAttention-4's own cubic.
 EXP2_POLYNOMIAL_ERROR = {2: 2.1e-3, 3: 9e-5, 4: 3e-6, 5: 9e-8}
 
-# The step that rounds the first operand of a product; all others are inputs.
+# The step that rounds the first operand of a product; all others are inputs, or Q'.
 _MADE_BY = {
     "product": "probability",
     "dq_accumulator": "dq_dlogits",
@@ -305,22 +305,20 @@ class Arithmetic:
         u = EXP2_POLYNOMIAL_ERROR[degree]
         return self._perturb(p, u, 0.0, extra, None)
 
-    def dot(self, x: Ball, y: np.ndarray, name: str, unit: Unit = ONE) -> Ball:
-        """x @ y for exact y; errors of x are independent along the summed axis."""
-        size = np.abs(y)
-        absolute, worst, fixed, variance = (
+    def dot(self, x: Ball, y: Ball, name: str, unit: Unit = ONE) -> Ball:
+        """x @ y; errors of x are independent along the summed axis, y's not random."""
+        size = np.abs(y.value)
+        worst, fixed, variance = (
             a @ b
-            for a, b in (
-                (x.size, size),
-                (x.worst, size),
-                (x.fixed, size),
-                (x.spread**2, y**2),
-            )
+            for a, b in ((x.worst, size), (x.fixed, size), (x.spread**2, y.value**2))
         )
-        result = Ball(x.value @ y, worst, fixed, np.sqrt(variance))
-        n, squares = x.value.shape[-1], x.value**2 @ y**2
+        if y.worst.any():
+            more = x.size @ y.worst
+            worst, fixed, size = worst + more, fixed + more, y.size
+        result = Ball(x.value @ y.value, worst, fixed, np.sqrt(variance))
+        n, squares = x.value.shape[-1], x.value**2 @ y.value**2
         aligned = self.aligned(x.size, size, name, unit)
-        return self.summed(result, absolute, squares, n, name, unit, aligned)
+        return self.summed(result, x.size @ size, squares, n, name, unit, aligned)
 
     def aligned(self, x, y, name: str, unit: Unit = ONE) -> Size:
         """At least 2^(sum of exponents) of every product, in a ball's units.
@@ -330,13 +328,14 @@ class Arithmetic:
         """
         if self.recipe.dot_alignment is None:
             return 0.0
-        made_by = _MADE_BY.get(name)
-        made = self.recipe.inputs
+        recipe, made_by = self.recipe, _MADE_BY.get(name)
+        made = recipe.query_format if name == "logits" else recipe.inputs
         if made_by is not None:
             # None is `dq_dlogits` alone.
-            made = (getattr(self.recipe, made_by) or self.recipe.dlogits).format
+            made = (getattr(recipe, made_by) or recipe.dlogits).format
+        right = recipe.query_format if name == "dk_accumulator" else recipe.inputs
         x = np.maximum(x, made.min_normal * unit.high)
-        return x @ np.maximum(y, self.recipe.inputs.min_normal)
+        return x @ np.maximum(y, right.min_normal)
 
     def row_sum(self, x: Ball, name: str, unit: Unit = ONE) -> Ball:
         """x summed over its last axis, which stays; errors are independent along it."""

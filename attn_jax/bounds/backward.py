@@ -9,13 +9,15 @@ key of a row, so they are kept apart from each entry's own:
     error of dK_j  = sum_i (own_ij - e_i dS_ij - P_ij d_i) Q_i
 
 with C the centre, 0 without one, and the roundings of the sums added to both; for
-dq_centre 'keys' those of K' = K - C, times dS_ij, too. A sink or a cotangent of LSE
-gives the rows of dS a sum R_i that is not zero: e_i's factor is dQ_i - R_i C_i then,
-and C_i times the error of R_i is added. Under a soft cap P_ij has the cap's slope
-beside it, and rows sum to nothing known: a kernel may subtract C times the sum of what
-rounding dS has changed, which makes own_ij's factor K_j - C_i in part.
+dq_centre 'keys' those of K' = K - C, times dS_ij, too, and for a scaled_query dS_ij
+times the errors of Q' to dK. A sink or a cotangent of LSE gives the rows of dS a sum
+R_i that is not zero: e_i's factor is dQ_i - R_i C_i then, and C_i times the error of
+R_i is added. Under a soft cap P_ij has the cap's slope beside it, and rows sum to
+nothing known: a kernel may subtract C times the sum of what rounding dS has changed,
+which makes own_ij's factor K_j - C_i in part.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -72,7 +74,7 @@ def backward(
     narrow = {step.format for step in kept} != {recipe.carrier}
     narrow = narrow or recipe.dot_alignment is not None
     block_q = recipe.backward_block_q if narrow else None
-    query = [head.query for head in heads]
+    query = [head.operand for head in heads]
     dlogits = [with_shared(r, r.dlogits, r.dlogits.value, r.factor) for r in rows]
     probability = [
         plus(r.probability, r.relative.of(r.exact_probability), shared=True)
@@ -81,7 +83,7 @@ def backward(
     at_end = _scale_at_end(recipe, heads[0].scale)
     dkey = _over_queries(arithmetic, dlogits, query, block_q, "dk_accumulator", at_end)
     dvalue = _over_queries(
-        arithmetic, probability, douts, block_q, "dv_accumulator", 1.0
+        arithmetic, probability, map(exact, douts), block_q, "dv_accumulator", 1.0
     )
     return Gradients(
         [_dquery(arithmetic, *args) for args in zip(heads, rows, centres)],
@@ -100,7 +102,7 @@ def _scale_at_end(recipe: Recipe, scale: float) -> float:
 def _over_queries(
     arithmetic: Arithmetic,
     terms: list[Ball],
-    factors: list[np.ndarray],
+    factors: Iterable[Ball],
     block_q: int | None,
     name: str,
     at_end: float,
@@ -113,11 +115,12 @@ def _over_queries(
     apart = arithmetic.recipe.group_gradient is not None
     heads = list(zip(terms, factors))
     T, S = terms[0].value.shape
+    columns = heads[0][1].value.shape[-1]
     W = arithmetic.recipe.ring_size
     devices = shares(T, W)
     whole = []
     for rank, keys in enumerate(shares(S, W)):
-        total = exact(np.zeros((keys.stop - keys.start, factors[0].shape[-1])))
+        total = exact(np.zeros((keys.stop - keys.start, columns)))
         for hop in range(W):
             met = devices[(rank + hop) % W]
             tiles = blocks(T // W, block_q, first=met.start)
@@ -137,7 +140,7 @@ def _over_queries(
 
 
 def _over_tiles(
-    heads: list[tuple[Ball, np.ndarray]],
+    heads: list[tuple[Ball, Ball]],
     arithmetic: Arithmetic,
     tiles: list[slice],
     keys: slice,
@@ -145,10 +148,11 @@ def _over_tiles(
     at_end: float,
 ) -> Ball:
     """at_end times the sum over these rows of `heads`, terms and factors of each."""
-    total = exact(np.zeros((keys.stop - keys.start, heads[0][1].shape[-1])))
+    columns = heads[0][1].value.shape[-1]
+    total = exact(np.zeros((keys.stop - keys.start, columns)))
     for tile in tiles:
         rows = joined([terms[tile, keys] for terms, _ in heads]).map(np.transpose)
-        more = np.concatenate([factors[tile] for _, factors in heads])
+        more = joined([factors[tile] for _, factors in heads])
         new = plus(total, arithmetic.dot(rows, more, name))
         total = arithmetic.step(name, arithmetic.carried(new))
     return arithmetic.carried(scaled(total, at_end), 2)
@@ -239,6 +243,10 @@ def _dquery_from(
         dquery = _subtract_centre(
             arithmetic, dquery, everything, rows.dq_unit, row_sum, c, c_error, at_end
         )
+    if recipe.scaled_query is not None:
+        # That was of Q'.
+        dquery = arithmetic.step("scaled_query", arithmetic.carried(dquery))
+        dquery = arithmetic.carried(scaled(dquery, head.query_scale), 2)
     return arithmetic.step("gradient", arithmetic.carried(dquery))
 
 

@@ -11,7 +11,8 @@ positive number, and hats on what is computed:
     sum of n terms  e <= sum e_j + ((1 + u)^n - 1) sum |x_j|   in any order [1]
     exp             e <= exp(x) (exp(e_x) - 1) + its own, 4 u
     x / y           e <= (e_x + |x / y| e_y) / (y - e_y)
-    logits          e <= ((1 + 2 u)^H - 1) scale |Q| |K|^T and the steps' roundings
+    logits          e <= ((1 + 2 u)^H - 1) scale |Q| |K|^T and the steps' roundings;
+                    for a scaled_query u |Q'| |K|^T of its own
     O = A / l       A and l of each block, as above; the maximum m cancels [2], so its
                     error counts only as size: underflow, saturation, |x - m|
     LSE             -log(1 - e_l / l) and roundings
@@ -33,7 +34,8 @@ rounding makes true: terms of first order d_k a_k, |d_k| <= u_k, then stay below
 L sqrt(sum (a_k u_k)^2), sqrt(n) in place of n, with probability 1 - 2 exp(-L^2 / 2)
 (Azuma, Hoeffding) for each entry. Terms of second order and what is not random keep
 their deterministic bounds. Where roundings repeat (a row sum that stagnates, equal
-keys) the assumption, and with it the probability, fails.
+keys) the assumption, and with it the probability, fails. The roundings of Q' are in
+all logits of a row and keep their deterministic bounds, too.
 
 [1] Higham, Accuracy and Stability of Numerical Algorithms, 2002.
 [2] Blanchard, Higham & Higham, IMA J. Numer. Anal. 41, 2021: the shifted softmax.
@@ -291,15 +293,18 @@ def _balls(
         for kv in range(K):
             group = range(kv * (N // K), (kv + 1) * (N // K))
             heads = [
-                Head(
-                    q[b, :, n],
-                    k[b, :, kv],
-                    v[b, :, kv],
-                    None if wide_bias is None else wide_bias[b, n],
-                    visible[b, n],
-                    scale,
-                    cap,
-                    more.sink(n),
+                _with_scaled_query(
+                    arithmetic,
+                    Head(
+                        q[b, :, n],
+                        k[b, :, kv],
+                        v[b, :, kv],
+                        None if wide_bias is None else wide_bias[b, n],
+                        visible[b, n],
+                        scale,
+                        cap,
+                        more.sink(n),
+                    ),
                 )
                 for n in group
             ]
@@ -335,6 +340,24 @@ def _balls(
         results.dsinks = _dsinks(arithmetic, dsinks, B, T)
     results.overflows = arithmetic.overflows
     return results
+
+
+def _with_scaled_query(arithmetic: Arithmetic, head: Head) -> Head:
+    """The head with Q' for Q where the recipe makes one: Q itself times a power of two,
+    unless that leaves the format's range."""
+    step, scale = arithmetic.recipe.scaled_query, head.scale
+    if step is None:
+        return head
+    query = exact(head.query * scale)
+    made = arithmetic.step("scaled_query", arithmetic.carried(query, 2))
+    held = correctly_rounded(query.value, step.format) == query.value
+    held &= abs(math.frexp(scale)[0]) == 0.5
+    return head._replace(
+        query=query.value,
+        query_error=np.where(held, 0.0, made.worst),
+        scale=1.0,
+        query_scale=scale,
+    )
 
 
 def _dsinks(

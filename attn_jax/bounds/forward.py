@@ -36,7 +36,11 @@ _TENSOR_CORE_DEPTH = 16
 
 
 class Head(NamedTuple):
-    """Exact inputs of one query head: [T, H], [S, H], [S, H], [T, S] or None each."""
+    """Exact inputs of one query head: [T, H], [S, H], [S, H], [T, S] or None each.
+
+    With a scaled_query, `query` is scale Q and `query_error` bounds the error of Q',
+    `scale` is 1 and `query_scale` what Q was scaled by.
+    """
 
     query: np.ndarray
     key: np.ndarray
@@ -46,6 +50,17 @@ class Head(NamedTuple):
     scale: float
     soft_cap: float | None = None
     sink: float | None = None  # finite
+    query_error: np.ndarray | None = None
+    query_scale: float = 1.0
+
+    @property
+    def operand(self) -> Ball:
+        """Q as products have it."""
+        if self.query_error is None:
+            return exact(self.query)
+        # One rounding stands in all logits of a row: no independent errors.
+        nothing = np.zeros(self.query.shape)
+        return Ball(self.query, self.query_error, self.query_error, nothing)
 
 
 class Forward(NamedTuple):
@@ -82,7 +97,7 @@ def logits(arithmetic: Arithmetic, head: Head) -> tuple[Ball, Ball | None]:
     """
     recipe, unit = arithmetic.recipe, log_unit(arithmetic.recipe)
     slope = None
-    y = arithmetic.dot(exact(head.query), head.key.T, "logits")
+    y = arithmetic.dot(head.operand, exact(head.key.T), "logits")
     y = arithmetic.step("logits", y)
     plain = head.bias is None and head.soft_cap is None
     if plain and recipe.scale_at == "exponent":
@@ -294,7 +309,7 @@ def _block(
     if recipe.normalise == "before_product":
         p, unit = arithmetic.divided(p, new.row_sum, unit), ONE
     operand = arithmetic.step("probability", p, unit)
-    product = arithmetic.dot(operand, values, "product", unit)
+    product = arithmetic.dot(operand, exact(values), "product", unit)
     total = product = arithmetic.step("product", product, unit)
 
     def add(total: Ball) -> Ball:

@@ -53,12 +53,14 @@ def joined(parts: list[Ball]) -> Ball:
 
 
 def _share(head: Head, rows: slice, keys: slice) -> Head:
+    error = head.query_error
     return head._replace(
         query=head.query[rows],
         key=head.key[keys],
         value=head.value[keys],
         bias=None if head.bias is None else head.bias[rows, keys],
         visible=head.visible[rows, keys],
+        query_error=None if error is None else error[rows],
     )
 
 

@@ -83,7 +83,7 @@ def rows_of(
     shared = relative.worst * p.value
     as_factor = arithmetic.step("softmax_probability", p, ONE, shared)
     as_operand = arithmetic.step("backward_probability", p, ONE, shared)
-    dp = arithmetic.dot(exact(dout), head.value.T, "dprobability")
+    dp = arithmetic.dot(exact(dout), exact(head.value.T), "dprobability")
     dp = arithmetic.step("dprobability", dp)
     # P = 0 hides a key's dP, but times infinity it is NaN.
     hidden = exact(np.zeros(p.value.shape))

@@ -99,6 +99,9 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
         dkey, dvalue = _over_group(x, dkey, "dkey"), _over_group(x, dvalue, "dvalue")
     elif correction is not None:
         dquery = dquery - correction * at_end
+    if x.query_scale is not None:
+        # Of Q' so far, and kept as Q' is.
+        dquery = x.round(dquery, "scaled_query", site="dquery") * x.query_scale
     return (
         x.ungroup(x.round(dquery, "gradient", site="dquery")),
         x.round(dkey, "gradient", site="dkey").swapaxes(1, 2),

@@ -97,7 +97,8 @@ def _attention_fwd(
     plain: Static, static: Static, query, key, value, bias, sinks, mask, noise
 ):
     del plain
-    x = Operands(static, query, key, value, bias, sinks, mask).drawing(noise, 0)
+    x = Operands(static, query, key, value, bias, sinks, mask, noise)
+    x = x.drawing(noise, 0)
     exact, lse, row_centre = _forward(x)
     recipe = static.recipe
     wide = static.out_dtype is not None and static.out_dtype.itemsize >= 4
@@ -124,7 +125,7 @@ def _attention_bwd(plain: Static, static: Static, residuals, cotangents):
     del plain
     *inputs, mask, noise, lse, for_delta, row_centre = residuals
     query, key, value, bias, sinks = inputs
-    x = Operands(static, query, key, value, bias, sinks, mask).drawing(noise)
+    x = Operands(static, query, key, value, bias, sinks, mask, noise)
     grads = gradients(x, lse, for_delta, row_centre, *cotangents)
     return (
         *(

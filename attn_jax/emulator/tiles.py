@@ -16,7 +16,7 @@ from attn_jax.formats import Rounding, carrier_dtype, round_to
 from attn_jax.mask import Mask, slice_tile
 from attn_jax.recipe_schema import Recipe
 
-# The step that rounds the first operand of a product; all others are inputs.
+# The step that rounds the first operand of a product; all others are inputs, or Q'.
 _MADE_BY = {
     "product": "probability",
     "dquery": "dq_dlogits",
@@ -51,22 +51,31 @@ class Static(NamedTuple):
 class Operands:
     """Inputs rounded to the recipe's input format, query heads in K groups of G.
 
-    Axes: query [B, K, G, T, H]; key [B, K, S, H]; value [B, K, S, D]. `dq_key` is the
-    keys as operand of dQ, the same ones unless dq_centre is 'keys', and `dq_key_least`
-    their format's least exponent, a number or [B, K, 1, 1, 1]. `origin` is where
-    the first query and key stand in the whole, which bias and mask are always given
-    for. `noise` is the key that stochastic roundings draw from, or None.
+    Axes: query [B, K, G, T, H]; key [B, K, S, H]; value [B, K, S, D]. With a
+    scaled_query `query` is Q', `query_scale` what it was scaled by (else None) and the
+    scale in `static` the 1 that is left. `dq_key` is the keys as operand of dQ, the
+    same ones unless dq_centre is 'keys', and `dq_key_least` their format's least
+    exponent, a number or [B, K, 1, 1, 1]. `origin` is where the first query and key
+    stand in the whole, which bias and mask are always given for. `noise` is the key
+    that stochastic roundings draw from, or None.
     """
 
-    def __init__(self, static: Static, query, key, value, bias, sinks, mask: Mask):
+    def __init__(
+        self, static: Static, query, key, value, bias, sinks, mask: Mask, noise=None
+    ):
         B, T, N, H = query.shape
         S, K = key.shape[1:3]
         self.static, self.recipe, self.mask = static, static.recipe, mask
+        self.query_scale: float | None = None
         self.shape = B, K, N // K, T, H
         self.key_length = S
         self.origin, self.hop = (0, 0), 0
-        self.noise: Any = None
-        self.query = self.group(self.take_in(query))
+        self.noise: Any = noise
+        query = self.take_in(query)
+        if self.recipe.scaled_query is not None:
+            self.query_scale, self.static = static.scale, static._replace(scale=1.0)
+            query = self.round(query * self.query_scale, "scaled_query")
+        self.query = self.group(query)
         self.key = self.dq_key = self.take_in(key).swapaxes(1, 2)
         self.dq_key_least: int | jax.Array = self.recipe.inputs.min_exponent
         self.value = self.take_in(value).swapaxes(1, 2)
@@ -131,17 +140,15 @@ class Operands:
         if recipe.dot_alignment is None:
             return None
         made_by = _MADE_BY.get(site)
-        made = recipe.inputs
+        made = recipe.query_format if site == "logits" else recipe.inputs
         if made_by is not None:
             # None is `dq_dlogits` alone.
             made = (getattr(recipe, made_by) or recipe.dlogits).format
-        right = recipe.inputs.min_exponent
-        if site == "dquery":
-            right = self.dq_key_least
+        right = recipe.query_format if site == "dkey" else recipe.inputs
         return sums.Alignment(
             recipe.dot_alignment,
             made.min_exponent,
-            right,
+            self.dq_key_least if site == "dquery" else right.min_exponent,
             recipe.dot_accumulator.format.min_exponent,
         )
 
