@@ -217,3 +217,10 @@ def attention(
     given: Any = _attention(knobs, scale, *arrays)
     out, lse = given
     return (out, lse.swapaxes(1, 2)) if return_residual else out
+
+
+def scaled_query(function, query, *arrays, scale=None, **rules):
+    """An attention of a query that is scaled, and rounded, before."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scaled = narrow(query.astype(jnp.float32) * scale, query).astype(query.dtype)
+    return function(scaled, *arrays, scale=1.0, **rules)

@@ -21,7 +21,7 @@ from attn_jax.audit.problem import TENSORS, Problem, Results
 from attn_jax.mask import Mask
 from attn_jax.recipe import FLASH2
 from tests import planted_bias
-from tests.knobs import Knobs, attention, bfloat16, same, truncated
+from tests.knobs import Knobs, attention, bfloat16, same, scaled_query, truncated
 
 GROUPED = Shape(2, 96, 160, 4, 2, 32)
 SQUARE = Shape(2, 128, 128, 4, 4, 32)
@@ -136,6 +136,7 @@ HONEST: dict[str, Callable] = {
     "delta from P dP": honest(delta_from="P dP"),
     "delta from FP32 O": honest(delta_from="unrounded out"),
     "FP32 everything": honest(narrow=same, delta_from="unrounded out"),
+    "scaled query": wrapped(scaled_query),
     "heads first": Honest(wrapped(_heads_first), layout="BNTH"),
     "jax.nn": Honest(_jax_nn, residual=False),
     "reference": functools.partial(

@@ -6,6 +6,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
 
 from attn_jax.audit import attribution
 from attn_jax.audit.attribution import ALIKE, FAMILIES, FITS, Features
@@ -13,19 +14,20 @@ from attn_jax.audit.inputs import Shape
 from attn_jax.audit.measure import Runner, measured
 from attn_jax.audit.problem import Problem
 from attn_jax.audit.target import resolve
-from attn_jax.formats import BF16, FP16
+from attn_jax.formats import BF16, FP16, FP32
 from attn_jax.kernels.attention import declared_recipe
-from attn_jax.recipe import ATTN_JAX_HOPPER, FLASH2, RECIPES
-from tests.knobs import Knobs, attention, bfloat16
+from attn_jax.recipe import ATTN_JAX_HOPPER, FLASH2, RECIPES, Step
+from tests.knobs import Knobs, attention, bfloat16, scaled_query
 
 SHAPE = Shape(2, 192, 192, 4, 2, 64)
 PROBLEMS = tuple(Problem(SHAPE, family=family) for family in FAMILIES)
 CANDIDATES = attribution.candidates(BF16)
-# Recipes that round at the same steps, or nearly.
+# Recipes that round at the same steps, or nearly: a scale of 1 / 8 rounds no query.
 ALMOST = [
-    {"flash2", "flash3", "flash4", "flash2 (dq_accumulator)", "flash2 (delta)"},
+    {"flash2", "flash3", "flash4", "flash2 (dq_accumulator)", "flash2 (delta)"}
+    | {"flash2 (query rounded after scaling)"},
     {"flash1_paper", "flash2_op_by_op"},
-    {"eager_op_by_op", "qiu_yao"},
+    {"eager_op_by_op", "qiu_yao", "eager_op_by_op (query rounded after scaling, too)"},
 ]
 
 
@@ -82,6 +84,12 @@ def test_xla_on_a_cpu_is_recognised():
     assert not second.fits
 
 
+def _sum_of_rounded(x, key_heads: int):
+    """[B, S, N, H] to [B, S, K, H]."""
+    x = bfloat16(x)
+    return x.reshape(*x.shape[:2], key_heads, -1, x.shape[-1]).sum(3)
+
+
 @pytest.mark.parametrize("apart", [True, False], ids=["by query head", "at once"])
 def test_gradients_that_query_heads_round_are_recognised(apart):
     """A group of 4. In fewer tiles of queries sums that are kept in 16 bits throughout
@@ -91,17 +99,11 @@ def test_gradients_that_query_heads_round_are_recognised(apart):
     knobs = Knobs(group=_sum_of_rounded) if apart else Knobs()
 
     def attend(query, key, value):
-        return attention(knobs, query, key, value, scale=problems[0].scale), None
+        return attention(knobs, query, key, value, scale=problems[0].scale)
 
-    runner = Runner(attend)
-    here = attribution.profile(
-        {p.family: measured(p, runner(p).results) for p in problems}
-    )
-    predictions = {}
     names = ("flash2", "flash2 (gradients by query head)", "flash2 (dk_accumulator)")
-    for name in names:
-        found = attribution.predict(CANDIDATES[name], problems, gradients=True)
-        predictions[name] = attribution.profile(dict(zip(FAMILIES, found, strict=True)))
+    predictions = _predicted(names, problems)
+    here = _measured(attend, problems)
     nearest, *others = attribution.fits(here, predictions)
     assert nearest.candidate == names[apart] and nearest.distance < FITS / 2
     assert all(fit.distance > 1.2 * FITS for fit in others)
@@ -109,10 +111,88 @@ def test_gradients_that_query_heads_round_are_recognised(apart):
     assert suspected == ("gradients by query head" if apart else "")
 
 
-def _sum_of_rounded(x, key_heads: int):
-    """[B, S, N, H] to [B, S, K, H]."""
-    x = bfloat16(x)
-    return x.reshape(*x.shape[:2], key_heads, -1, x.shape[-1]).sum(3)
+_SCALED = "query rounded after scaling"
+_SCALED_APART = "query rounded after scaling, gradients by query head"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "scaled", "what"),
+    [
+        (Knobs(), False, ""),
+        (Knobs(), True, _SCALED),
+        (Knobs(group=_sum_of_rounded), True, _SCALED_APART),
+    ],
+    ids=["logits scaled", "query scaled", "query scaled, by query head"],
+)
+def test_a_query_rounded_after_scaling_is_recognised(knobs, scaled, what):
+    """At head dim 96: a power of two, as of 64, rounds nothing."""
+    shape = Shape(1, 384, 192, 8, 2, 96)
+    problems = tuple(Problem(shape, family=family) for family in FAMILIES)
+    function = functools.partial(attention, knobs)
+    if scaled:
+        function = functools.partial(scaled_query, function)
+    here = _measured(function, problems)
+    names = {f"flash2 ({x})" for x in (_SCALED, _SCALED_APART, "accumulator")}
+    names |= {"flash2", "flash2 (gradients by query head)", "flash2 (FP32 operands)"}
+    nearest, *others = attribution.fits(here, _predicted(names, problems))
+    assert nearest.candidate == (f"flash2 ({what})" if what else "flash2")
+    assert nearest.fits
+    apart = nearest.distance + 2 * ALIKE
+    assert all(fit.distance > apart for fit in others), others
+    assert attribution.suspect([nearest, *others]) == what
+
+
+def test_flax_with_its_softmax_in_fp32_is_recognised():
+    """flax.linen's: for as many key heads as query heads. One batch entry, since XLA on
+    a CPU adds up dK in BF16 for more."""
+    problems = tuple(
+        Problem(Shape(1, 192, 192, 4, 4, 128), family=family) for family in FAMILIES
+    )
+
+    def function(query, key, value):
+        arrays = query, key, value
+        out = linen.dot_product_attention(*arrays, force_fp32_for_softmax=True)
+        return out.astype(query.dtype)
+
+    names = {"flash2", "jax_nn", "jax_nn (unrounded dS)", f"flash2 ({_SCALED})"}
+    names |= {(mine := f"jax_nn ({_SCALED}, FP32 P)"), "flash2 (FP32 operands)"}
+    nearest, *others = attribution.fits(
+        _measured(function, problems), _predicted(names, problems)
+    )
+    assert nearest.candidate == mine and nearest.distance < FITS / 3
+    assert all(fit.distance > 1.2 * FITS for fit in others), others
+
+
+def test_rounding_the_query_is_priced():
+    """It costs logits what P's rounding costs O, and more where they are large."""
+    problems = (Problem(Shape(1, 128, 192, 4, 1, 96), family="wide"),)
+    better = attribution.better(CANDIDATES[f"flash2 ({_SCALED_APART})"])
+    assert better[_SCALED].scaled_query == Step(FP32)
+    assert better[_SCALED_APART].scaled_query is None
+    of = attribution.better(CANDIDATES[f"flash2 ({_SCALED})"])
+    assert of[_SCALED] == FLASH2 and "scaled_query" not in of
+
+    def found(recipe):
+        return attribution.predict(recipe, problems, gradients=False)[0]
+
+    with_it = found(CANDIDATES[f"flash2 ({_SCALED})"])
+    costs = attribution.costs(with_it, {name: found(one) for name, one in of.items()})
+    assert costs[0].step == _SCALED and costs[0].share > 0.8
+
+
+def _measured(function, problems):
+    runner = Runner(lambda *qkv: (function(*qkv), None))
+    return attribution.profile(
+        {p.family: measured(p, runner(p).results) for p in problems}
+    )
+
+
+def _predicted(names, problems):
+    predictions = {}
+    for name in sorted(names):
+        found = attribution.predict(CANDIDATES[name], problems, gradients=True)
+        predictions[name] = attribution.profile(dict(zip(FAMILIES, found, strict=True)))
+    return predictions
 
 
 def test_a_group_of_one_has_nothing_to_tell_apart():

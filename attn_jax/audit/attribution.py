@@ -29,7 +29,15 @@ from attn_jax.audit.alone import ALONE
 from attn_jax.audit.measure import Measured, measured
 from attn_jax.audit.problem import Problem
 from attn_jax.formats import BF16, NumberFormat, Rounding
-from attn_jax.recipe import EXACT_FP32, FLASH2, JAX_NN, RECIPES, Recipe, Step
+from attn_jax.recipe import (
+    EAGER_OP_BY_OP,
+    EXACT_FP32,
+    FLASH2,
+    JAX_NN,
+    RECIPES,
+    Recipe,
+    Step,
+)
 from attn_jax.xla_options import RUN_ONCE
 
 FITS = 0.15
@@ -66,10 +74,30 @@ _ALTERED: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "delta of P dP": (FLASH2, dict(delta_source="p_dp")),
     # As XLA's CPU compiler does it.
     "unrounded dS": (JAX_NN, dict(dlogits=_WIDE)),
+    # By a scale that is no power of two, before the product.
+    "query rounded after scaling": (FLASH2, dict(scaled_query=_CAST)),
+    # JAX's `attention_mgpu`, as its users call it.
+    "query rounded after scaling, gradients by query head": (
+        FLASH2,
+        dict(scaled_query=_CAST, group_gradient=_CAST),
+    ),
+    # `flax.linen.dot_product_attention`, by default and with its softmax in FP32.
+    "query rounded after scaling, too": (EAGER_OP_BY_OP, dict(scaled_query=_CAST)),
+    "query rounded after scaling, FP32 P": (
+        JAX_NN,
+        dict(
+            scaled_query=_CAST,
+            probability=_WIDE,
+            backward_probability=_WIDE,
+            dprobability=_WIDE,
+        ),
+    ),
 }
 """Recipes with a change, which are candidates of their own."""
 # How much nearer than the recipe itself a change of it has to be.
 _SUSPECT = 0.7
+# Casts that candidates are named by, too.
+_IN_WORDS = {"scaled_query": "query rounded after scaling"}
 # What nobody can leave out.
 _UNAVOIDABLE = ("output", "gradient", "lse")
 
@@ -255,7 +283,7 @@ def better(recipe: Recipe) -> dict[str, Recipe]:
     # What undoing the change leaves out has the change's name alone.
     named = [tuple(fields) for fields in changes.values()]
     found |= {
-        name: without(recipe, fields)
+        _IN_WORDS.get(name, name): without(recipe, fields)
         for name, fields in casts(recipe).items()
         if name not in _UNAVOIDABLE and fields not in named
     }
