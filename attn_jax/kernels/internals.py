@@ -7,11 +7,13 @@ is known to fit is checked when the package is imported (`attn_jax/kernels/__ini
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax._src import callback as callbacks
 from jax._src.pallas.mosaic_gpu import core as mgpu_core
 from jax._src.pallas.mosaic_gpu import primitives as mgpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
@@ -86,6 +88,8 @@ def _gaps() -> list[tuple[object, str, object]]:
         # The interpreter's callbacks are ordered effects, and JAX fails to lower those
         # inside a custom_partitioning. There is one device to run on.
         (custom_partitioning, "__call__", lambda self, *args: self.fun(*args)),
+        (callbacks, "api", SimpleNamespace(device_put=_operands)),
+        (shared_memory, "_to_int", _to_int),
         # Semaphores of all CTAs. CTAs run one after the other here, so a kernel is
         # right if none waits for a later one: where they would, there is to be one.
         (ring_order, "MULTIPROCESSORS", 1),
@@ -115,6 +119,7 @@ def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
         setattr(owner, name, original)
 
 
+_stock_to_int = shared_memory._to_int
 _stock_interpret = JaxprInterpreter.interpret
 _stock_swap = JaxprInterpreter._interpret_swap_p
 _stock_wgmma = JaxprInterpreter._interpret_wgmma_ref_p
@@ -126,6 +131,17 @@ _stock_arithmetic = JaxprInterpreter._interpret_arithmetic_primitive
 
 # For each thread, how to land its cp.async copies that nobody waited for yet.
 _copies: dict[object, list[Callable[[], object]]] = {}
+
+
+def _operands(args, device):
+    """Of a callback, which takes NumPy's arrays as it takes JAX's; to put thousands of
+    them on the device and to index them there took nearly half of all time. Copied,
+    since what XLA lends may not be kept."""
+    return tuple(map(np.array, args))
+
+
+def _to_int(x):
+    return x.item() if isinstance(x, np.ndarray) else _stock_to_int(x)
 
 
 def _interpret(self: JaxprInterpreter, jaxpr, token, *args):
