@@ -14,6 +14,9 @@ from attn_jax.kernels import compiler
 from attn_jax.kernels.compiler import Gpu as Gpu
 from attn_jax.kernels.compiler import Kernel as Kernel
 from attn_jax.kernels.compiler import Program as Program
+from tests.quick_lowering import lower_quickly
+
+lower_quickly()
 
 
 def h200_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...], axis_types) -> Mesh:
@@ -27,6 +30,15 @@ def compiled(
     """`compiler.compiled`, fully optimised."""
     with _fully_optimised():
         return compiler.compiled(function, *arguments, gpu=gpu)
+
+
+def partitioned(function: Callable, *arguments: jax.ShapeDtypeStruct) -> Program:
+    """The same for arguments with shardings, but nothing is asked of the kernels, whose
+    reports take a third of the time."""
+    with _fully_optimised():
+        return Program(
+            jax.jit(function).lower(*arguments).compile().as_text() or "", []
+        )
 
 
 @contextlib.contextmanager

@@ -13,7 +13,10 @@ from attn_jax.kernels import check_jax_version
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 from attn_jax.mask import Mask
+from tests.quick_lowering import lower_quickly
+from tests.test_residuals import equations
 
+lower_quickly()
 GQA = dict(T=1000, S=1100, N=4, K=2)
 
 
@@ -26,14 +29,27 @@ def _arrays(T: int, S: int, N: int, K: int, H: int, dtype, B: int = 2):
 def _lowered(query, key, value, **options) -> jax.stages.Lowered:
     """Forward and backward, with cotangents of the output and of LSE."""
 
+    traced = _traced(query, key, value, **options)
+    return traced.lower(lowering_platforms=("cuda",))
+
+
+def _traced(query, key, value, **options) -> jax.stages.Traced:
     def program(query, key, value):
         results, backward = jax.vjp(
             lambda *qkv: attention(*qkv, scale=0.1, **options), query, key, value
         )
         return results, backward(jax.tree.map(jnp.ones_like, results))
 
-    traced = jax.jit(program).trace(query, key, value)
-    return traced.lower(lowering_platforms=("cuda",))
+    return jax.jit(program).trace(query, key, value)
+
+
+def _kernels_and_results(*operands, **options):
+    """Names, and shapes and types: what there is to be lowered."""
+    traced = _traced(*operands, **options)
+    found = equations(traced.jaxpr.jaxpr)
+    names = [str(eqn.params.get("name", "")) for eqn in found]
+    results = [(x.shape, x.dtype) for x in jax.tree.leaves(traced.out_info)]
+    return [name for name in names if name.startswith("attention_")], results
 
 
 def _check(
@@ -92,8 +108,14 @@ def test_lowers_any_length(sizes):
     query, key, value = _arrays(**sizes, H=64, dtype=jnp.bfloat16)
     for is_causal, backward in ((False, None), (True, None), (True, "fused")):
         options = {"mask": Mask(is_causal=is_causal), "backward": backward}
-        lowered = _lowered(query, key, value, **options)
         one_pass = backward == "fused" and sizes["T"] == sizes["S"]
+        if backward == "fused" and not one_pass:
+            # As lowered just now.
+            found = _kernels_and_results(query, key, value, **options)
+            without = _kernels_and_results(query, key, value, mask=options["mask"])
+            assert found == without and len(found[0]) == 5
+            continue
+        lowered = _lowered(query, key, value, **options)
         _check(lowered, query, key, query.dtype, kernels=4 if one_pass else 5)
 
 

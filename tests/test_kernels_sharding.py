@@ -19,8 +19,9 @@ from attn_jax.kernels.attention import attention
 from attn_jax.kernels.partition import Layout, partitioned, varying_alike
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX
+from tests import gpu_compiler
 from tests.child_process import ChildFailed, in_child_process
-from tests.gpu_compiler import Program, compiled, h200_mesh
+from tests.gpu_compiler import Program, h200_mesh
 
 P = PartitionSpec
 BATCH_AND_HEADS = P("data", None, "model")
@@ -367,10 +368,10 @@ def _gpu_program(situation: str, spec: PartitionSpec) -> Program:
     query = jax.ShapeDtypeStruct((4, 200, 4, 64), "bfloat16", sharding=sharding)
     key = jax.ShapeDtypeStruct((4, 300, 2, 64), "bfloat16", sharding=sharding)
     if situation != "bias for all rows":
-        return compiled(program, query, key, key)
+        return gpu_compiler.partitioned(program, query, key, key)
     by_heads = NamedSharding(mesh, P(None, "model"))
     bias = jax.ShapeDtypeStruct((1, 4, 1, 300), "bfloat16", sharding=by_heads)
-    return compiled(program, query, key, key, bias)
+    return gpu_compiler.partitioned(program, query, key, key, bias)
 
 
 @pytest.fixture(scope="module")
