@@ -1,6 +1,7 @@
 """The notebooks run from top to bottom and show what their text says."""
 
 import json
+import os
 from pathlib import Path
 
 import nbformat
@@ -27,7 +28,11 @@ def test_notebooks_are_thin_and_carry_no_output(path):
 
 
 @pytest.mark.slow
-def test_quickstart():
+def test_quickstart(monkeypatch):
+    # It runs for longer than it compiles, unlike most: optimised a little.
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=1"
+    monkeypatch.setenv("XLA_FLAGS", flags)
     text = run(
         NOTEBOOKS / "01_deviation_quickstart.ipynb",
         "import json; print(json.dumps([rows, families]))",
