@@ -159,3 +159,34 @@ def test_what_cannot_be_traced_fails_when_it_is_run():
         "failed",
         "RuntimeError: no kernel image",
     )
+
+
+def test_what_a_target_will_not_be_run_for_hides_nothing_else():
+    def no_lengths(query, key, value, *, scale, key_value_seq_lengths=None):
+        if key_value_seq_lengths is not None:
+            raise ValueError("no lengths today")
+        return _flash2(query, key, value, scale=scale)
+
+    rows = list(more.vary(Target("no lengths", no_lengths), PROBLEM))
+    assert {row.get("name") for row in rows} >= {"re-run", "head position"}
+    (finding,) = (f for row in rows for f in row["findings"])
+    assert finding["kind"] == "not taken"
+    assert finding["says"] == (
+        "invariances padded keys not run: ValueError: no lengths today"
+    )
+
+
+def test_probes_of_the_forward_pass_run_without_a_backward_pass():
+    def forward_alone(query, key, value, *, scale):
+        out = jax.pure_callback(
+            lambda *qkv: np.asarray(_flash2(*qkv, scale=scale)),
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            *(query, key, value),
+        )
+        return out
+
+    rows = list(more.probe(Target("forward alone", forward_alone), PROBLEM))
+    passed = {row["name"]: row["passed"] for row in rows if "name" in row}
+    assert passed["V = 1"] and passed["counted keys"]
+    (finding,) = (f for row in rows for f in row["findings"])
+    assert finding["kind"] == "not taken" and "ones column of K" in finding["says"]

@@ -48,7 +48,7 @@ def test_honest_attention_is_not_accused(name, mask):
     }
     target = honest(name, Problem(SHAPE, mask=mask).rules)
     for family in FAMILIES:
-        results = probes.probe(target, Problem(SHAPE, family=family, mask=mask))
+        results = list(probes.probe(target, Problem(SHAPE, family=family, mask=mask)))
         assert len({r.name for r in results}) == len(results) >= 8
         for _, kind, cause in causes(results):
             assert kind == POOR and cause in known.get(name, set()), (family, cause)
@@ -79,7 +79,7 @@ def test_honest_attention_in_other_types(dtype):
 def test_faults_are_found(fault, found):
     mask = "lengths" if fault == "divides by 0" else "full"
     problem = Problem(SHAPE, mask=mask)
-    results = probes.probe(attend(problem.rules, fault), problem)
+    results = list(probes.probe(attend(problem.rules, fault), problem))
     accused = {name for name, kind, _ in causes(results) if kind != POOR}
     assert found <= accused
     # Nothing that the fault leaves alone is accused.
@@ -127,7 +127,7 @@ def test_nan_is_no_pass():
     def broken(q, k, v):
         return q * np.nan, None
 
-    results = probes.probe(broken, Problem(SHAPE))
+    results = list(probes.probe(broken, Problem(SHAPE)))
     silent = {r.name for r in results if r.finding is None}
     # Gradients of K and V are 0, so they do not change with the order.
     assert silent <= {

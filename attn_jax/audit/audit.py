@@ -207,7 +207,7 @@ def _again(
         name = f"{place}, again"
         rows = parts.of_target(
             name,
-            functools.partial(more.guarded, make),
+            functools.partial(more.guarded, name, make),
             functools.partial(_died, name),
         )()
         new += _findings(rows)
@@ -246,12 +246,12 @@ def _look(audit: Audit, name: str) -> Iterator[Row]:
         "invariances": lambda: more.vary(target, plain),
         "merging": lambda: more.merge(target, plain),
     }
-    return more.guarded(looks[name])
+    return more.guarded(name, looks[name])
 
 
 def _died(part: str, why: str) -> list[Row]:
     finding = Finding("fails", "crash", f"{part}: {why}", (), (part,))
-    return [{"failed": why, "findings": [dataclasses.asdict(finding)]}]
+    return [{"findings": [dataclasses.asdict(finding)]}]
 
 
 def _findings(rows: list[Row]) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,6 +48,7 @@ def invariances(
     *,
     attend_of: Callable[[Mask], Attend] | None = None,
     attends: Mapping[str, Attend] | None = None,
+    refused: Callable[[str, Exception], None] | None = None,
 ) -> tuple[Invariance, ...]:
     """All that apply, forward and gradients, for the inputs of `problem`.
 
@@ -60,6 +62,8 @@ def invariances(
 
     `attend_of(mask)` makes the target for another mask. Without it there are no padded
     keys, and under a mask that holds arrays only re-run, head position and block size.
+    `refused` is told the name of a change and what the target raises of it; without it
+    that is raised.
     """
     inputs, mask = problem.inputs, problem.rules
     noise = rounding_noise(inputs, mask, problem.scale, problem.format)
@@ -71,12 +75,18 @@ def invariances(
             *(_compare("re-run", first, x, noise, problem) for x in again), strict=True
         )
     ]
-    for name, results in _transformed(attend, problem, attend_of):
-        if name == "hidden keys":
-            records += _hidden(results)
-        else:
-            entries = {n: x[: len(results["out"])] for n, x in first.items()}
-            records += _compare(name, entries, results, noise, problem)
+    for name, transformed in _transformed(attend, problem, attend_of):
+        try:
+            results = transformed()
+        except Exception as error:  # A function of somebody's may raise anything.
+            if refused is None:
+                raise
+            refused(name, error)
+            continue
+        if hidden := results.pop("hidden keys", None):
+            records += _hidden(hidden)
+        entries = {n: x[: len(results["out"])] for n, x in first.items()}
+        records += _compare(name, entries, results, noise, problem)
     if attends:
         (base, of_base), *rest = ((n, run(a, inputs)) for n, a in attends.items())
         for name, results in rest:
@@ -87,44 +97,54 @@ def invariances(
 
 def _transformed(
     attend: Attend, problem: Problem, attend_of
-) -> Iterator[tuple[str, Results]]:
-    """Results of each transformed call, transformed back; entries may be fewer."""
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """What makes the results of a transformed call, transformed back; entries may be
+    fewer. Those of keys that are hidden come under a name of their own."""
     inputs, mask = problem.inputs, problem.rules
     B, T, N = inputs.query.shape[:3]
     S, K = inputs.key.shape[1:3]
     shared = not jax.tree_util.tree_leaves(mask)
     target = attend_of or (lambda changed: attend)
-    if (attend_of or shared) and B > 1:
+
+    def one_entry():
         alone = np.arange(1)
-        yield "batch size", run(target(_entries(mask, alone)), _pick(inputs, alone))
+        return dict(run(target(_entries(mask, alone)), _pick(inputs, alone)))
+
+    def other_entries():
         order = np.roll(np.arange(B), 1)
         rolled = run(target(_entries(mask, order)), _pick(inputs, order))
-        back = np.argsort(order)
-        yield "batch position", {name: x[back] for name, x in rolled.items()}
-    if attend_of or shared:
+        return {name: x[np.argsort(order)] for name, x in rolled.items()}
+
+    def more_queries():
         more = inputs._replace(query=_padded(inputs.query), dout=_padded(inputs.dout))
         more.dout[:, T:] = 0
-        results = run(target(_more_queries(mask)), more)
-        yield "padded queries", _cut(results, T, S)
-    if attend_of:
+        return _cut(run(target(_more_queries(mask)), more), T, S)
+
+    def more_keys():
         more = inputs._replace(key=_padded(inputs.key), value=_padded(inputs.value))
         results = run(target(_more_keys(mask, B, S)), more)
-        yield "padded keys", _cut(results, T, S)
-        yield "hidden keys", {n: results[n][:, S:] for n in ("dkey", "dvalue")}
-    if N > 1 and (mask.dense is None or mask.dense.shape[1] == 1):
+        hidden = {n: results[n][:, S:] for n in ("dkey", "dvalue")}
+        return {**_cut(results, T, S), "hidden keys": hidden}
+
+    def other_heads():
         # Within the one group where there is but one.
         step = N // K if K > 1 else 1
         roll = {"query": step, "dout": step, "key": 1, "value": 1}
-        moved = Inputs(
-            **{n: np.roll(getattr(inputs, n), by, 2) for n, by in roll.items()}
-        )
-        results = run(attend, moved)
+        moved = {n: np.roll(getattr(inputs, n), by, 2) for n, by in roll.items()}
+        results = run(attend, Inputs(**moved))
         axes = {"out": 2, "dquery": 2, "lse": 1, "dkey": 2, "dvalue": 2}
         by = {"dkey": 1, "dvalue": 1}
-        yield (
-            "head position",
-            {n: np.roll(x, -by.get(n, step), axes[n]) for n, x in results.items()},
-        )
+        return {n: np.roll(x, -by.get(n, step), axes[n]) for n, x in results.items()}
+
+    if (attend_of or shared) and B > 1:
+        yield "batch size", one_entry
+        yield "batch position", other_entries
+    if attend_of or shared:
+        yield "padded queries", more_queries
+    if attend_of:
+        yield "padded keys", more_keys
+    if N > 1 and (mask.dense is None or mask.dense.shape[1] == 1):
+        yield "head position", other_heads
 
 
 def _pick(inputs: Inputs, order: np.ndarray) -> Inputs:
@@ -137,7 +157,7 @@ def _padded(x: np.ndarray, axis: int = 1) -> np.ndarray:
     return np.concatenate([x, np.take(x, more, axis)], axis)
 
 
-def _cut(results: Results, T: int, S: int) -> Results:
+def _cut(results: Results, T: int, S: int) -> dict[str, Any]:
     return {
         n: x[..., :T] if n == "lse" else x[:, : S if n in ("dkey", "dvalue") else T]
         for n, x in results.items()

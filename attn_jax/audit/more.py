@@ -7,7 +7,8 @@
     x64         the other mode of `jax_enable_x64`
     again       a problem on which it is wrong
 
-Each gives rows of plain data; what the target raises is a row with "failed" in it.
+Each gives rows of plain data; what the target raises is a finding that says what was
+not run.
 """
 
 import dataclasses
@@ -55,8 +56,8 @@ def read(target: Target, problem: Problem) -> Iterator[Row]:
 
 def probe(target: Target, problem: Problem) -> Iterator[Row]:
     """One row for each identity."""
-    attend = target.on(problem)
-    for result in probes.probe(attend, problem):
+    attend, left_out = target.on(problem), _LeftOut("probes")
+    for result in probes.probe(attend, problem, refused=left_out.add):
         yield {
             "name": result.name,
             "measured": result.measured,
@@ -65,12 +66,15 @@ def probe(target: Target, problem: Problem) -> Iterator[Row]:
             "passed": result.finding is None,
             "findings": _rows([result.finding]),
         }
+    yield left_out.row()
 
 
 def vary(target: Target, problem: Problem) -> Iterator[Row]:
     """One row for each change that should change nothing, and result."""
-    attend_of = _attend_of(target, problem)
-    records = invariances(target.on(problem), problem, attend_of=attend_of)
+    attend_of, left_out = _attend_of(target, problem), _LeftOut("invariances")
+    records = invariances(
+        *(target.on(problem), problem), attend_of=attend_of, refused=left_out.add
+    )
     for record in records:
         yield {
             "name": record.name,
@@ -81,6 +85,31 @@ def vary(target: Target, problem: Problem) -> Iterator[Row]:
             "bound": record.bound,
             "findings": _rows([record.finding]),
         }
+    yield left_out.row()
+
+
+class _LeftOut:
+    """What of a part the target would not be run for, by reason."""
+
+    def __init__(self, part: str):
+        self._part = part
+        self._names: dict[str, list[str]] = {}
+
+    def add(self, name: str, error: Exception) -> None:
+        self._names.setdefault(_reason(error), []).append(name)
+
+    def row(self) -> Row:
+        return {
+            "findings": _rows(
+                _not_run(f"{self._part} {', '.join(names)}", reason)
+                for reason, names in self._names.items()
+            )
+        }
+
+
+def _not_run(what: str, reason: str) -> Finding:
+    """No fault where the target takes the problems themselves, which are judged."""
+    return Finding("not taken", f"{what} not run", f"{what} not run: {reason}")
 
 
 def merge(target: Target, problem: Problem) -> Iterator[Row]:
@@ -218,15 +247,17 @@ def _concentrated(errors: Float[np.ndarray, "B L N"]) -> str:
     )
 
 
-def guarded(make: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+def guarded(what: str, make: Callable[[], Iterator[Row]]) -> Iterator[Row]:
     """Rows as they come, and what is raised as the last one. There is one at least."""
     yield {"findings": []}
     try:
         yield from make()
-    except NotTakenError as reason:
-        yield {"failed": str(reason), "findings": []}
     except Exception as error:  # A function of somebody's may raise anything.
-        yield {"failed": in_one_line(error), "findings": []}
+        yield {"findings": _rows([_not_run(what, _reason(error))])}
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, NotTakenError) else in_one_line(error)
 
 
 def _attend_of(target: Target, problem: Problem) -> Callable[[Mask], Attend]:

@@ -381,9 +381,23 @@ PROBES: dict[str, Probe] = {
 }
 
 
-def probe(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
-    """The results of all `PROBES`."""
-    return tuple(r for each in PROBES.values() for r in each(attend, problem))
+def probe(
+    attend: Attend,
+    problem: Problem,
+    *,
+    refused: Callable[[str, Exception], None] | None = None,
+) -> Iterator[ProbeResult]:
+    """The results of all `PROBES`. `refused` is told the name of one and what the
+    target raises of it; without it that is raised."""
+    for name, each in PROBES.items():
+        try:
+            results = each(attend, problem)
+        except Exception as error:  # A function of somebody's may raise anything.
+            if refused is None:
+                raise
+            refused(name, error)
+            continue
+        yield from results
 
 
 def _steps(fmt: NumberFormat, *, logits: bool) -> Iterator[tuple[NumberFormat, str]]:

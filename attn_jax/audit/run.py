@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import importlib
 import pickle
 import platform
 import sys
@@ -36,7 +37,7 @@ from attn_jax.recipe import Recipe
 from attn_jax.recipe_checks import check_is_recipe
 from attn_jax.store import Row, Store
 
-_PACKAGES = ("jax", "jaxlib", "numpy", "attn_jax", "tokamax")
+_PACKAGES = ("jax", "jaxlib", "numpy", "tokamax")
 
 
 def audit_attention(
@@ -171,7 +172,11 @@ def _environment() -> dict[str, Any]:
         "platform": device.platform,
         "driver": machine.driver() if device.platform == "gpu" else None,
         "python": platform.python_version(),
-        "versions": machine.versions(_PACKAGES),
+        "versions": {
+            # By name: it imports kernels, and this package does not.
+            "attn_jax": importlib.import_module("attn_jax").__version__,
+            **machine.versions(_PACKAGES),
+        },
     }
 
 
