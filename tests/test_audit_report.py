@@ -376,3 +376,13 @@ def test_nan_is_worse_than_any_number():
 )
 def test_figures(x, text):
     assert figure(x) == text
+
+
+def test_a_line_says_nothing_twice():
+    def line(*of):
+        return Finding(*of).line
+
+    assert line("fails", "crash", "it ended") == "fails: crash: it ended"
+    assert line("not taken", "not taken", "not taken on 2") == "not taken on 2"
+    assert line("fails", "failed", "failed on 4") == "fails: failed on 4"
+    assert line("not finite", "", "dQ is NaN") == "not finite: dQ is NaN"

@@ -41,6 +41,14 @@ class Finding:
     where: tuple[str, ...] = ()
     evidence: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def line(self) -> str:
+        """Kind, cause and what it says, none of which the next begins with."""
+        line = self.says
+        for before in (self.cause, self.kind):
+            line = line if line.startswith(before) else f"{before}: {line}"
+        return line
+
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
     """Most serious first; of a kind, in the order given."""

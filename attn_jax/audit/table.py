@@ -78,9 +78,8 @@ def _head(report: Report) -> Iterator[_Piece]:
     fine = report.exit_code == 0
     yield _Piece(summary.verdict(report), "bold green" if fine else "bold red")
     for finding in report.findings:
-        what = f"{finding.kind}: {finding.cause}" if finding.cause else finding.kind
         harmless = finding.kind in HARMLESS
-        yield _Piece(f"- {what}: {finding.says}", "" if harmless else "red")
+        yield _Piece(f"- {finding.line}", "" if harmless else "red")
 
 
 def _grid(report: Report, width: int) -> Iterator[list[_Piece]]:
