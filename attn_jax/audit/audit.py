@@ -41,7 +41,7 @@ _PRICED = 2
 
 Found = dict[str, Measured]
 # Parts of `more`, and those that need no gradients.
-LOOKS = ("P", "x64", "probes", "invariances", "merging", "again")
+LOOKS = ("P", "merging", "invariances", "x64", "probes", "again")
 FORWARD = ("P", "x64")
 
 
@@ -129,14 +129,10 @@ def carry_out(
                 problem = group.problems(audit.dtype)[0]
                 _runner(audit, group).begin(problem, parts.compiling)
         programs.wait()
-    begun = {
-        group: parts.of_target(
-            str(group),
-            functools.partial(_measure, audit, group),
-            functools.partial(_crashed, audit, group),
-        )
-        for group in audit.groups
-    }
+    begun = {first: _begin(audit, parts, first)}
+    # The longest of all; where the target does nothing they end at once.
+    looking = _begin_looks(audit, parts)
+    begun |= {group: _begin(audit, parts, group) for group in others}
     ready()
     rows = {}
     for group, finish in begun.items():
@@ -155,12 +151,13 @@ def carry_out(
     algorithms = (fit.candidate,) if fit and fit.fits else verdict.PLAIN
     for group in measured:
         predictions.begin(algorithms, group)
-    looking = _begin_looks(audit, parts) if any(here.values()) else {}
     priced = {}
     if fit and fit.fits:
         poorest = _poorest(audit, rows)
         priced = _begin_pricing(audit, parts, audit.recipes[fit.candidate], poorest)
-    looks = {name: finish() for name, finish in looking.items()}
+    looks = {}
+    if any(here.values()):
+        looks = {name: finish() for name, finish in looking.items()}
     cells = []
     for group in audit.groups:
         names = {*algorithms, SAME_FORMAT} if group in measured else ()
@@ -219,6 +216,14 @@ def _again(
         for f in found
     ]
     return with_rows + new
+
+
+def _begin(audit: Audit, parts: Parts, group: Group) -> Callable[[], list[Row]]:
+    return parts.of_target(
+        str(group),
+        functools.partial(_measure, audit, group),
+        functools.partial(_crashed, audit, group),
+    )
 
 
 def _begin_looks(audit: Audit, parts: Parts) -> dict[str, Callable[[], list[Row]]]:

@@ -53,10 +53,8 @@ class Parts(contextlib.AbstractContextManager):
         self._store, self._tell, self._workers = store, tell, workers
         threads = min(_MOST_THREADS, max(1, cores() - 1))
         pool = concurrent.futures.ThreadPoolExecutor
-        self._recipes, self.compiling = (
-            pool(threads, "recipes"),
-            pool(threads, "target"),
-        )
+        self._recipes = pool(threads, "recipes")
+        self.compiling = pool(threads, "target")
         self._lock = threading.Lock()
         self._done = self._known = 0
 

@@ -1,0 +1,123 @@
+"""Arms of a paired training: what each does otherwise than the reference.
+
+The reference is the preset with `--attn=baseline`. Unless an arm says otherwise, all
+train on the same batches, from the same first weights, with the same noise, and with
+barriers around attention (`train.attention.shard_attention`), so that the program
+around it is the same.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from attn_jax import RECIPES
+from train.config import Config, UsageError
+from train.validate import validate
+
+REFERENCE = "reference"
+_EMULATED = "emulated:"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A training beside the reference.
+
+    Attributes:
+      name: in tables and figures.
+      says: what it does otherwise.
+      changes: values of fields of `Config` by their dotted names.
+      weights: added to the seed of the first weights; the noise of the steps stays.
+      data: added to the seed of the data and of their order.
+      nudged: one weight is one unit in the last place larger at first.
+      rewritten: attention differentiates itself (`jax.custom_vjp`), by the same
+        operations: another program, the same arithmetic.
+      devices: of the mesh, along its data axis.
+    """
+
+    name: str
+    says: str
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    weights: int = 0
+    data: int = 0
+    nudged: bool = False
+    rewritten: bool = False
+    devices: int = 1
+
+
+def _precision(name: str, says: str, **changes: Any) -> Arm:
+    fields = {"attention_inputs": "compute", **changes}
+    return Arm(name, says, {"precision": name, **fields})
+
+
+ARMS: dict[str, Arm] = {
+    arm.name: arm
+    for arm in (
+        Arm(REFERENCE, "materialised softmax, the preset as it is"),
+        Arm("re-run", "the reference again"),
+        Arm("ulp", "one weight larger by a unit in the last place", nudged=True),
+        Arm("graph", "the reference's arithmetic, another program", rewritten=True),
+        Arm("pallas", "our kernels", {"attn": "pallas"}),
+        Arm("cudnn", "cuDNN's fused attention", {"attn": "cudnn"}),
+        Arm("order", "other data, in another order", data=1),
+        Arm("init", "other first weights", weights=1),
+        _precision("fp32", "everything in FP32"),
+        _precision("tf32", "matrix products of TF32"),
+        _precision("bf16", "everything but weights in BF16"),
+        _precision("fp16", "everything but weights in FP16, dynamic loss scale"),
+        dataclasses.replace(
+            _precision("fp16", "FP16, a loss scale of 2^10"),
+            name="fp16-static",
+            changes={
+                "precision": "fp16",
+                "attention_inputs": "compute",
+                "optimizer.static_loss_scale": 2.0**10,
+            },
+        ),
+        _precision("bf16_pure", "weights in BF16, too"),
+        Arm("mesh-2", "on a mesh of two devices", devices=2),
+        Arm("mesh-4", "on a mesh of four devices", devices=4),
+    )
+}
+# What shows whether attention matters: with the bands it is to be held against.
+MAIN = ("re-run", "ulp", "pallas", "fp32", "init")
+
+
+def find(name: str) -> Arm:
+    """The arm of a name, one of `ARMS` or emulated:RECIPE.
+
+    Raises:
+      UsageError: there is none.
+    """
+    if name in ARMS:
+        return ARMS[name]
+    recipe = name.removeprefix(_EMULATED)
+    if name.startswith(_EMULATED) and recipe in RECIPES:
+        changes = {"attn": "emulated", "recipe": recipe}
+        return Arm(name, f"the emulator under recipe {recipe}", changes)
+    raise UsageError(
+        f"--arms: no arm {name!r}; there are {', '.join(ARMS)} and emulated:RECIPE, "
+        f"RECIPE one of {', '.join(RECIPES)}"
+    )
+
+
+def configured(reference: Config, arm: Arm) -> Config:
+    """What the arm trains.
+
+    Raises:
+      UsageError: the two do not go together.
+    """
+    config = reference
+    for name, value in arm.changes.items():
+        config = _replaced(config, name.split("."), value)
+    data = dataclasses.replace(config.data, seed=config.data.seed + arm.data)
+    mesh = dataclasses.replace(config.mesh, data=arm.devices)
+    config = dataclasses.replace(config, data=data, mesh=mesh)
+    validate(config)
+    return config
+
+
+def _replaced(config: Any, path: list[str], value: Any) -> Any:
+    name, *rest = path
+    if rest:
+        value = _replaced(getattr(config, name), rest, value)
+    return dataclasses.replace(config, **{name: value})
