@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from train.__main__ import main, parse_config, set_profile
+from train.__main__ import main, parse_config
 from train.config import UsageError, difference, from_dict, to_json
 from train.gpu import prefer_cpu_without_driver
 from train.presets import PRESETS
@@ -203,12 +203,12 @@ def test_without_a_driver_jax_looks_for_no_gpu(monkeypatch):
 
 def test_exact_profile_sets_flags_only_where_there_is_a_gpu(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=2")
-    monkeypatch.setattr("train.__main__._has_gpu", lambda: False)
+    monkeypatch.setattr("train.gpu._has_gpu", lambda: False)
     set_profile("exact")
     import os
 
     assert os.environ["XLA_FLAGS"] == "--xla_gpu_autotune_level=2"
-    monkeypatch.setattr("train.__main__._has_gpu", lambda: True)
+    monkeypatch.setattr("train.gpu._has_gpu", lambda: True)
     for variable in ("NCCL_ALGO", "NCCL_NVLS_ENABLE"):
         monkeypatch.setenv(variable, "")
     set_profile("fast")
@@ -222,7 +222,7 @@ def test_exact_profile_sets_flags_only_where_there_is_a_gpu(monkeypatch):
 
 def test_exact_profile_flags_are_known_to_this_xla():
     """XLA aborts the process on a flag that it does not know."""
-    from train.__main__ import _EXACT_XLA_FLAGS
+    from train.gpu import _EXACT_XLA_FLAGS
 
     result = subprocess.run(
         [sys.executable, "-c", "import jax; jax.numpy.zeros(1) + 1"],

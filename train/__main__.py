@@ -6,9 +6,7 @@ Exit codes: 0 done; 1 error; 2 unusable command; 3 the loss is no longer finite;
 
 import contextlib
 import dataclasses
-import importlib.util
 import io
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -16,17 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Config, SampleConfig, UsageError, load, to_json
-from train.gpu import has_driver, prefer_cpu_without_driver
+from train.gpu import prefer_cpu_without_driver, set_profile
 from train.presets import PRESETS
 from train.validate import validate
-
-# Effect of each: deterministic scatter, convolution and cuDNN attention, first
-# autotuning candidate; no Triton GEMM whose fusion depends on its neighbours.
-_EXACT_XLA_FLAGS = (
-    "--xla_gpu_deterministic_ops=true",
-    "--xla_gpu_enable_triton_gemm=false",
-    "--xla_gpu_autotune_level=0",
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,31 +113,6 @@ def _first_message(box: str) -> str:
 
 def _one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
-
-
-def set_profile(profile: str) -> None:
-    """Sets the XLA flags of a profile; must run before JAX is imported.
-
-    Only where an NVIDIA GPU is used: a process without one needs none of them, and
-    XLA aborts on flags it does not know. Flags the user has set are left alone.
-    """
-    if profile != "exact" or not _has_gpu():
-        return
-    given = os.environ.get("XLA_FLAGS", "")
-    missing = [flag for flag in _EXACT_XLA_FLAGS if flag.split("=")[0] not in given]
-    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
-    # A fixed reduction order between GPUs.
-    os.environ.setdefault("NCCL_ALGO", "Ring")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-
-
-def _has_gpu() -> bool:
-    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-        return False
-    plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-    return has_driver() and any(
-        importlib.util.find_spec(plugin) is not None for plugin in plugins
-    )
 
 
 if __name__ == "__main__":

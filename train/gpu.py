@@ -1,10 +1,18 @@
-"""Whether this machine has an NVIDIA driver, asked without importing JAX."""
+"""Whether this machine has an NVIDIA driver, and XLA's flags, before JAX is asked."""
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
 
 _DRIVER = Path("/dev/nvidiactl")
+# Effect of each: deterministic scatter, convolution and cuDNN attention, first
+# autotuning candidate; no Triton GEMM whose fusion depends on its neighbours.
+_EXACT_XLA_FLAGS = (
+    "--xla_gpu_deterministic_ops=true",
+    "--xla_gpu_enable_triton_gemm=false",
+    "--xla_gpu_autotune_level=0",
+)
 
 
 def has_driver() -> bool:
@@ -20,3 +28,28 @@ def prefer_cpu_without_driver() -> None:
     """
     if not has_driver():
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def set_profile(profile: str) -> None:
+    """Sets the XLA flags of a profile; must run before JAX is imported.
+
+    Only where an NVIDIA GPU is used: a process without one needs none of them, and
+    XLA aborts on flags it does not know. Flags the user has set are left alone.
+    """
+    if profile != "exact" or not _has_gpu():
+        return
+    given = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in _EXACT_XLA_FLAGS if flag.split("=")[0] not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+    # A fixed reduction order between GPUs.
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+
+def _has_gpu() -> bool:
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return False
+    plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+    return has_driver() and any(
+        importlib.util.find_spec(plugin) is not None for plugin in plugins
+    )
