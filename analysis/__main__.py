@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from analysis import ExperimentError
+from analysis.weights import fast_sort
 from train.config import UsageError
 from train.gpu import prefer_cpu_without_driver
 
@@ -25,6 +26,9 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     prefer_cpu_without_driver()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] in (["weights"], ["weights-speed"]):
+        fast_sort()
     from analysis.experiments import EXPERIMENTS  # Imports jax.
 
     parser = _Parser(prog="python -m analysis", description=__doc__)
@@ -35,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name, help=experiment.summary, description=experiment.summary
         )
         experiment.add_arguments(command)
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(arguments)
     if options.name == "list":
         for name, experiment in EXPERIMENTS.items():

@@ -23,6 +23,8 @@ from analysis.experiments import (
     speed,
     state_format,
     tiling,
+    weights,
+    weights_speed,
 )
 
 
@@ -76,4 +78,8 @@ EXPERIMENTS = {
     ),
     "bias": Experiment(bias.SUMMARY, bias.add_arguments, bias.run),
     "census": Experiment(census.SUMMARY, census.add_arguments, census.run),
+    "weights": Experiment(weights.SUMMARY, weights.add_arguments, weights.run),
+    "weights-speed": Experiment(
+        weights_speed.SUMMARY, weights_speed.add_arguments, weights_speed.run
+    ),
 }
