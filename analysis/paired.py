@@ -86,8 +86,9 @@ def train(
       UsageError: an arm does not fit the machine or the data.
       ExperimentError: the reference diverged.
     """
+    programs: dict[Any, tuple[Assembly, _Compiled]] = {}
     every = {
-        arm.name: _begin(configured(reference, arm), arm)
+        arm.name: _begin(configured(reference, arm), arm, programs)
         for arm in (Arm(REFERENCE, ""), *arms)
     }
     wanted = set(snapshots(reference.steps))
@@ -134,28 +135,40 @@ class _Feeds:
         return training.config.data, training.config.batch_size
 
 
-def _begin(config: Config, arm: Arm) -> Training:
+def _begin(config: Config, arm: Arm, programs: dict) -> Training:
+    """`programs`: of the arms so far. Those that differ in what they are given have
+    one."""
     if arm.devices > len(jax.devices()):
         raise UsageError(
             f"arm {arm.name}: {arm.devices} devices are wanted, and there are "
             f"{len(jax.devices())}: leave it out with --arms"
         )
-    assembly = assemble(config, jax.devices()[: arm.devices])
-    if arm.rewritten:
-        alike = _differentiating_itself(
-            make_attention(assembly.attention, assembly.policy)
-        )
-        attention_fn = shard_attention(alike, assembly.mesh)
-        assembly = dataclasses.replace(assembly, attention_fn=attention_fn)
+    alike = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=0))
+    key = alike, arm.rewritten
+    if key not in programs:
+        assembly = _assembled(config, arm)
+        parts, optimizer = assembly.parts, assembly.optimizer
+        step = make_train_step(parts, optimizer, assembly.attention_fn)
+        programs[key] = assembly, _Compiled(step, assembly)
+    assembly, step = programs[key]
     state = assembly.fresh_state()
     if arm.weights:
         other = dataclasses.replace(config, seed=config.seed + arm.weights)
-        fresh = assemble(other, jax.devices()[: arm.devices]).fresh_state()
+        fresh = _assembled(other, arm).fresh_state()
         state = state._replace(params=fresh.params, average=fresh.average)
     if arm.nudged:
         state = _nudged(state)
-    step = make_train_step(assembly.parts, assembly.optimizer, assembly.attention_fn)
-    return Training(arm, config, assembly, state, _Compiled(step, assembly))
+    return Training(arm, config, assembly, state, step)
+
+
+def _assembled(config: Config, arm: Arm) -> Assembly:
+    assembly = assemble(config, jax.devices()[: arm.devices])
+    if not arm.rewritten:
+        return assembly
+    attention = make_attention(assembly.attention, assembly.policy)
+    rewritten = _differentiating_itself(attention)
+    attention_fn = shard_attention(rewritten, assembly.mesh)
+    return dataclasses.replace(assembly, attention_fn=attention_fn)
 
 
 class _Compiled:

@@ -10,7 +10,7 @@ from PIL import Image
 
 from train.__main__ import main, parse_config
 from train.config import UsageError, difference, from_dict, to_json
-from train.gpu import prefer_cpu_without_driver
+from train.gpu import prefer_cpu_without_driver, set_profile
 from train.presets import PRESETS
 from train.validate import validate
 

@@ -23,6 +23,7 @@ from analysis.experiments import (
     speed,
     state_format,
     tiling,
+    training,
     weights,
     weights_speed,
 )
@@ -78,6 +79,7 @@ EXPERIMENTS = {
     ),
     "bias": Experiment(bias.SUMMARY, bias.add_arguments, bias.run),
     "census": Experiment(census.SUMMARY, census.add_arguments, census.run),
+    "training": Experiment(training.SUMMARY, training.add_arguments, training.run),
     "weights": Experiment(weights.SUMMARY, weights.add_arguments, weights.run),
     "weights-speed": Experiment(
         weights_speed.SUMMARY, weights_speed.add_arguments, weights_speed.run
