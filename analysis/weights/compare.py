@@ -197,7 +197,7 @@ def _stream(
     a: Leaf, b: Leaf, starts: Sequence[Leaf], distance: Distance | None
 ) -> tuple[Moments, tuple[int, int, int]]:
     bad = [0, 0, 0]
-    moments = Moments()
+    moments = Moments(travels=(0.0, 0.0, 0.0) if starts else None)
     for x, y, origins in _pairs(a, b, starts, bad):
         if distance is not None:
             distance.add(x, y)

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from analysis.weights.moments import SHIFT, Moments, Sketch
+from analysis.weights.wasserstein import common_type
 
 # 64 binades below the largest difference; what is smaller counts in the last bin.
 _BINS = 64 * 1024
@@ -31,6 +33,7 @@ def measure(
         devices of a where they lie elsewhere.
       starts: a0 and b0, from which they have travelled, of JAX or NumPy.
     """
+    a = _automatic(a)
     placed = [_beside(a, other) for other in (b, *(starts or ()))]
     # The sums need FP64, whatever the program around them computes in.
     with jax.enable_x64(True):
@@ -51,7 +54,17 @@ def measure(
 
 def equal(a: jax.Array, b: jax.Array) -> bool:
     """Whether two tensors of one shape hold the same numbers."""
+    a = _automatic(a)
     return bool(jnp.all(a == _beside(a, b)))
+
+
+def _automatic(a: jax.Array) -> jax.Array:
+    """The same array on a mesh whose axes ask for no sharding of each result."""
+    place = a.sharding
+    if not isinstance(place, NamedSharding) or place.mesh.devices is None:
+        return a
+    mesh = Mesh(place.mesh.devices, place.mesh.axis_names)
+    return jax.device_put(a, NamedSharding(mesh, place.spec))
 
 
 def _beside(a: jax.Array, other: Any) -> jax.Array:
@@ -83,7 +96,9 @@ def _sums(a: jax.Array, b: jax.Array, *starts: jax.Array) -> dict[str, Any]:
         pairs = ((gone, other_gone), (gone, gone), (other_gone, other_gone))
         travels = [(left * right).sum() for left, right in pairs]
     # Numbers are sorted in a type that holds both; those left out go to the end.
-    dtype = jnp.promote_types(a.dtype, b.dtype)
+    dtype = common_type(np.dtype(a.dtype), np.dtype(b.dtype))
+    if dtype.itemsize == 1:  # Some of these have no infinity.
+        dtype = np.dtype(np.float32)
     ends = [
         jnp.sort(jnp.where(kept, part.astype(dtype), jnp.inf).ravel())
         for part in (x, y)

@@ -6,9 +6,9 @@
     npz              NumPy's archive of arrays, compressed or not
     a folder of any of these whose names end in a step
 
-A slice of Orbax takes the stored chunks that it touches; they are kept in a cache of
-256 MiB, so a checkpoint saved with larger chunks needs a chunk of memory on each side
-and is decoded anew for every slice.
+Memory is a slice's, of Orbax that of the stored chunks which a slice touches: they are
+decoded once and kept until the slices have passed them. By default Orbax stores what a
+device held of a tensor as one chunk.
 """
 
 import dataclasses
@@ -31,7 +31,6 @@ _KINDS = (
     "a run folder of python -m train, an Orbax checkpoint, a .safetensors file or a "
     "folder of its shards, an .npz file, or a folder of such whose names end in a step"
 )
-_CACHE = 256 * 2**20
 _STEP = re.compile(r"(?:.*\D)?(\d+)")
 _SUFFIXES = (".safetensors", ".npz")
 _SAFETENSORS = {
@@ -214,7 +213,6 @@ def _orbax(folder: Path) -> Tree:
         for name, kind in wanted.items()
         if kind in ("jax.Array", "np.ndarray", "scalar", "int", "float")
     ]
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
     base = f"file://{folder.absolute()}/"
     whole = (folder / "manifest.ocdbt").is_file()
 
@@ -226,8 +224,7 @@ def _orbax(folder: Path) -> Tree:
         return {"driver": driver, "kvstore": store}
 
     futures = {
-        name: tensorstore.open(spec(name), context=context, open=True, read=True)
-        for name in wanted
+        name: tensorstore.open(spec(name), open=True, read=True) for name in wanted
     }
     tree: Tree = {}
     for name, future in futures.items():
@@ -236,14 +233,53 @@ def _orbax(folder: Path) -> Tree:
         except (ValueError, OSError, RuntimeError) as error:
             raise damaged(error) from error
 
-        def read(box: Box, store: Any = store) -> np.ndarray:
+        chunks = _Chunks(store)
+
+        def read(box: Box, chunks: _Chunks = chunks) -> np.ndarray:
             try:
-                return np.asarray(store[box.index].read().result())
+                return chunks.read(box)
             except (ValueError, OSError, RuntimeError) as error:
                 raise damaged(error) from error
 
         tree[name] = Leaf(tuple(store.shape), store.dtype.numpy_dtype, read)
     return tree
+
+
+class _Chunks:
+    """An array of TensorStore, of which the chunks last touched are kept."""
+
+    def __init__(self, store: Any):
+        self._store = store
+        self._chunk = store.chunk_layout.read_chunk.shape or store.shape
+        self._kept: np.ndarray | None = None
+        self._low: tuple[int, ...] = ()
+        self._high: tuple[int, ...] = ()
+
+    def read(self, box: Box) -> np.ndarray:
+        """The numbers of a box."""
+        shape = self._store.shape
+        ends = [part.indices(n)[:2] for part, n in zip(box.index, shape, strict=True)]
+        within = all(
+            low <= start and stop <= high
+            for (start, stop), low, high in zip(ends, self._low, self._high)
+        )
+        if self._kept is None or not within:
+            self._kept = None  # Before others come.
+            sizes = [min(c, n) or n for c, n in zip(self._chunk, shape, strict=True)]
+            self._low = tuple(e[0] // c * c for e, c in zip(ends, sizes))
+            self._high = tuple(
+                min(-(-e[1] // c) * c, n) for e, c, n in zip(ends, sizes, shape)
+            )
+            region = tuple(map(slice, self._low, self._high))
+            self._kept = np.asarray(self._store[region].read().result())
+        index = tuple(
+            slice(start - low, stop - low)
+            for (start, stop), low in zip(ends, self._low, strict=True)
+        )
+        values = np.asarray(self._kept[index])
+        if box.stop == math.prod(shape):
+            self._kept = None
+        return values
 
 
 def _indexed(folder: Path, index: list[Path]) -> Tree:
@@ -347,7 +383,8 @@ def _npz(path: Path) -> Tree:
                     tree[key] = Leaf(shape, dtype, member.reader(dtype))
     except (zipfile.BadZipFile, ValueError, OSError) as error:
         raise UsageError(
-            f"{path} is no .npz file of arrays ({error}): write it with numpy.savez"
+            f"{path} is no .npz file of arrays ({error}): write it with numpy.savez, "
+            "or weights of 8 bits as safetensors"
         ) from error
     return tree
 
