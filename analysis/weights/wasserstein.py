@@ -72,7 +72,8 @@ class Counting:
         finite = np.flatnonzero(np.isfinite(values))
         order = finite[np.argsort(values[finite])]
         between = np.abs(np.cumsum(self._more[order])[:-1])
-        return float(between @ np.diff(values[order])) / max(self._size, 1), 0.0
+        apart = (between * np.diff(values[order])).sum()  # Pairwise.
+        return float(apart) / max(self._size, 1), 0.0
 
 
 class Sorting:
