@@ -125,7 +125,8 @@ class Binning:
     Further, |mean a - mean b| <= W1 <= mean |a - b|, as any pairing bounds it.
 
     Args:
-      low, high: no number of either sample lies outside; high above low.
+      low, high: no number of either sample lies outside; high above low, neither
+        beyond 1e150.
     """
 
     def __init__(self, low: float, high: float):
@@ -172,7 +173,7 @@ class Binning:
         # 4 units of the range at most, which is _BINS bins.
         eps = np.finfo(np.float64).eps
         terms = self._largest + self._slices + 64
-        slack = eps * (terms * (most + 2 * self._width) + 8 * _BINS * self._width)
+        slack = eps * terms * (most + 2 * self._width) + 8 * eps * _BINS * self._width
         # Where all differences are 0 so is this bound, and W1.
         top = min(most + slack, paired * (1 + eps * terms))
         floor = mean - eps * terms * paired
