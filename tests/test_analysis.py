@@ -62,6 +62,7 @@ def test_every_experiment_has_a_test():
         "saturation",
         "bias",
         "census",
+        "training",
         "weights",
         "weights-speed",
     }
