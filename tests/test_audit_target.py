@@ -143,6 +143,10 @@ def _raises(query, key, value, scale=None, is_causal=False):
     raise RuntimeError("no kernel image\nfor this device")
 
 
+def _exits(query, key, value, scale=None, is_causal=False):
+    raise SystemExit(0)
+
+
 def _wrong_shape(query, key, value, scale=None, is_causal=False):
     return query[:, :3]
 
@@ -159,6 +163,7 @@ def _two_results(query, key, value, scale=None, return_residual=False):
     ("function", "says"),
     [
         (_raises, "RuntimeError: no kernel image"),
+        (_exits, r"it calls sys.exit\(0\)"),
         (_wrong_shape, r"it returns bfloat16 of \(2, 3, 4, 16\)"),
         (_wrong_type, "it returns int32 for inputs of bfloat16"),
         (_two_results, r"bfloat16 of .* where \(out, LSE\) was asked for"),
@@ -215,6 +220,13 @@ def test_bad_names_are_said_in_one_line(name, says):
     with pytest.raises(TargetError, match=says) as raised:
         resolve(name)
     assert "\n" not in str(raised.value)
+
+
+def test_a_script_that_ends_itself_is_no_target(tmp_path, monkeypatch):
+    (tmp_path / "ends_itself.py").write_text("raise SystemExit(0)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TargetError, match="cannot import ends_itself: SystemExit: 0"):
+        resolve("ends_itself:f")
 
 
 def test_names_find_functions():

@@ -1,8 +1,10 @@
 """The processes that a target runs in."""
 
+import concurrent.futures
 import functools
 import os
 import signal
+import time
 
 import jax
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from attn_jax.audit import audit_attention, workers
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.target import resolve
-from attn_jax.audit.workers import DiedError, Workers
+from attn_jax.audit.workers import DiedError, NotStartedError, Workers
 
 SHAPE = Shape(1, 32, 32, 2, 1, 16)
 
@@ -41,6 +43,37 @@ def _spoilt():
 
 def _raises():
     raise ValueError("not this")
+
+
+class _Odd(Exception):
+    """Cannot be made again of what `pickle` keeps of it."""
+
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+
+def _raises_odd():
+    raise _Odd(1, 2)
+
+
+class _Absent:
+    """Cannot be found in another process."""
+
+    def __reduce__(self):
+        return _raises, ()
+
+    def __call__(self):
+        return []
+
+
+def _lasts(path):
+    path.touch()
+    time.sleep(60)
+    return []
+
+
+def _ends(connection, x64):
+    os._exit(1)
 
 
 def _audit(name, processes):
@@ -77,6 +110,10 @@ def test_processes_last_and_are_replaced():
         assert first != os.getpid() and processes.call(_pid) == [first]
         with pytest.raises(ValueError, match="not this"):
             processes.call(_raises)
+        with pytest.raises(RuntimeError, match="_Odd: 1 and 2"):
+            processes.call(_raises_odd)
+        with pytest.raises(NotStartedError, match="not this.*can import"):
+            processes.call(_Absent())
         assert processes.call(_pid) == [first]
         with pytest.raises(DiedError, match="exit code 3"):
             processes.call(functools.partial(os._exit, 3))
@@ -84,6 +121,29 @@ def test_processes_last_and_are_replaced():
         assert second != first
         # Its device is of no use to the next part.
         assert processes.call(_pid) not in ([first], [second])
+
+
+def test_what_is_interrupted_has_not_crashed(tmp_path):
+    """A row that says so would be kept, and found there by the next audit."""
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Workers(1) as processes:
+        make = functools.partial(_lasts, tmp_path / "begun")
+        part, queued = (processes.pool.submit(processes.call, x) for x in (make, _pid))
+        while not (tmp_path / "begun").exists():
+            assert time.monotonic() < begun + 50
+            time.sleep(0.1)
+        raise KeyboardInterrupt
+    for future in (part, queued):
+        with pytest.raises(concurrent.futures.CancelledError):
+            future.result()
+    assert time.monotonic() < begun + 50
+
+
+def test_a_process_that_does_not_start_is_no_crash(monkeypatch):
+    """Such as one that imports a main module that is not guarded."""
+    monkeypatch.setattr(workers, "_serve", _ends)
+    with Workers(1) as processes, pytest.raises(NotStartedError, match="__main__"):
+        processes.call(_pid)
 
 
 def test_what_cannot_be_sent_is_refused_at_once():

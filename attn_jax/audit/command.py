@@ -16,6 +16,7 @@ from attn_jax.audit.problem import DTYPES, MASKS
 from attn_jax.audit.run import audit_attention
 from attn_jax.audit.table import print_report
 from attn_jax.audit.target import Adapter, TargetError
+from attn_jax.audit.workers import NotStartedError
 from attn_jax.canaries import CanaryError
 from attn_jax.command import Parser
 from attn_jax.recipe import RECIPES
@@ -177,8 +178,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 processes=processes,
                 tell=tell,
             )
-    except (TargetError, StoreError, CanaryError, OSError) as error:
+    except (TargetError, StoreError, CanaryError, NotStartedError, OSError) as error:
         made.exit(2, f"{made.prog}: {error}\n")
+    except KeyboardInterrupt:
+        said = f"interrupted; what is done is kept in {folder}, for the same command"
+        made.exit(130, f"{made.prog}: {said}\n")
     print_report(report, sys.stdout)
     print(f"{folder / 'report.html'}")
     return report.exit_code

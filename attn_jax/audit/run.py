@@ -86,6 +86,8 @@ def audit_attention(
       TargetError: there is no such target.
       ValueError: a name of a family, mask or dtype that does not exist; a function that
         cannot be pickled, for `processes`.
+      attn_jax.audit.workers.NotStartedError: the main module, or the function's, cannot
+        be imported, for `processes`.
       attn_jax.canaries.CanaryError: this backend's arithmetic cannot be trusted to
         measure anything.
       attn_jax.store.StoreError: the folder is of another audit, or cannot be written.

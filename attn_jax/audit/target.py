@@ -164,7 +164,10 @@ def _attend(target: Target, mask: Mask, scale: float, query, key, value, bias=No
         if query.shape != key.shape:
             raise NotTakenError("one packed array holds as many keys as queries")
         arrays = [jnp.stack(arrays, axis=2 if adapter.layout == "BTNH" else 1)]
-    results = target.function(*arrays, *positional, **keywords)
+    try:
+        results = target.function(*arrays, *positional, **keywords)
+    except SystemExit as error:  # It would end the audit, and with the target's code.
+        raise RuntimeError(f"it calls sys.exit({error.code!r})") from error
     lse = None
     if target.has_lse:
         if not (isinstance(results, tuple | list) and len(results) == 2):
@@ -302,7 +305,8 @@ def resolve(name: str, adapter: Adapter = Adapter()) -> Target:
             module, function = PREFIXES[module]
     try:
         found = importlib.import_module(module)
-    except Exception as error:  # A module of somebody's may raise anything.
+    # A module of somebody's may raise anything, and a script may end itself.
+    except (Exception, SystemExit) as error:
         raise TargetError(f"cannot import {module}: {in_one_line(error)}") from error
     for part in function.split("."):
         found = getattr(found, part, None)

@@ -8,6 +8,7 @@ a target that crashes, or leaves a GPU unusable, takes only its part with it.
 import concurrent.futures
 import contextlib
 import multiprocessing
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -16,6 +17,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from attn_jax.audit.target import in_one_line
 
 # What a process needs of the device's memory, to be one of several: the exact results
 # of the longest problem that is tried by itself hold as much.
@@ -27,6 +30,11 @@ _PATIENCE = 10.0
 
 class DiedError(Exception):
     """The process ended in the middle of a part; says of what."""
+
+
+class NotStartedError(RuntimeError):
+    """A process ended before there was anything of the target in it, or has not found
+    it."""
 
 
 def number(cores: int) -> int:
@@ -47,13 +55,18 @@ class Workers(contextlib.AbstractContextManager):
     def __init__(self, count: int):
         self.pool = concurrent.futures.ThreadPoolExecutor(count, "workers")
         self._mine = threading.local()
+        self._lock = threading.Lock()
         self._all: list[_Worker] = []
+        self._stopped = False
 
     def __exit__(self, *raised) -> None:
         if raised[0] is not None:
             # Threads wait for what is not wanted any more.
-            for worker in self._all:
-                worker.process.terminate()
+            self.pool.shutdown(wait=False, cancel_futures=True)
+            with self._lock:
+                self._stopped = True
+                for worker in self._all:
+                    worker.process.terminate()
         self.pool.shutdown(cancel_futures=True)
         for worker in self._all:
             worker.end()
@@ -63,12 +76,25 @@ class Workers(contextlib.AbstractContextManager):
 
         Raises:
           DiedError: the process did not survive it. The next call has a new one.
+          NotStartedError: it ended before it began, or did not find `make`.
+          concurrent.futures.CancelledError: all were told to end.
         """
         worker = getattr(self._mine, "worker", None)
         if worker is None or not worker.process.is_alive():
-            worker = self._mine.worker = _Worker()
-            self._all.append(worker)
-        return worker.call(make)
+            with self._lock:
+                self._check()
+                worker = self._mine.worker = _Worker()
+                self._all.append(worker)
+        try:
+            return worker.call(make)
+        except (DiedError, NotStartedError):
+            self._check()
+            raise
+
+    def _check(self) -> None:
+        # What we end ourselves is no crash of the target's, and no row is kept of it.
+        if self._stopped:
+            raise concurrent.futures.CancelledError
 
 
 class _Worker:
@@ -79,8 +105,11 @@ class _Worker:
         self.process = context.Process(target=_serve, args=(there, x64), daemon=True)
         self.process.start()
         there.close()
+        self._began = False
 
     def call(self, make: Callable[[], Iterable]) -> list:
+        if not self._began:
+            self._wait()
         try:
             self._here.send(make)
             answer, healthy = self._here.recv()
@@ -92,6 +121,18 @@ class _Worker:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def _wait(self) -> None:
+        try:
+            self._here.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            raise NotStartedError(
+                f"{_ended(self.process.exitcode)} before it began: the main module has "
+                'to be a file that guards what it does by `if __name__ == "__main__"`; '
+                "or give processes=0"
+            ) from None
+        self._began = True
 
     def end(self) -> None:
         self._here.close()
@@ -112,13 +153,33 @@ def _serve(connection: Connection, x64: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     jax.config.update("jax_enable_x64", x64)
     with contextlib.suppress(EOFError, OSError):
+        connection.send(None)
         while True:
-            make = connection.recv()
+            make = connection.recv_bytes()
             try:
-                answer: Any = list(make())
+                answer: Any = list(_loaded(make)())
             except Exception as error:
-                answer = error
+                answer = _sendable(error)
             connection.send((answer, _is_healthy()))
+
+
+def _loaded(make: bytes) -> Callable[[], Iterable]:
+    try:
+        return pickle.loads(make)
+    except Exception as error:  # Such as of a function that a notebook defines.
+        raise NotStartedError(
+            f"{in_one_line(error)}: what is audited has to be in a module that another "
+            "process can import; or give processes=0"
+        ) from error
+
+
+def _sendable(error: Exception) -> Exception:
+    """The exception, or what it says: not all can be sent, and made again there."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _is_healthy() -> bool:
