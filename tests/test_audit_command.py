@@ -1,5 +1,6 @@
 """`audit_attention` and `python -m attn_jax.audit`."""
 
+import io
 import json
 import sys
 
@@ -7,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attn_jax.audit import audit_attention
+from attn_jax.audit import audit_attention, command
 from attn_jax.audit.command import main
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.plan import plan
 from attn_jax.audit.problem import MASKS
 from attn_jax.audit.report import Report
 from attn_jax.audit.target import TargetError
+from attn_jax.audit.workers import NotStartedError
 from attn_jax.recipe import EXACT_FP32, FLASH2, RECIPES
 from tests.knobs import Knobs, attention
 
@@ -177,6 +179,42 @@ def test_bad_commands_are_refused_in_one_line(options, says, capsys, tmp_path):
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert says in line
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (KeyboardInterrupt, 130, "interrupted; what is done is kept in"),
+        (NotStartedError("no main module"), 2, "no main module"),
+    ],
+)
+def test_what_ends_a_command_is_said(
+    error, status, says, tmp_path, capsys, monkeypatch
+):
+    def ends(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(command, "audit_attention", ends)
+    with pytest.raises(SystemExit) as ended:
+        main(["xla", "--out", str(tmp_path)])
+    assert ended.value.code == status
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert says in line and (status == 2 or str(tmp_path) in line)
+
+
+def test_a_reader_who_leaves_changes_nothing(tmp_path, monkeypatch):
+    with (tmp_path / "standard-output").open("w") as file:
+
+        class Closed(io.StringIO):
+            def write(self, text):
+                raise BrokenPipeError
+
+            def fileno(self):
+                return file.fileno()
+
+        monkeypatch.setattr(sys, "stdout", Closed())
+        assert main(["reference", *OPTIONS, "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "report.json").exists()
 
 
 def test_bad_arguments_are_refused():

@@ -183,6 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         said = f"interrupted; what is done is kept in {folder}, for the same command"
         made.exit(130, f"{made.prog}: {said}\n")
-    print_report(report, sys.stdout)
-    print(f"{folder / 'report.html'}")
+    try:
+        print_report(report, sys.stdout)
+        print(f"{folder / 'report.html'}", flush=True)
+    except (BrokenPipeError, SystemExit):  # The latter is how rich puts it.
+        # Nobody reads on, and the files are there; Python would flush once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return report.exit_code
