@@ -1,9 +1,9 @@
 """One thread of an audit at a time on the device.
 
-A library may record what it launches into a CUDA graph when it is first called, as
-cuDNN does. Whatever another thread launches meanwhile, and be it a copy, ends up in the
-graph or breaks it: threads compile beside each other, and run what they have compiled
-one after the other.
+A library may record what it launches into a CUDA graph. Whatever another thread
+launches meanwhile, and be it a copy, ends up in the graph or breaks it; with cuDNN that
+was seen, on an H100 and an H200. So threads compile beside each other, and run what
+they have compiled one after the other.
 """
 
 import threading
