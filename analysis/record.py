@@ -3,7 +3,9 @@
 import contextlib
 import csv
 import datetime
+import importlib.util
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,23 @@ def write(rows: Sequence[Row], described: dict[str, Any], stem: Path) -> list[Pa
     with written(beside):
         beside.write_text(json.dumps(described, indent=2) + "\n")
     return [table, beside]
+
+
+def write_parquet(rows: Sequence[Row], path: Path) -> list[Path]:
+    """Writes the rows as they are; returns the path, or nothing without polars.
+
+    Raises:
+      UsageError: it cannot be written.
+    """
+    if importlib.util.find_spec("polars") is None:
+        print(f"no polars here: no {path.name}", file=sys.stderr)
+        return []
+    import polars
+
+    with written(path):
+        # The first rows may hold None where a later one has a number.
+        polars.DataFrame(list(rows), infer_schema_length=None).write_parquet(path)
+    return [path]
 
 
 def check_writable(stem: Path) -> None:

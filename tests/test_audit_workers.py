@@ -36,6 +36,10 @@ def _pid():
     return [os.getpid()]
 
 
+def _x64():
+    return [bool(jax.config.read("jax_enable_x64"))]
+
+
 def _spoilt():
     workers._is_healthy = lambda: False
     return _pid()
@@ -105,8 +109,11 @@ def test_a_crash_costs_its_part_alone():
 
 
 def test_processes_last_and_are_replaced():
-    with Workers(1) as processes:
+    with jax.enable_x64(True):
+        wide = Workers(1)
+    with wide as processes:
         (first,) = processes.call(_pid)
+        assert processes.call(_x64) == [True]
         assert first != os.getpid() and processes.call(_pid) == [first]
         with pytest.raises(ValueError, match="not this"):
             processes.call(_raises)

@@ -8,11 +8,11 @@ from attn_jax import reference
 from attn_jax.audit.error import (
     DIRECTIONALITY_NULL_95,
     correctly_rounded,
-    exactly,
     measure,
     signed_bias,
     unit,
     unit_error,
+    yardstick,
 )
 from attn_jax.audit.inputs import FAMILIES, Shape, make_inputs
 from attn_jax.formats import BF16, E4M3FN, E5M2, FP16
@@ -99,7 +99,7 @@ def test_vanishing_and_exact_results_use_the_sums_of_absolute_values():
     i = make_inputs("zero_k_one_v", 0, SHAPE)
     golden = reference.golden(*i)
     size = reference.golden(*i, absolute=True)
-    # out is exactly 1, dK vanishes but for FP64 noise, dV is an ordinary number.
+    # out is yardstick 1, dK vanishes but for FP64 noise, dV is an ordinary number.
     for name, degenerate in (("out", True), ("dkey", True), ("dvalue", False)):
         _, found = unit(getattr(golden, name), BF16, getattr(size, name))
         assert found is degenerate
@@ -123,18 +123,18 @@ def test_sign_and_direction_tell_a_bias_from_noise():
     shape = 4, 64, 4, 16
     golden = rng.standard_normal(shape)
     noise = 1e-3 * rng.standard_normal(shape)
-    fair = measure(golden + noise, exactly(golden, BF16))
+    fair = measure(golden + noise, yardstick(golden, BF16))
     # Standard normal draws: the interval holds 0 and A is not far above its null
     # (|z| < 4 has probability 1 - 6e-5; the seed is fixed).
     assert abs(fair.signed_mean) < 2 * fair.signed_mean_ci
     assert fair.directionality < 2 * DIRECTIONALITY_NULL_95
-    biased = measure(golden + noise + 2e-4, exactly(golden, BF16))
+    biased = measure(golden + noise + 2e-4, yardstick(golden, BF16))
     assert abs(biased.signed_mean) > 2 * biased.signed_mean_ci
     # A = sqrt(n) mean / rms = 128 * 0.2 / sqrt(1.04) = 25.1, give or take 1.
     assert abs(biased.directionality - 25.1) < 4
     np.testing.assert_allclose(fair.relative, 1e-3, rtol=5 / np.sqrt(2 * golden.size))
     assert fair.p999 < fair.maximum and not fair.degenerate
-    one = measure(golden[:1, :, :1], exactly(golden[:1, :, :1], BF16))
+    one = measure(golden[:1, :, :1], yardstick(golden[:1, :, :1], BF16))
     assert one.units == one.directionality == 0 and one.signed_mean_ci == np.inf
 
 

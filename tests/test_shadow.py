@@ -16,7 +16,7 @@ from PIL import Image
 
 from analysis import capture
 from attn_jax import dot_product_attention
-from attn_jax.audit.error import exactly, measure
+from attn_jax.audit.error import measure, yardstick
 from attn_jax.audit.shadow import STATISTICS, TENSORS, make_probe, read, shadow
 from attn_jax.formats import BF16, E4M3FN, round_to
 from attn_jax.mask import Mask
@@ -104,7 +104,7 @@ def test_statistics_are_those_of_an_audit_outside():
     found = read(statistics)
     assert tuple(found) == TENSORS
     for x, name in zip((out, *gradients), TENSORS):
-        expected = measure(x, exactly(exact[name], BF16))
+        expected = measure(x, yardstick(exact[name], BF16))
         assert found[name].count == x.size and found[name].non_finite == 0
         # The float32 reference itself is off by about 2**-22, of errors about 2**-9.
         assert_same_sums(found[name], expected, SUMS_OFF + 2.0**-12)
@@ -378,7 +378,7 @@ def test_rows_are_what_an_audit_of_captured_inputs_finds(audited_run):
         if (row["step"], row["layer"]) == (6, 1)
     }
     for x, name in zip(results, TENSORS):
-        expected = measure(x, exactly(exact[name], BF16))
+        expected = measure(x, yardstick(exact[name], BF16))
         # Two programs: a few of 14336 inputs fall to the other side of a rounding.
         np.testing.assert_allclose(rows[name]["units"], expected.units, rtol=0.01)
         np.testing.assert_allclose(rows[name]["relative"], expected.relative, rtol=0.01)

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 
+import polars
 import pytest
 
 from analysis.__main__ import main
@@ -48,7 +49,9 @@ def test_every_comparison_of_every_arm_and_seed_is_there(done):
             assert all(float(row[name]) == 0 for name in ("max_abs", "w1", "rel_l2"))
     last = [row for row in runs if row["step"] == str(STEPS)]
     assert all(float(row["held_out_loss"]) > 0 for row in last)
-    assert (done / "training.png").stat().st_size > 10_000
+    assert (done / "training.png").read_bytes().startswith(b"\x89PNG")
+    for name, table in (("runs", runs), ("weights", weights)):
+        assert polars.read_parquet(done / f"{name}.parquet").height == len(table)
 
 
 def test_a_second_call_trains_what_is_missing_alone(done, monkeypatch, capsys):

@@ -354,8 +354,8 @@ def test_without_polars_the_csv_is_written(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     options = ["--runs", str(runs / "a"), str(runs / "b"), "--out", str(tmp_path)]
     assert main(["weights", *options]) == 0
-    assert "no Parquet file and no figure" in capsys.readouterr().err
-    assert {path.suffix for path in tmp_path.iterdir()} == {".csv", ".json"}
+    assert "no polars here: no weights.parquet" in capsys.readouterr().err
+    assert {path.suffix for path in tmp_path.iterdir()} == {".csv", ".json", ".png"}
 
 
 def test_speed_is_measured_against_scipy(tmp_path, capsys):

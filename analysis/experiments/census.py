@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import math
 import sys
 import time
@@ -34,7 +33,15 @@ from analysis.capture_file import CAPTURE, Capture
 from analysis.figures import HeatMap, write_heat_maps
 from analysis.findings import findings, worst
 from analysis.preconditions import DQ
-from analysis.record import Row, check_writable, environment, show, write, written
+from analysis.record import (
+    Row,
+    check_writable,
+    environment,
+    show,
+    write,
+    write_parquet,
+    written,
+)
 from attn_jax.audit.inputs import Inputs
 from train.checkpoint import saved_steps
 from train.config import UsageError, attention_format
@@ -260,18 +267,11 @@ def _digest(content: bytes) -> str:
 
 
 def _pictures(rows: Sequence[Row], stem: Path) -> list[Path]:
-    """Parquet and figure, where polars is installed."""
-    if importlib.util.find_spec("polars") is None:
-        print("no polars here: no Parquet file and no figure", file=sys.stderr)
-        return []
-    import polars
-
-    parquet, picture = stem.with_suffix(".parquet"), stem.with_suffix(".png")
-    with written(parquet):
-        polars.DataFrame(list(rows), infer_schema_length=None).write_parquet(parquet)
+    parquet = write_parquet(rows, stem.with_suffix(".parquet"))
+    picture = stem.with_suffix(".png")
     with written(picture):
         write_heat_maps(_maps(rows), picture)
-    return [parquet, picture]
+    return [*parquet, picture]
 
 
 def _maps(rows: Sequence[Row]) -> list[HeatMap]:

@@ -2,7 +2,7 @@
 
 For each seed the reference, `--attn=baseline`, and all arms train side by side
 (`analysis.paired`). Weights are compared after 1, 2, 4, ... steps and at eighths of the
-run: `weights.csv` has the columns of `analysis.weights.compare`. `runs.csv` has
+run: the table `weights` has the columns of `analysis.weights.compare`, `runs` has
 
     loss, loss_difference   mean loss since the row before; that, less the reference's
     function                RMS difference of what the two networks give on a probe
@@ -38,7 +38,15 @@ from analysis import ExperimentError, paired, store
 from analysis.arms import ARMS, MAIN, REFERENCE, Arm, configured, find
 from analysis.figures import Panel, write_figure
 from analysis.paired import Training
-from analysis.record import Row, check_writable, environment, show, write, written
+from analysis.record import (
+    Row,
+    check_writable,
+    environment,
+    show,
+    write,
+    write_parquet,
+    written,
+)
 from analysis.summary import half_width, pivot, summarise
 from analysis.weights.compare import compare
 from train.assemble import Assembly, open_split
@@ -125,6 +133,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         files = [kept.path]
         for name, table in (("weights", weights), ("runs", runs)):
             files += write(table, described | beside, out / name)
+            files += write_parquet(table, out / f"{name}.parquet")
         files += _figures(weights, runs, out)
     found = _found(weights, runs)
     for title, table in found.items():
@@ -211,7 +220,8 @@ def _rows(config: Config, arms: Sequence[Arm]) -> Iterator[tuple[str, Row]]:
             row: Row = {"table": "runs", "step": step, "diverged": training.diverged}
             row |= _losses(reference, training, step)
             row["function"] = _relative(
-                probe(_placed(training.state.params, reference)), of_reference
+                probe(_like(training.state.params, reference.state.params)),
+                of_reference,
             )
             row |= _split(reference, training, once, batch)
             row["held_out_loss"] = None
@@ -224,12 +234,12 @@ def _host(params: Any) -> Any:
     return jax.tree.map(np.asarray, params)
 
 
-def _placed(params: Any, reference: Training) -> Any:
-    """Where the reference's are, and in their format."""
+def _like(tree: Any, of: Any) -> Any:
+    """The tree in the formats and places of another."""
     return jax.tree.map(
-        lambda x, of: jax.device_put(np.asarray(x).astype(of.dtype), of.sharding),
-        params,
-        reference.state.params,
+        lambda x, leaf: jax.device_put(np.asarray(x).astype(leaf.dtype), leaf.sharding),
+        tree,
+        of,
     )
 
 
@@ -304,11 +314,11 @@ def _split(reference: Training, training: Training, once: Any, batch: Any) -> Ro
         reference.state.params,
         training.state.params,
         once,
-        training.from_state(_state_for(reference, training), batch),
+        training.from_state(_like(reference.state, training.state), batch),
         training.from_state(training.state, batch),
     )
     w, d, direct, feedback, dot = _products(
-        *(jax.tree.leaves(_placed(tree, reference)) for tree in trees)
+        *(jax.tree.leaves(_like(tree, reference.state.params)) for tree in trees)
     )
     size = math.sqrt(w)
     alike = math.sqrt(direct) * math.sqrt(d)
@@ -317,15 +327,6 @@ def _split(reference: Training, training: Training, once: Any, batch: Any) -> Ro
         "feedback": math.sqrt(feedback) / size,
         "aligned": dot / alike if alike else 0.0,
     }
-
-
-def _state_for(reference: Training, training: Training) -> Any:
-    """The reference's state in the arm's formats and places."""
-    return jax.tree.map(
-        lambda x, of: jax.device_put(np.asarray(x).astype(of.dtype), of.sharding),
-        reference.state,
-        training.state,
-    )
 
 
 def _products(w, other, once, arm_once, arm_next) -> list[float]:

@@ -15,14 +15,21 @@ OUT holds
 """
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from analysis.figures import Panel, write_figure
-from analysis.record import Row, check_writable, environment, show, write, written
+from analysis.record import (
+    Row,
+    check_writable,
+    environment,
+    show,
+    write,
+    write_parquet,
+    written,
+)
 from analysis.weights import groups, readers
 from analysis.weights.compare import MOST_MEGABYTES, compare
 from train.config import UsageError
@@ -196,15 +203,8 @@ def _print(rows: Sequence[Row], problems: Sequence[str], reference: str) -> None
 
 
 def _pictures(rows: Sequence[Row], stem: Path) -> list[Path]:
-    """Parquet and figure, where polars is installed."""
-    if importlib.util.find_spec("polars") is None:
-        print("no polars here: no Parquet file and no figure", file=sys.stderr)
-        return []
-    import polars
-
-    parquet, picture = stem.with_suffix(".parquet"), stem.with_suffix(".png")
-    with written(parquet):
-        polars.DataFrame(list(rows), infer_schema_length=None).write_parquet(parquet)
+    parquet = write_parquet(rows, stem.with_suffix(".parquet"))
+    picture = stem.with_suffix(".png")
     # Neither 0 has a place on its logarithmic axis.
     panels = [
         Panel(
@@ -217,7 +217,7 @@ def _pictures(rows: Sequence[Row], stem: Path) -> list[Path]:
     panels = [panel for panel in panels if panel.rows]
     if not panels:
         print("no step or no distance above 0: no figure", file=sys.stderr)
-        return [parquet]
+        return parquet
     with written(picture):
         write_figure(panels, picture)
-    return [parquet, picture]
+    return [*parquet, picture]

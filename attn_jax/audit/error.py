@@ -61,8 +61,8 @@ def correctly_rounded(golden: np.ndarray, fmt: NumberFormat) -> np.ndarray:
     return np.where(beyond, np.copysign(over, golden), rounded)
 
 
-class Exact(NamedTuple):
-    """An exact result as that which others are measured against, made once for all.
+class Yardstick(NamedTuple):
+    """An exact result, and what others are measured by, made once for all.
 
     Attributes:
       golden: the result in FP64.
@@ -78,15 +78,15 @@ class Exact(NamedTuple):
     size: float
 
 
-def exactly(
+def yardstick(
     golden: np.ndarray, fmt: NumberFormat, absolute: np.ndarray | None = None
-) -> Exact:
+) -> Yardstick:
     """Raises ValueError as `unit` does."""
     golden = np.asarray(golden, np.float64)
     rounded = correctly_rounded(golden, fmt)
     of, degenerate = _unit(golden, rounded, fmt, absolute)
     size = _rms(absolute if degenerate and absolute is not None else golden)
-    return Exact(golden, rounded, of, degenerate, size)
+    return Yardstick(golden, rounded, of, degenerate, size)
 
 
 def unit(
@@ -146,18 +146,18 @@ def signed_bias(e: np.ndarray, size: float) -> tuple[float, float]:
 
 
 def measure(
-    x: ArrayLike, exact: Exact, *, independent_axes: tuple[int, ...] = (0, 2)
+    x: ArrayLike, against: Yardstick, *, independent_axes: tuple[int, ...] = (0, 2)
 ) -> Errors:
     """All of `Errors`; `independent_axes` hold batch (or seed) and head."""
-    e, scale = _difference(x, exact.golden), exact.size
+    e, scale = _difference(x, against.golden), against.size
     others = tuple(set(range(e.ndim)) - {a % e.ndim for a in independent_axes})
     means = e.mean(others).ravel()
     spread = means.std(ddof=1) / means.size**0.5 if means.size > 1 else np.inf
     root = np.sqrt(np.square(e).sum())
     return Errors(
-        units=in_units(_rms(e), exact.unit),
-        degenerate=exact.degenerate,
-        relative=in_units(_rms(e), _rms(exact.golden)),
+        units=in_units(_rms(e), against.unit),
+        degenerate=against.degenerate,
+        relative=in_units(_rms(e), _rms(against.golden)),
         maximum=in_units(np.abs(e).max(), scale),
         p999=in_units(np.quantile(np.abs(e), 0.999), scale),
         signed_mean=in_units(e.mean(), scale),

@@ -11,9 +11,7 @@ from attn_jax.audit.error import Errors, measure, signed_bias
 from attn_jax.audit.problem import Problem, Results
 from attn_jax.audit.target import (
     Attend,
-    NotTakenError,
-    WrongResultError,
-    in_one_line,
+    said,
 )
 from attn_jax.formats import BF16, FP16, FP32, FP64, NumberFormat
 
@@ -104,14 +102,14 @@ class Runner:
 
 
 def _refusal(error: Exception, problem: Problem) -> tuple[Status, str]:
-    reason = in_one_line(error)
+    reason = said(error)
     if "RESOURCE_EXHAUSTED" in str(error):
         return "out of memory", reason
     # Many refuse a mask so. Where there is none there is nothing to refuse.
     refuses = isinstance(error, ValueError) and problem.mask not in ("full", "causal")
     if refuses or isinstance(error, NotImplementedError):
-        return "not taken", str(error) if isinstance(error, NotTakenError) else reason
-    return "failed", str(error) if isinstance(error, WrongResultError) else reason
+        return "not taken", reason
+    return "failed", reason
 
 
 def measured(problem: Problem, results: Results) -> dict[str, Measured]:
@@ -126,10 +124,10 @@ def measured(problem: Problem, results: Results) -> dict[str, Measured]:
 
 def _measured(x, problem: Problem, name: str, fmt: NumberFormat, axes) -> Measured:
     # Rows that see nothing have an LSE of -inf, in both or else it counts.
-    golden, exact = getattr(problem.exact(), name), problem.exactly(name, fmt)
+    golden, against = getattr(problem.exact(), name), problem.yardstick(name, fmt)
     finite = np.isfinite(golden)
     wrong = np.where(finite, ~np.isfinite(x), x != golden)
-    x = np.where(finite & np.isfinite(x), x, exact.golden)
-    bias, bias_ci = signed_bias(x - exact.rounded, exact.unit)
-    errors = measure(x, exact, independent_axes=axes)
+    x = np.where(finite & np.isfinite(x), x, against.golden)
+    bias, bias_ci = signed_bias(x - against.rounded, against.unit)
+    errors = measure(x, against, independent_axes=axes)
     return Measured(errors, bias, bias_ci, int(wrong.sum()))

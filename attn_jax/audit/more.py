@@ -26,7 +26,7 @@ from attn_jax.audit.invariance import invariances, same_bits
 from attn_jax.audit.measure import Outcome, Runner, measured
 from attn_jax.audit.merge import merge_audit
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem
-from attn_jax.audit.target import Attend, NotTakenError, Target, in_one_line
+from attn_jax.audit.target import Attend, Target, said
 from attn_jax.audit.wiring import of_probabilities, probabilities
 from attn_jax.mask import Mask
 from attn_jax.store import Row
@@ -96,7 +96,7 @@ class _LeftOut:
         self._names: dict[str, list[str]] = {}
 
     def add(self, name: str, error: Exception) -> None:
-        self._names.setdefault(_reason(error), []).append(name)
+        self._names.setdefault(said(error), []).append(name)
 
     def row(self) -> Row:
         return {
@@ -253,11 +253,7 @@ def guarded(what: str, make: Callable[[], Iterator[Row]]) -> Iterator[Row]:
     try:
         yield from make()
     except Exception as error:  # A function of somebody's may raise anything.
-        yield {"findings": _rows([_not_run(what, _reason(error))])}
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, NotTakenError) else in_one_line(error)
+        yield {"findings": _rows([_not_run(what, said(error))])}
 
 
 def _attend_of(target: Target, problem: Problem) -> Callable[[Mask], Attend]:

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from attn_jax.audit.alone import ALONE
-from attn_jax.audit.error import Exact, exactly
+from attn_jax.audit.error import Yardstick, yardstick
 from attn_jax.audit.inputs import (
     FAMILIES,
     Inputs,
@@ -162,16 +162,16 @@ class Problem:
 
         return _KEPT((self, absolute), make)
 
-    def exactly(self, tensor: str, fmt: NumberFormat) -> Exact:
+    def yardstick(self, tensor: str, fmt: NumberFormat) -> Yardstick:
         """A result of `exact` to measure against in `fmt`, 0 where it is not finite."""
 
-        def make() -> Exact:
+        def make() -> Yardstick:
             of = getattr(self.exact(), tensor)
             # Of LSE the absolute values of its terms say nothing.
             terms = self.exact(absolute=True) if tensor != "lse" else None
             sizes = np.abs(of) if terms is None else getattr(terms, tensor)
             golden, absolute = (np.where(np.isfinite(of), x, 0.0) for x in (of, sizes))
-            return _read_only(exactly(golden, fmt, absolute))
+            return _read_only(yardstick(golden, fmt, absolute))
 
         return _KEPT((self, tensor, fmt), make)
 

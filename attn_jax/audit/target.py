@@ -323,6 +323,12 @@ def _recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
+def said(error: Exception) -> str:
+    """What a call that raised is reported with: our own errors are sentences."""
+    ours = isinstance(error, NotTakenError | WrongResultError)
+    return str(error) if ours else in_one_line(error)
+
+
 def in_one_line(error: BaseException) -> str:
     """An exception in one line."""
     lines = str(error).strip().splitlines()

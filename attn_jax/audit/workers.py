@@ -54,6 +54,8 @@ class Workers(contextlib.AbstractContextManager):
 
     def __init__(self, count: int):
         self.pool = concurrent.futures.ThreadPoolExecutor(count, "workers")
+        # A mode of the caller's thread, not of those that start the processes.
+        self._x64 = bool(jax.config.read("jax_enable_x64"))
         self._mine = threading.local()
         self._lock = threading.Lock()
         self._all: list[_Worker] = []
@@ -83,7 +85,7 @@ class Workers(contextlib.AbstractContextManager):
         if worker is None or not worker.process.is_alive():
             with self._lock:
                 self._check()
-                worker = self._mine.worker = _Worker()
+                worker = self._mine.worker = _Worker(self._x64)
                 self._all.append(worker)
         try:
             return worker.call(make)
@@ -98,10 +100,9 @@ class Workers(contextlib.AbstractContextManager):
 
 
 class _Worker:
-    def __init__(self):
+    def __init__(self, x64: bool):
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
-        x64 = bool(jax.config.read("jax_enable_x64"))
         self.process = context.Process(target=_serve, args=(there, x64), daemon=True)
         self.process.start()
         there.close()
@@ -177,7 +178,7 @@ def _sendable(error: Exception) -> Exception:
     """The exception, or what it says: not all can be sent, and made again there."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:
+    except Exception:  # A class of somebody's may do anything when it is pickled.
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 
@@ -187,6 +188,6 @@ def _is_healthy() -> bool:
     asked, until the process ends."""
     try:
         jax.block_until_ready(jnp.zeros(1) + 1)
-    except Exception:
+    except Exception:  # Whatever it is: nothing can be measured here any more.
         return False
     return True
