@@ -31,6 +31,7 @@ class Arm:
       nudged: one weight is one unit in the last place larger at first.
       rewritten: attention differentiates itself (`jax.custom_vjp`), by the same
         operations: another program, the same arithmetic.
+      kernels: one of `kernel_options.OPTIONS` for our kernels, None for none.
       devices: of the mesh, along its data axis.
     """
 
@@ -41,6 +42,7 @@ class Arm:
     data: int = 0
     nudged: bool = False
     rewritten: bool = False
+    kernels: str | None = None
     devices: int = 1
 
 
@@ -57,6 +59,13 @@ ARMS: dict[str, Arm] = {
         Arm("ulp", "one weight larger by a unit in the last place", nudged=True),
         Arm("graph", "the reference's arithmetic, another program", rewritten=True),
         Arm("pallas", "our kernels", {"attn": "pallas"}),
+        *(
+            Arm(name, f"our kernels, {says}", {"attn": "pallas"}, kernels=name)
+            for name, says in (
+                ("pallas-no-cures", "without what keeps dQ exact"),
+                ("pallas-repeated-max", "maxima that occur twice subtracted shifted"),
+            )
+        ),
         Arm("cudnn", "cuDNN's fused attention", {"attn": "cudnn"}),
         Arm("order", "other data, in another order", data=1),
         Arm("init", "other first weights", weights=1),

@@ -7,8 +7,11 @@ compared where they live.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +19,15 @@ import numpy as np
 
 from analysis import ExperimentError
 from analysis.arms import REFERENCE, Arm, configured
+from analysis.kernel_options import recipe_of
+from attn_jax import dot_product_attention
+from attn_jax.mask import Mask
 from train.assemble import Assembly, assemble, open_split
 from train.attention import make_attention, shard_attention
 from train.config import Config, UsageError
 from train.data.loader import batches
 from train.model import AttentionFn
-from train.sharding import put_batch
+from train.sharding import put_batch, replicated
 from train.state import TrainState
 from train.step import Metrics, compile_step, make_train_step
 
@@ -42,20 +48,25 @@ class Training:
     config: Config
     assembly: Assembly
     state: TrainState
-    step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    step: "Step"
     losses: list[float] = dataclasses.field(default_factory=list)
     diverged: int | None = None
+    _begun: Metrics | None = None
 
-    def advance(self, batch: Any) -> None:
-        """One step."""
-        if self.diverged is not None:
+    def begin(self, batch: Any) -> None:
+        """One step, given to the device."""
+        if self.diverged is None:
+            found = self.step(self.state, self.placed(batch), self.config.seed)
+            self.state, self._begun = found
+
+    def settle(self) -> None:
+        """Waits for the step that was begun."""
+        if self._begun is None:
             return
-        number = len(self.losses)
-        self.state, metrics = self.step(self.state, self.placed(batch))
-        found = jax.device_get(metrics)
-        self.losses.append(float(found["loss"]))
+        found, self._begun = jax.device_get(self._begun), None
         if not found["ok"]:
-            self.diverged = number
+            self.diverged = len(self.losses)
+        self.losses.append(float(found["loss"]))
 
     def from_state(self, state: TrainState, batch: Any) -> Any:
         """The weights that one step of this arm makes of a state, which is kept."""
@@ -64,7 +75,7 @@ class Training:
             state,
             self.assembly.shardings,
         )
-        return self.step(copied, self.placed(batch))[0].params
+        return self.step(copied, self.placed(batch), self.config.seed)[0].params
 
     def placed(self, batch: Any) -> Any:
         return put_batch(self.assembly.mesh, batch)
@@ -77,32 +88,56 @@ def snapshots(steps: int) -> list[int]:
 
 
 def train(
-    reference: Config, arms: Sequence[Arm]
+    reference: Config, arms: Sequence[Arm], programs: "Programs | None" = None
 ) -> Iterator[tuple[int, Any, Mapping[str, Training]]]:
-    """Trains the reference and the arms; yields after each of `snapshots`, and at first
-    after 0 steps: the step, the batch that comes next, and the trainings by name.
+    """Trains the reference and the arms; yields after each step, and at first after 0:
+    the steps done, the batch that comes next, and the trainings by name.
+
+    Args:
+      programs: of trainings before, which may differ in seeds.
 
     Raises:
       UsageError: an arm does not fit the machine or the data.
       ExperimentError: the reference diverged.
     """
-    programs: dict[Any, tuple[Assembly, _Compiled]] = {}
+    programs = Programs() if programs is None else programs
     every = {
         arm.name: _begin(configured(reference, arm), arm, programs)
         for arm in (Arm(REFERENCE, ""), *arms)
     }
-    wanted = set(snapshots(reference.steps))
     with contextlib.ExitStack() as stack:
         feeds = _Feeds(stack, every.values())
+        _compile(every.values(), feeds)
         yield 0, feeds.peek(every[REFERENCE]), every
         for step in range(reference.steps):
+            # The devices have work while a step of another arm is waited for.
             for training in every.values():
-                training.advance(feeds.peek(training))
+                training.begin(feeds.peek(training))
+            feeds.move_on(last=step + 1 == reference.steps)
+            for training in every.values():
+                training.settle()
             if every[REFERENCE].diverged is not None:
                 raise ExperimentError(f"the reference diverged at step {step}")
-            feeds.move_on(last=step + 1 == reference.steps)
-            if step + 1 in wanted:
-                yield step + 1, feeds.peek(every[REFERENCE]), every
+            yield step + 1, feeds.peek(every[REFERENCE]), every
+
+
+def _compile(trainings: Iterable[Training], feeds: "_Feeds") -> None:
+    """What is not compiled yet, beside each other: XLA leaves Python's lock."""
+    missing = {
+        id(training.step): training
+        for training in trainings
+        if not training.step.compiled
+    }
+    with ThreadPoolExecutor(max(1, len(missing))) as pool:
+        waits = [
+            pool.submit(
+                *(training.step.compile, training.arm.name, training.state),
+                training.placed(feeds.peek(training)),
+            )
+            for training in missing.values()
+        ]
+        for wait in waits:
+            wait.result()
 
 
 class _Feeds:
@@ -135,27 +170,34 @@ class _Feeds:
         return training.config.data, training.config.batch_size
 
 
-def _begin(config: Config, arm: Arm, programs: dict) -> Training:
-    """`programs`: of the arms so far. Those that differ in what they are given have
-    one."""
+class Programs:
+    """Compiled steps. Trainings that differ in seeds, or in the weights and the data
+    they begin with, share one."""
+
+    def __init__(self):
+        self._known: dict[Any, tuple[Assembly, Step]] = {}
+
+    def of(self, config: Config, arm: Arm) -> "tuple[Assembly, Step]":
+        """The parts of an arm, and its step."""
+        data = dataclasses.replace(config.data, seed=0)
+        alike = dataclasses.replace(config, data=data, seed=0)
+        key = alike, arm.rewritten, arm.kernels
+        if key not in self._known:
+            assembly = _assembled(alike, arm)
+            parts, optimizer = assembly.parts, assembly.optimizer
+            step = make_train_step(parts, optimizer, assembly.attention_fn)
+            self._known[key] = assembly, Step(step, assembly)
+        return self._known[key]
+
+
+def _begin(config: Config, arm: Arm, programs: Programs) -> Training:
     if arm.devices > len(jax.devices()):
         raise UsageError(
             f"arm {arm.name}: {arm.devices} devices are wanted, and there are "
             f"{len(jax.devices())}: leave it out with --arms"
         )
-    alike = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=0))
-    key = alike, arm.rewritten
-    if key not in programs:
-        assembly = _assembled(config, arm)
-        parts, optimizer = assembly.parts, assembly.optimizer
-        step = make_train_step(parts, optimizer, assembly.attention_fn)
-        programs[key] = assembly, _Compiled(step, assembly)
-    assembly, step = programs[key]
-    state = assembly.fresh_state()
-    if arm.weights:
-        other = dataclasses.replace(config, seed=config.seed + arm.weights)
-        fresh = _assembled(other, arm).fresh_state()
-        state = state._replace(params=fresh.params, average=fresh.average)
+    assembly, step = programs.of(config, arm)
+    state = assembly.fresh_state(config.seed + arm.weights)
     if arm.nudged:
         state = _nudged(state)
     return Training(arm, config, assembly, state, step)
@@ -163,28 +205,71 @@ def _begin(config: Config, arm: Arm, programs: dict) -> Training:
 
 def _assembled(config: Config, arm: Arm) -> Assembly:
     assembly = assemble(config, jax.devices()[: arm.devices])
-    if not arm.rewritten:
-        return assembly
     attention = make_attention(assembly.attention, assembly.policy)
-    rewritten = _differentiating_itself(attention)
-    attention_fn = shard_attention(rewritten, assembly.mesh)
+    if arm.kernels is not None:
+        attention = _with_option(assembly, arm.kernels)
+    elif arm.rewritten:
+        attention = _differentiating_itself(attention)
+    else:
+        return assembly
+    attention_fn = shard_attention(attention, assembly.mesh)
     return dataclasses.replace(assembly, attention_fn=attention_fn)
 
 
-class _Compiled:
-    """The step, compiled for the first batch it is given."""
+class Step:
+    """A training step, compiled once for all seeds."""
 
-    def __init__(self, step, assembly: Assembly):
-        self._step, self._assembly, self._program = step, assembly, None
+    def __init__(self, step: Callable[..., Any], assembly: Assembly):
+        self._step, self._assembly = step, assembly
+        self._program: Any = None
 
-    def __call__(self, state: TrainState, batch: Any):
-        if self._program is None:
-            assembly = self._assembly
-            with jax.default_matmul_precision(assembly.policy.matmul):
-                self._program = compile_step(
-                    *(self._step, state, assembly.shardings, batch, assembly.mesh)
-                )
-        return self._program(state, batch)
+    @property
+    def compiled(self) -> bool:
+        """Whether it can be called."""
+        return self._program is not None
+
+    def compile(self, name: str, state: TrainState, batch: Any) -> None:
+        """For states and batches like these; says how long it took."""
+        began, assembly = time.monotonic(), self._assembly
+        with jax.default_matmul_precision(assembly.policy.matmul):
+            self._program = compile_step(
+                *(self._step, state, assembly.shardings, batch, assembly.mesh),
+                self._seed(0),
+            )
+        seconds = time.monotonic() - began
+        print(f"step of {name}: compiled in {seconds:.0f} s", file=sys.stderr)
+
+    def __call__(self, state: TrainState, batch: Any, seed: int):
+        """One step with the noise of a seed; the state is used up."""
+        return self._program(state, batch, self._seed(seed))
+
+    def _seed(self, seed: int) -> jax.Array:
+        return jax.device_put(np.uint32(seed), replicated(self._assembly.mesh))
+
+
+def _with_option(assembly: Assembly, option: str) -> AttentionFn:
+    """Our kernels, or off their GPUs the emulator, with one of `OPTIONS`."""
+
+    def attention(query, key, value):
+        batch, length, heads, head_dim = query.shape
+        dtype = assembly.policy.attention
+        recipe = recipe_of(
+            option,
+            dtype=dtype,
+            head_dim=head_dim,
+            lengths=(length, length),
+            pairs=batch * heads,
+            mask=Mask(),
+            differentiated=True,
+        )
+        out = dot_product_attention(
+            *(x.astype(dtype) for x in (query, key, value)),
+            implementation=assembly.attention.implementation,
+            recipe=recipe,
+        )
+        return cast(jax.Array, out)
+
+    return attention
 
 
 def _differentiating_itself(attention: AttentionFn) -> AttentionFn:

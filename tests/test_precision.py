@@ -46,7 +46,7 @@ def step_and_state(policy_of=lambda policy: policy, **changes):
     parts = make_parts(config, policy_of(make_policy(config)), vocab_size=8)
     optimizer = make_optimizer(config)
     step = make_train_step(parts, optimizer, plain_attention)
-    return jax.jit(step), init_state(parts, optimizer)
+    return jax.jit(step), init_state(parts, optimizer, config.seed)
 
 
 @pytest.mark.parametrize(

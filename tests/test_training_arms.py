@@ -4,9 +4,12 @@ import csv
 import json
 import math
 
+import jax
+import numpy as np
 import polars
 import pytest
 
+from analysis import paired, paired_measures
 from analysis.__main__ import main
 from analysis.experiments import training
 from analysis.paired import snapshots
@@ -32,12 +35,13 @@ def test_every_comparison_of_every_arm_and_seed_is_there(done):
     runs, weights = (_table(done / f"{name}.csv") for name in ("runs", "weights"))
     wanted = {
         (arm, str(seed), str(step))
-        for arm in ("re-run", "pallas")
+        for arm in ("reference", "re-run", "pallas")
         for seed in range(2)
         for step in snapshots(STEPS)
     }
     found = [(row["arm"], row["seed"], row["step"]) for row in runs]
     assert set(found) == wanted and len(found) == len(wanted)
+    wanted = {cell for cell in wanted if cell[0] != "reference"}
     whole = {
         (row["arm"], row["seed"], row["step"]): row
         for row in weights
@@ -49,20 +53,25 @@ def test_every_comparison_of_every_arm_and_seed_is_there(done):
             assert all(float(row[name]) == 0 for name in ("max_abs", "w1", "rel_l2"))
     last = [row for row in runs if row["step"] == str(STEPS)]
     assert all(float(row["held_out_loss"]) > 0 for row in last)
+    assert all(0 <= float(row["accuracy"]) <= 1 for row in last)
+    assert all(row["captions"] == "64" for row in last)
     assert (done / "training.png").read_bytes().startswith(b"\x89PNG")
-    for name, table in (("runs", runs), ("weights", weights)):
-        assert polars.read_parquet(done / f"{name}.parquet").height == len(table)
+    every = polars.read_parquet(done / "weights.parquet")
+    assert every.filter(polars.col("kind") == "all").height == len(weights)
+    # By tensor of the end alone.
+    tensors = every.filter(polars.col("kind") == "tensor")
+    assert set(tensors["step"]) == {STEPS} and tensors["scope"].n_unique() > 10
 
 
 def test_a_second_call_trains_what_is_missing_alone(done, monkeypatch, capsys):
     trained = []
-    train = training.paired.train
+    train = paired.train
 
-    def noted(config, arms):
+    def noted(config, arms, programs):
         trained.append([arm.name for arm in arms])
-        return train(config, arms)
+        return train(config, arms, programs)
 
-    monkeypatch.setattr(training.paired, "train", noted)
+    monkeypatch.setattr(paired, "train", noted)
     arms = ["--arms", "re-run", "pallas", "ulp", "--out", str(done)]
     command = [*COMMAND[:3], "--seeds", "1", *COMMAND[5:], *arms]
     assert main(command) == 0
@@ -83,7 +92,9 @@ def test_the_split_of_growth_adds_up(done):
     assert split and all(row["direct"] == row["feedback"] == 0 for row in split)
     w, other = [3.0, 4.0], [3.5, 4.0]
     once, arm_once, arm_next = [3.0, 5.0], [3.0, 5.25], [3.6, 5.5]
-    found = training._products([w], [other], [once], [arm_once], [arm_next])
+    with jax.enable_x64(True):
+        trees = (w, other, once, arm_once, arm_next)
+        found = paired_measures._products(*([np.array(x)] for x in trees))
     # D = (.5, 0), L = (0, .25), D(t+1) = (.6, .5), B = D(t+1) - D - L = (.1, .25).
     wanted = (25, 0.25, 0.0625, 0.0725, 0)
     assert all(math.isclose(x, y, abs_tol=1e-12) for x, y in zip(found, wanted))

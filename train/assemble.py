@@ -1,11 +1,15 @@
 """Puts the parts of a run together: mesh, model, optimiser, attention, tokenizer."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from train.attention import (
     ResolvedAttention,
@@ -46,12 +50,17 @@ class Assembly:
     optimizer: optax.GradientTransformation
     shardings: TrainState
 
-    def fresh_state(self) -> TrainState:
-        """State of step 0, made in place on the mesh."""
-        make = jax.jit(
-            lambda: init_state(self.parts, self.optimizer), out_shardings=self.shardings
+    def fresh_state(self, seed: int | None = None) -> TrainState:
+        """State of step 0, made in place on the mesh; of the configuration's seed."""
+        return self._make_state(jnp.uint32(self.config.seed if seed is None else seed))
+
+    @functools.cached_property
+    def _make_state(self) -> Callable[[Array], TrainState]:
+        """One program for all seeds."""
+        return jax.jit(
+            lambda seed: init_state(self.parts, self.optimizer, seed),
+            out_shardings=self.shardings,
         )
-        return make()
 
     def abstract_state(self) -> Any:
         """What to load a checkpoint into."""

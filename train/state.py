@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt32
 
 from train.config import Config
 from train.model import Transformer
@@ -68,16 +68,18 @@ def make_parts(config: Config, policy: Policy, vocab_size: int) -> ModelParts:
     return dataclasses.replace(parts, graph=nnx.split(abstract)[0])
 
 
-def stream(seed: int, number: int) -> Array:
+def stream(seed: int | UInt32[Array, ""], number: int) -> Array:
     """Key of one stream of random numbers (threefry: the same on every device)."""
     return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number)
 
 
 def init_state(
-    parts: ModelParts, optimizer: optax.GradientTransformation
+    parts: ModelParts,
+    optimizer: optax.GradientTransformation,
+    seed: int | UInt32[Array, ""],
 ) -> TrainState:
     """State of step 0."""
-    model = parts.build(stream(parts.config.seed, INIT_STREAM))
+    model = parts.build(stream(seed, INIT_STREAM))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     return TrainState(
         params=params,
@@ -92,7 +94,7 @@ def state_shardings(
     parts: ModelParts, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
     """Placement of every leaf: Adam's moments and the average lie as their weights."""
-    abstract = jax.eval_shape(lambda: init_state(parts, optimizer))
+    abstract = jax.eval_shape(lambda: init_state(parts, optimizer, 0))
     params = parameter_shardings(mesh, abstract.params)
     everywhere = replicated(mesh)
     return TrainState(
@@ -114,7 +116,7 @@ def abstract_state(
     parts: ModelParts, optimizer: optax.GradientTransformation, shardings: TrainState
 ) -> TrainState:
     """Shapes, formats and placements of the state, for loading a checkpoint."""
-    abstract = jax.eval_shape(lambda: init_state(parts, optimizer))
+    abstract = jax.eval_shape(lambda: init_state(parts, optimizer, 0))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=sharding

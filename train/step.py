@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from train.config import Config
 from train.diffusion import draw_times, drop_captions, flow_losses, from_pixels
@@ -31,9 +31,18 @@ class Examples(NamedTuple):
     noise: Float[Array, "B R R 3"]
 
 
-def draw_examples(config: Config, batch: Batch, step: Int[Array, ""] | int) -> Examples:
-    """Times, noise and emptied captions of a step: a function of (seed, step) alone."""
-    key = jax.random.fold_in(stream(config.seed, STEP_STREAM), step)
+def draw_examples(
+    config: Config,
+    batch: Batch,
+    step: Int[Array, ""] | int,
+    seed: UInt32[Array, ""] | None = None,
+) -> Examples:
+    """Times, noise and emptied captions of a step: a function of (seed, step) alone.
+
+    `seed` takes the place of the configuration's.
+    """
+    own = stream(config.seed if seed is None else seed, STEP_STREAM)
+    key = jax.random.fold_in(own, step)
     time_key, noise_key, drop_key = jax.random.split(key, 3)
     images = from_pixels(batch["image"])
     count = images.shape[0]
@@ -63,8 +72,9 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     attention_fn: AttentionFn,
     shadowed: ShadowedFn | None = None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The step as a pure function of state and batch.
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """The step as a pure function of state and batch, and of a seed where one is given
+    in the place of the configuration's.
 
     With `shadowed` the model calls that instead of `attention_fn`, which changes no
     result, and the metrics have its statistics, "shadow" [layers, 4, statistics].
@@ -84,8 +94,10 @@ def make_train_step(
         losses = example_losses(parts, attend, params, examples)
         return losses.mean() * scale
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        examples = draw_examples(config, batch, state.step)
+    def step(
+        state: TrainState, batch: Batch, seed: UInt32[Array, ""] | None = None
+    ) -> tuple[TrainState, Metrics]:
+        examples = draw_examples(config, batch, state.step, seed)
         scale = state.loss_scale.scale
         probes = None if shadowed is None else make_probes(config)
         loss, (scaled, statistics) = jax.value_and_grad(loss_of, argnums=(0, 1))(
@@ -128,20 +140,23 @@ def make_train_step(
 
 
 def compile_step(
-    step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
+    step: Callable[..., tuple[TrainState, Metrics]],
     state: TrainState,
     shardings: TrainState,
     batch: Batch,
     mesh: Mesh,
+    *seed: UInt32[Array, ""],
 ) -> Any:
     """Compiles a step for its mesh; the state given to it is used up.
 
-    The result is called like the step and shows its program with `as_text()`.
+    The result is called like the step, with a seed if there is one here, and shows its
+    program with `as_text()`.
     """
+    everywhere = replicated(mesh)
     jitted = jax.jit(
         step,
-        in_shardings=(shardings, NamedSharding(mesh, BATCH)),
-        out_shardings=(shardings, replicated(mesh)),
+        in_shardings=(shardings, NamedSharding(mesh, BATCH), *[everywhere] * len(seed)),
+        out_shardings=(shardings, everywhere),
         donate_argnums=0,
     )
-    return jitted.lower(state, batch).compile()
+    return jitted.lower(state, batch, *seed).compile()
