@@ -10,7 +10,7 @@ A kill can tear only the last line. It is dropped, and its cell is measured agai
 import contextlib
 import fcntl
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class Store:
     Attributes:
       Error: what it raises.
       needed: columns that every row has.
+      dropped: how many cells were there that no longer hold, since a setting of `anew`
+        was another and all others the same.
 
     Raises:
       StoreError: another process has the file, or it belongs to other settings, is
@@ -39,8 +41,15 @@ class Store:
     Error: type[Exception] = StoreError
     needed: tuple[str, ...] = ()
 
-    def __init__(self, path: Path, settings: dict[str, Any], *, fresh: bool):
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        settings: dict[str, Any],
+        *,
+        fresh: bool,
+        anew: Collection[str] = (),
+    ):
+        self.path, self.dropped = path, 0
         self.environments: list[dict[str, Any]] = []
         self._rows: dict[str, list[Row]] = {}
         try:
@@ -49,7 +58,7 @@ class Store:
         except OSError as error:
             raise self._unwritable(error) from error
         try:
-            self._open(settings, fresh)
+            self._open(settings, fresh, anew)
         except BaseException:
             self.close()
             raise
@@ -89,7 +98,9 @@ class Store:
         """The rows of the given cells in their order, with the cells' own columns."""
         return [{**cell, **row} for cell in cells for row in self._rows[_key(cell)]]
 
-    def _open(self, settings: dict[str, Any], fresh: bool) -> None:
+    def _open(
+        self, settings: dict[str, Any], fresh: bool, anew: Collection[str]
+    ) -> None:
         try:
             # Two that append to one file would both measure every cell.
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,7 +117,11 @@ class Store:
             raise self._unwritable(error) from error
         end = content.rfind(b"\n") + 1
         if end:
-            self._read(content[:end].splitlines(), settings)
+            before = self._read(content[:end].splitlines())
+            if not self._holds(before, settings, anew):
+                self.dropped, end = len(self._rows), 0
+                self._rows.clear()
+                self.environments.clear()
         elif not (content.startswith(_FIRST) or _FIRST.startswith(content)):
             raise self._damaged()
         if end < len(content):
@@ -121,7 +136,8 @@ class Store:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def _read(self, lines: Sequence[bytes], settings: dict[str, Any]) -> None:
+    def _read(self, lines: Sequence[bytes]) -> dict[str, Any]:
+        """The settings that the lines, which are taken in, depend on."""
         try:
             first, *others = (json.loads(line) for line in lines)
         except (ValueError, RecursionError) as error:
@@ -135,17 +151,24 @@ class Store:
                 raise self._damaged()
             else:
                 self._rows[_key(line["cell"])] = line["rows"]
-        before = first["settings"]
-        if before != settings:
+        return first["settings"]
+
+    def _holds(
+        self, before: dict[str, Any], settings: dict[str, Any], anew: Collection[str]
+    ) -> bool:
+        names = sorted(before.keys() | settings.keys())
+        differing = [x for x in names if before.get(x) != settings.get(x)]
+        if not set(differing) <= set(anew):
             differences = ", ".join(
                 f"{name} {before.get(name)} there, {settings.get(name)} here"
-                for name in sorted(before.keys() | settings.keys())
-                if before.get(name) != settings.get(name)
+                for name in differing
+                if name not in anew
             )
             raise self.Error(
                 f"{self.path} holds rows of other settings ({differences}): give "
                 "another --out, or start anew with --fresh"
             )
+        return not differing
 
     def _whole(self, line: Any) -> bool:
         """Whether a line after the first has the shape that `Store` gives it."""

@@ -1,7 +1,9 @@
 """`audit_attention` and `python -m attn_jax.audit`."""
 
+import importlib
 import io
 import json
+import re
 import sys
 
 import jax
@@ -138,6 +140,37 @@ def test_an_interrupted_audit_goes_on(tmp_path):
     same = audit_attention("reference", **options, tell=again.append)
     assert [progress.part for progress in again] == ["canaries"]
     assert same.cells == report.cells and same.findings == report.findings
+
+
+def test_an_edited_function_is_measured_anew(tmp_path, capsys, monkeypatch):
+    """Be it in a module beside its own. One that was not is taken from the folder."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    helper = tmp_path / "edited_helper.py"
+    (tmp_path / "edited.py").write_text(
+        "import jax\n"
+        "from edited_helper import FACTOR\n"
+        "def attention(query, key, value, *, scale):\n"
+        "    return FACTOR * jax.nn.dot_product_attention(\n"
+        "        query, key, value, scale=scale)\n"
+    )
+
+    def audited(factor: int) -> tuple[int, str]:
+        helper.write_text(f"FACTOR = {factor}\n")
+        for name in ("edited", "edited_helper"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        out = str(tmp_path / "out")
+        status = main(["edited:attention", *OPTIONS, "--out", out])
+        return status, capsys.readouterr().err
+
+    assert audited(1) == (0, "")
+    status, said = audited(1)
+    assert status == 0 and len(said.splitlines()) == 1
+    assert re.match(r"(\d+) of \1 parts taken from .*; --fresh measures anew", said)
+    status, said = audited(2)
+    assert status == 4 and len(said.splitlines()) == 1
+    assert "the code changed since" in said
 
 
 def test_shapes_of_equal_lengths_are_kept_apart(tmp_path):

@@ -49,7 +49,7 @@ FORWARD = ("P", "x64")
 class Audit:
     """What is to be done: `target` on the `groups` of problems, in the mode that the
     process is in; the first group is compared with all `recipes`, `verdict.PLAIN` among
-    them. `looks` names parts of `more`."""
+    them. `looks` names parts of `more`; `code` is the target's `fingerprint`."""
 
     target: Target
     groups: tuple[Group, ...]
@@ -57,10 +57,12 @@ class Audit:
     recipes: Mapping[str, Recipe]
     gradients: bool
     looks: tuple[str, ...] = LOOKS
+    code: str = ""
 
     def settings(self) -> dict[str, Any]:
         return {
             "target": self.target.name,
+            "code": self.code,
             "adapter": repr(self.target.adapter),
             "dtype": self.dtype,
             "groups": [

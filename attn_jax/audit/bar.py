@@ -36,6 +36,12 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
         )
 
 
+def say(line: str) -> None:
+    """One line on standard error, over a line that is drawn there."""
+    over = "\r\x1b[2K" if sys.stderr.isatty() else ""
+    print(f"{over}{line}", file=sys.stderr, flush=True)
+
+
 def _draw_line(progress: Progress) -> None:
     line = f"{progress.done} of {progress.known}: {progress.part}"
     print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)

@@ -41,7 +41,7 @@ class Parts(contextlib.AbstractContextManager):
     """Rows by name of a part. With a `store` they are kept there, and those that it has
     are not made again. `tell` is called when a part begins, by one thread at a time.
     `workers` are the target's; None: it runs in this process. `compiling` has threads
-    to compile in.
+    to compile in. `done` parts are there, `taken` of them from the store as it was.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Parts(contextlib.AbstractContextManager):
         self._recipes = pool(threads, "recipes")
         self.compiling = pool(threads, "target")
         self._lock = threading.Lock()
-        self._done = self._known = 0
+        self.done = self.taken = self._known = 0
 
     def __exit__(self, *raised) -> None:
         for pool in (self._recipes, self.compiling):
@@ -76,7 +76,9 @@ class Parts(contextlib.AbstractContextManager):
         with self._lock:
             rows = self._kept(cell)
             if rows is None:
-                self._tell(Progress(name, self._done, max(self._known, self._done + 1)))
+                self._tell(Progress(name, self.done, max(self._known, self.done + 1)))
+            else:
+                self.taken += 1
         if rows is None:
             rows = list(make)
             with self._lock:
@@ -84,7 +86,7 @@ class Parts(contextlib.AbstractContextManager):
                     self._store.add(cell, rows)
                     rows = self._kept(cell) or []
         with self._lock:
-            self._done += 1
+            self.done += 1
         return rows
 
     @property

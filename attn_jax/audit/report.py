@@ -9,7 +9,9 @@ result rounded once, so 1 is the best a result in its format can do. Names of re
     target          str, the callable under test
     environment     object: device, jax, jaxlib, numpy, python, attn_jax (versions),
                     date, x64, command
-    settings        object: dtype, shapes, families, masks, gradients
+    settings        object of what a second audit has to have alike to go on with this
+                    one: target, code (`fingerprint`), adapter, dtype, groups (of
+                    problems: shape, mask, families), recipes, gradients, looks, x64
     canaries        [str], the canaries that passed before anything was measured
     cells           [object], the problems in the order they were tried:
       family, mask, dtype           str, names of `inputs.FAMILIES`, `problem.MASKS`

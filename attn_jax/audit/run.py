@@ -18,6 +18,8 @@ from attn_jax import machine
 from attn_jax.audit import attribution, verdict
 from attn_jax.audit.alone import ALONE
 from attn_jax.audit.audit import Audit, Result, carry_out
+from attn_jax.audit.bar import say
+from attn_jax.audit.fingerprint import fingerprint
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.parts import Parts, Progress
 from attn_jax.audit.plan import plan
@@ -75,8 +77,9 @@ def audit_attention(
       against: recipes to look among; None: those of the library that are for such
         inputs (`attribution.candidates`).
       folder: where what is measured is kept as it comes, and the report is written in
-        the end; a second call with the same arguments goes on where the first ended.
-        None: nothing is written.
+        the end; a second call with the same arguments goes on where the first ended,
+        unless the code of `fn` is another by then (`fingerprint`), and says so on
+        standard error. None: nothing is written.
       fresh: begin anew in the folder.
       processes: how many the target runs in (`workers`), which takes a function that
         can be pickled and a main module that can be imported; 0: in this one.
@@ -104,7 +107,8 @@ def audit_attention(
     groups = plan(shapes, families, masks)
     for group in groups:
         group.problems(dtype)  # Names that do not exist are refused before anything.
-    audit = Audit(target, tuple(groups), dtype, recipes, gradients)
+    code = fingerprint(target)
+    audit = Audit(target, tuple(groups), dtype, recipes, gradients, code=code)
     began = datetime.datetime.now(datetime.UTC)
     if processes:
         _check_pickles(target)
@@ -118,6 +122,11 @@ def audit_attention(
         x64 = bool(jax.config.read("jax_enable_x64"))
         passed = parts.compiling.submit(_passed, x64)
         result = carry_out(audit, parts, passed.result)
+        if parts.taken:
+            say(
+                f"{parts.taken} of {parts.done} parts taken from {folder}, measured "
+                "earlier; --fresh measures anew"
+            )
     report = _report(audit, result, passed.result(), began)
     if folder is not None:
         report.write(folder)
@@ -160,8 +169,12 @@ def _store(
     if folder is None:
         yield None
         return
-    store = Store(Path(folder) / "parts.jsonl", audit.settings(), fresh=fresh)
-    with contextlib.closing(store):
+    path = Path(folder) / "parts.jsonl"
+    with contextlib.closing(
+        Store(path, audit.settings(), fresh=fresh, anew=["code"])
+    ) as store:
+        if store.dropped:
+            say(f"the code changed since {path} was written: all is measured anew")
         store.describe(_environment())
         yield store
 
