@@ -203,6 +203,14 @@ def test_a_folder_of_another_audit_is_refused(tmp_path, capsys):
         (["xla", "--shapes", "1,8,8,3,2,8"], "2 key heads do not divide 3"),
         (["xla", "--families", "gauss"], "invalid choice: 'gauss'"),
         (["xla", "--rename", "is_causal"], "NAME=VALUE is wanted"),
+        (
+            ["xla", "--rename", "causal=is_causal"],
+            "'causal' is no argument to rename; there are bias, mask, scale, is_causal",
+        ),
+        (
+            ["xla", "--rename", "is_causal=causal"],
+            "xla has no argument 'causal' for is_causal; there are query, key, value",
+        ),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

@@ -317,6 +317,12 @@ def test_the_terminal_says_all_that_matters():
     assert "out 2: 1.65, 4: 2.34, 8: 3.31, 16: 4.68 (predicted 1.25," in flat
 
 
+def test_the_terminal_says_how_masks_were_passed():
+    passed = {"causal": "is_causal", "window": "an array (mask)"}
+    said = printed(example(settings={"mask_arguments": passed}))
+    assert "\nMasks: causal by is_causal, window by an array (mask)\n" in said
+
+
 def test_lines_fit_whatever_the_names(monkeypatch):
     long = "x" * 150
     report = example(

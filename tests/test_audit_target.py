@@ -103,6 +103,25 @@ def test_masks_reach_a_function_by_whatever_argument_it_has(mask):
         assert errors["out"].errors.units < 2
 
 
+def test_how_masks_are_passed_is_known():
+    lengths = "query_seq_lengths and key_value_seq_lengths"
+    ours = dict(causal="is_causal", window="local_window_size", lengths=lengths)
+    ours |= dict(full="", packed="an array (mask)", bias="bias")
+    arrays = dict.fromkeys(MASKS, "an array (mask)") | dict(full="", bias="bias")
+    renamed = dict.fromkeys(MASKS, "") | dict(causal="causal")
+    for target, said_by in (
+        (resolve("xla"), ours),
+        (ADAPTED["scaled outside"], arrays),
+        (ADAPTED["heads first"], renamed),
+    ):
+        assert {mask: target.said_by(mask) for mask in MASKS} == said_by
+
+
+def test_any_name_may_be_given_to_who_takes_all():
+    adapter = Adapter(renamed={"is_causal": "causal"})
+    Target("all", lambda q, k, v, **more: q, adapter).check_renamed()
+
+
 def test_what_a_function_has_no_argument_for_is_not_taken():
     def bare(query, key, value):
         return unscaled(query, key, value)

@@ -86,7 +86,7 @@ def audit_attention(
       tell: called before a part is measured, one thread at a time.
 
     Raises:
-      TargetError: there is no such target.
+      TargetError: there is no such target, or no such argument to rename, or to.
       ValueError: a name of a family, mask or dtype that does not exist; a function that
         cannot be pickled, for `processes`.
       attn_jax.audit.workers.NotStartedError: the main module, or the function's, cannot
@@ -96,6 +96,7 @@ def audit_attention(
       attn_jax.store.StoreError: the folder is of another audit, or cannot be written.
     """
     target = _target(fn, adapter)
+    target.check_renamed()
     if dtype not in FORMATS:
         raise ValueError(f"no dtype {dtype!r}; there are {', '.join(FORMATS)}")
     recipes = dict(attribution.candidates(FORMATS[dtype]))
@@ -210,7 +211,7 @@ def _report(audit: Audit, result: Result, canaries: Sequence[str], began) -> Rep
             "x64": settings["x64"],
             "command": " ".join(sys.orig_argv),
         },
-        settings=settings,
+        settings=settings | {"mask_arguments": _mask_arguments(audit)},
         canaries=list(canaries),
         cells=[_cell(cell, settings["x64"]) for cell in result.cells],
         findings=result.findings,
@@ -222,6 +223,11 @@ def _report(audit: Audit, result: Result, canaries: Sequence[str], began) -> Rep
         growth=next((row["growth"] for row in merging if "growth" in row), {}),
         merging=next((row["merging"] for row in merging if "merging" in row), ""),
     )
+
+
+def _mask_arguments(audit: Audit) -> dict[str, str]:
+    masks = dict.fromkeys(group.mask for group in audit.groups)
+    return {mask: by for mask in masks if (by := audit.target.said_by(mask))}
 
 
 def _rows[T](rows: Iterable[Row], of: type[T]) -> list[T]:

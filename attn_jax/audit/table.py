@@ -123,6 +123,8 @@ def _cells(report: Report) -> Iterator[str]:
         counts = ", ".join(f"{n} {x}" for x, n in summary.counts(report.cells).items())
         seconds = sum(cell.seconds for cell in report.cells)
         yield f"Problems: {counts}; {figure(seconds)} s"
+    if passed := report.settings.get("mask_arguments"):
+        yield "Masks: " + ", ".join(f"{mask} by {by}" for mask, by in passed.items())
     if (found := summary.two_times(report.cells)) is not None:
         ratio, tensor, cell = found
         yield (

@@ -6,6 +6,7 @@ mask can be said in several ways, by its own argument or as a boolean array, the
 that the function has is taken.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -18,10 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from attn_jax.audit.problem import Problem
+from attn_jax.audit.inputs import Shape
+from attn_jax.audit.problem import MASKS, Problem
 from attn_jax.mask import Mask
 from attn_jax.recipe import RECIPES, Recipe
 
+# What a function may be given by name: arguments of jax.nn's, and our segment ids.
+RENAMEABLE = (
+    *("bias", "mask", "scale", "is_causal", "local_window_size"),
+    *("query_seq_lengths", "key_value_seq_lengths"),
+    *("query_segment_ids", "key_value_segment_ids"),
+)
 # (query, key, value), and a bias if there is one -> out [B, T, N, D] and LSE [B, N, T],
 # None where there is none.
 Attend = Callable[..., tuple[Array, Array | None]]
@@ -53,7 +61,7 @@ class Adapter:
         "always" if it always is; None if it never is.
       lse_layout: "BTN" or "BNT".
       lse_base: "e" or "2".
-      renamed: the function's names of arguments of jax.nn's, such as
+      renamed: the function's names of some of `RENAMEABLE`, such as
         {"is_causal": "causal"}.
       more: arguments by name that every call is given.
     """
@@ -114,16 +122,52 @@ class Target:
         return {}
 
     @functools.cached_property
-    def takes(self) -> Callable[[str], bool]:
-        """Whether the function has an argument of a name."""
+    def arguments(self) -> dict[str, bool] | None:
+        """Names that arguments may be passed by, and which have to be; None: any."""
         try:
             parameters = inspect.signature(self.function).parameters.values()
         except (TypeError, ValueError):  # Some builtins have none.
-            return lambda name: True
+            return None
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return lambda name: True
-        names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
-        return lambda name: name in names
+            return None
+        by_name = (
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.KEYWORD_ONLY,
+        )
+        return {p.name: p.default is p.empty for p in parameters if p.kind in by_name}
+
+    def takes(self, name: str) -> bool:
+        """Whether the function has an argument of a name."""
+        return self.arguments is None or name in self.arguments
+
+    def check_renamed(self) -> None:
+        """Raises TargetError if the adapter renames what is never passed, or to what
+        the function does not have."""
+        for name, theirs in self.adapter.renamed.items():
+            if name not in RENAMEABLE:
+                raise TargetError(
+                    f"{name!r} is no argument to rename; there are "
+                    f"{', '.join(RENAMEABLE)}"
+                )
+            if not self.takes(theirs):
+                raise TargetError(
+                    f"{self.name} has no argument {theirs!r} for {name}; there are "
+                    f"{', '.join(self.arguments or ()) or 'none'}"
+                )
+
+    def said_by(self, mask: str) -> str:
+        """Which arguments a mask of `problem.MASKS` is passed by; "" if by none."""
+        shape = Shape(1, 8, 8, 1, 1, 8)
+        query = np.zeros(shape.query)
+        names = ["bias"] if mask == "bias" else []
+        with contextlib.suppress(NotTakenError):
+            names += _of_mask(self, MASKS[mask](shape), query, query)
+        theirs = {name: self.adapter.renamed.get(name, name) for name in names}
+        return " and ".join(
+            f"an array ({x})" if name == "mask" else x
+            for name, x in theirs.items()
+            if self.takes(x)
+        )
 
     @property
     def has_lse(self) -> bool:
