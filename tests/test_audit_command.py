@@ -223,6 +223,25 @@ def test_bad_commands_are_refused_in_one_line(options, says, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("json:dump", "json:dump does not run here: TypeError: dump() takes"),
+        ("cudnn", "cudnn does not run here: "),
+    ],
+)
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="cuDNN runs on a GPU")
+def test_what_does_not_run_at_all_is_no_verdict(name, says, tmp_path, capsys):
+    """Each time, since what it lacks may be there by then."""
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            main([name, *OPTIONS, "--out", str(tmp_path)])
+        assert ended.value.code == 2
+        said = capsys.readouterr()
+        (line,) = said.err.strip().splitlines()
+        assert says in line and not said.out
+
+
+@pytest.mark.parametrize(
     ("error", "status", "says"),
     [
         (KeyboardInterrupt, 130, "interrupted; what is done is kept in"),

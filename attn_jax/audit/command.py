@@ -28,7 +28,7 @@ that is a fault. TARGET is xla, cudnn, pallas, emulated, reference, attention_mg
 emulated:RECIPE, tokamax:IMPLEMENTATION or package.module:function, whose signature is
 jax.nn.dot_product_attention's; the options of the second group describe another one.
 Ends with 0 if the function is trustworthy, with 4 if it is not, with 2 if the command
-cannot be carried out."""
+cannot be carried out, and with 130 if it is interrupted."""
 
 
 def shape(text: str) -> Shape:
@@ -183,6 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         said = f"interrupted; what is done is kept in {folder}, for the same command"
         made.exit(130, f"{made.prog}: {said}\n")
+    if all(cell.status != "measured" for cell in report.cells):
+        # What is missing here may be there for the next call.
+        (folder / "parts.jsonl").unlink(missing_ok=True)
+        reason = next(cell.reason for cell in report.cells)
+        made.exit(2, f"{made.prog}: {report.target} does not run here: {reason}\n")
     try:
         print_report(report, sys.stdout)
         print(f"{folder / 'report.html'}", flush=True)
