@@ -118,13 +118,16 @@ def test_documented_commands_exist():
     assert phony and targets == set(phony[1].split())
 
 
-def test_readme_example_runs():
-    (example,) = re.findall(
+def test_readme_examples_run(capsys):
+    attention, audit = re.findall(
         r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
     )
     names: dict = {}
-    exec(example, names)
+    exec(attention, names)
     assert names["dq"].shape == names["q"].shape and names["dk"].any()
+    exec(audit, names)
+    assert len(names["report"].cells) == 9
+    assert "LSE rounded to BF16" in capsys.readouterr().out
 
 
 def test_readme_training_commands_are_understood():

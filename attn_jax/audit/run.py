@@ -9,8 +9,9 @@ import pickle
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 
@@ -45,7 +46,7 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "tokamax")
 def audit_attention(
     fn: str | Callable[..., Any] | Target,
     *,
-    shapes: Sequence[Shape] | None = None,
+    shapes: Sequence[Shape | Sequence[SupportsIndex]] | None = None,
     dtype: str = "bfloat16",
     families: Sequence[str] | None = None,
     masks: Sequence[str] | None = None,
@@ -69,8 +70,9 @@ def audit_attention(
     Args:
       fn: a function with the signature of `jax.nn.dot_product_attention`, or one that
         `adapter` describes; or the name of one, as `target.resolve` takes.
-      shapes: the first is the one that is compared with recipes, all masks are tried
-        on and all families; None: by the device (`plan.plan`).
+      shapes: (B, T, S, N, K, H) each; the first is the one that is compared with
+        recipes, all masks are tried on and all families; None: by the device
+        (`plan.plan`).
       dtype: of the inputs, a name of `problem.DTYPES`.
       families, masks: names of `inputs.FAMILIES` and `problem.MASKS`; None: chosen.
       gradients: whether dQ, dK, dV and dbias are wanted.
@@ -86,6 +88,7 @@ def audit_attention(
       tell: called before a part is measured, one thread at a time.
 
     Raises:
+      TypeError: what is no shape.
       TargetError: there is no such target, or no such argument to rename, or to.
       ValueError: a name of a family, mask or dtype that does not exist; a function that
         cannot be pickled, for `processes`.
@@ -105,7 +108,8 @@ def audit_attention(
         for recipe in against:
             check_is_recipe(recipe)
         recipes = plain | {recipe.name: recipe for recipe in against}
-    groups = plan(shapes, families, masks)
+    given = None if shapes is None else [_shape(x) for x in shapes]
+    groups = plan(given, families, masks)
     for group in groups:
         group.problems(dtype)  # Names that do not exist are refused before anything.
     code = fingerprint(target)
@@ -132,6 +136,17 @@ def audit_attention(
     if folder is not None:
         report.write(folder)
     return report
+
+
+def _shape(numbers: Shape | Sequence[SupportsIndex]) -> Shape:
+    """Raises TypeError for what is no shape."""
+    try:
+        return numbers if isinstance(numbers, Shape) else Shape(*map(index, numbers))
+    except TypeError:
+        raise TypeError(
+            "a shape is six integers (B, T, S, N, K, H) such as "
+            f"(2, 256, 256, 4, 2, 64), not {numbers!r}"
+        ) from None
 
 
 def _check_pickles(target: Target) -> None:
