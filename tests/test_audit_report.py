@@ -311,6 +311,7 @@ def test_the_terminal_says_all_that_matters():
     assert "30 measured, 1 not taken, 1 out of memory" in flat
     assert "dquery: 231 units measured, 228 predicted by flash2_op_by_op" in flat
     assert "dlogits 83%" in flat and "no recipe explains" in flat
+    assert "flash2_op_by_op is 0.05 octaves off" in printed(example())
     assert "failed: rows that see nothing, nan, at most 0" in flat
     assert "exp2 of a logit" not in flat
     assert "the same call again, dquery by at most 4.00 ulp, 0.70 of what" in flat

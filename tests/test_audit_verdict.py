@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from attn_jax.audit import verdict
+from attn_jax.audit import run, verdict
 from attn_jax.audit.attribution import Cost, Fit
+from attn_jax.audit.audit import Result
 from attn_jax.audit.error import Errors
 from attn_jax.audit.finding import Finding, in_order, is_trustworthy
 from attn_jax.audit.inputs import Shape
@@ -61,6 +62,24 @@ def test_a_poor_algorithm_is_no_bug_and_its_step_is_named():
     # Without a fit nothing is said of its steps.
     (found,) = judge(cells, FAR)
     assert found.cause == "" and "ordinary algorithms (52)" in found.says
+
+
+@pytest.mark.parametrize(
+    ("wired", "units", "attributed"),
+    [
+        ((), 1.3, {"out", "dkey"}),
+        (("dkey",), 1.3, {"out"}),
+        (("out",), 1.3, set()),
+        ((), 561.0, {"out"}),
+    ],
+)
+def test_steps_of_a_recipe_explain_no_other_error(wired, units, attributed):
+    """Neither one of wiring nor one that is far from what the recipe has there."""
+    here = cell(dkey=units)
+    costs = [Cost("dlogits", tensor, 1.19, 1.0) for tensor in ("out", "dkey")]
+    finding = Finding("wrong wiring", "x", "x", wired, (str(here.problem),))
+    result = Result([here], [FITTING], [(here.problem, costs)], {}, [finding])
+    assert {row["tensor"] for row in run._attribution(result)} == attributed
 
 
 @pytest.mark.parametrize("allowed", [1.0, 3.0, 5.0, 100.0])

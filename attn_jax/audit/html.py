@@ -261,7 +261,7 @@ def _attribution(report: Report) -> str:
         + [some[0]["residual"]]
         for tensor, some in groups.items()
     ]
-    heads = ["tensor", "recipe", "measured", "predicted", "difference, RMS"]
+    heads = ["tensor", "recipe", "measured", "predicted", "octaves off, in all"]
     return (
         f"<p>The nearest recipe {fits} these errors. All in units.</p>"
         + _plots(plots)

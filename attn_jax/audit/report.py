@@ -44,9 +44,10 @@ result rounded once, so 1 is the best a result in its format can do. Names of re
     attribution     [object], one for each tensor and step of the nearest recipe:
       tensor, recipe                str
       residual                      float, how far the target is from the recipe over
-                                    all problems, in octaves: `attribution.distance`
+                                    the problems that recipes are compared on, in
+                                    octaves: `attribution.distance`
       measured, predicted           float, RMS error in units of the target and of the
-                                    emulated recipe
+                                    emulated recipe, on the problem where it is largest
       step                          str, a step of the recipe, or "" if none is known
       share                         float, the share of the squared error that is gone
                                     when this step alone keeps its carrier's precision

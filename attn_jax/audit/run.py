@@ -280,11 +280,22 @@ def _cell(cell: verdict.Judged, x64: bool) -> Cell:
 
 def _attribution(result: Result) -> list[Attribution]:
     """Rows of the nearest recipe: of each result what its steps cost on the problem,
-    among those that are priced, where it is furthest from exact."""
+    among those that are priced, where it is furthest from exact. None of a result that
+    is wired wrongly somewhere, nor of any if out is, nor where the recipe is as far off
+    as an honest one never is: its steps explain no such error."""
     if not result.costs:
         return []
     fit = result.fits[0]
     found = {cell.problem: cell.found for cell in result.cells}
+    problems = {str(problem) for problem in found}
+    wired = {
+        tensor
+        for finding in result.findings
+        if finding.kind == "wrong wiring" and problems & set(finding.where)
+        for tensor in finding.tensors
+    }
+    if "out" in wired:
+        return []
     rows = []
     for tensor in ("out", *GRADIENTS, "dbias"):
         priced = [
@@ -292,7 +303,7 @@ def _attribution(result: Result) -> list[Attribution]:
             for problem, costs in result.costs
             if tensor in found[problem]
         ]
-        if not priced:
+        if tensor in wired or not priced:
             continue
         units, costs = max(priced, key=lambda x: x[0])
         rows += [
@@ -306,6 +317,11 @@ def _attribution(result: Result) -> list[Attribution]:
                 share=cost.share,
             )
             for cost in costs
-            if cost.tensor == tensor
+            if cost.tensor == tensor and _explains(cost.units, units)
         ]
     return rows
+
+
+def _explains(predicted: float, units: float) -> bool:
+    most = verdict.allowance(predicted)
+    return units <= most * predicted and predicted <= most * units

@@ -139,12 +139,17 @@ def _attribution(report: Report) -> Iterator[str]:
         shares = [f"{x['step']} {x['share']:.0%}" for x in rows if x["step"]]
         yield (
             f"Attribution of {tensor}: {figure(first['measured'])} units measured, "
-            f"{figure(first['predicted'])} predicted by {first['recipe']}, "
-            f"{figure(first['residual'])} apart"
+            f"{figure(first['predicted'])} predicted by {first['recipe']}"
             + ("; " + ", ".join(shares) if shares else "")
         )
     if report.attribution and not report.fits:
         yield "Attribution: no recipe explains these errors"
+    elif report.attribution:
+        first = report.attribution[0]
+        yield (
+            f"Attribution: {first['recipe']} is {figure(first['residual'])} octaves "
+            "off on the problems that recipes are compared on"
+        )
 
 
 def _probes(report: Report) -> Iterator[str]:
