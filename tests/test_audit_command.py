@@ -196,6 +196,20 @@ def test_a_folder_of_another_audit_is_refused(tmp_path, capsys):
     assert main(["reference", *OPTIONS, "--fresh", "--out", str(tmp_path)]) == 0
 
 
+def test_the_help_has_a_text_for_every_option(capsys):
+    assert all(x.help for x in command.parser()._actions if x.option_strings)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "batch, queries, keys, query heads, key heads, head dim",
+        "Ends with 0 if the function is trustworthy, with 4 if it is not, with 2",
+        "130 if it is interrupted",
+        "aborts its process",
+    ):
+        assert text in said
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

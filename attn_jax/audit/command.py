@@ -72,8 +72,21 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(prog="python -m attn_jax.audit", description=DESCRIPTION)
     add = made.add_argument
     add("target", metavar="TARGET")
-    add("--shapes", nargs="+", type=shape, metavar="B,T,S,N,K,H")
-    add("--dtype", choices=DTYPES, default="bfloat16")
+    add(
+        *("--shapes",),
+        nargs="+",
+        type=shape,
+        metavar="B,T,S,N,K,H",
+        help="batch, queries, keys, query heads, key heads, head dim, such as "
+        "2,256,256,4,2,64; the first is measured under all masks; some chosen for the "
+        "device, if not given",
+    )
+    add(
+        *("--dtype",),
+        choices=DTYPES,
+        default="bfloat16",
+        help="of query, key, value and their gradients (%(default)s)",
+    )
     add(
         "--families",
         nargs="+",
@@ -96,12 +109,18 @@ def parser() -> argparse.ArgumentParser:
         *("--processes",),
         type=_count,
         metavar="N",
-        help="that the target runs in; 0: in this one (without a GPU); as memory and "
-        "cores allow, if not given",
+        help="that the target runs in; 1 keeps the command alive where the target "
+        "aborts its process; 0: in this one; if not given, 0 without a GPU, else as "
+        "memory and cores allow",
     )
     group = made.add_argument_group("a function of another signature")
     add = group.add_argument
-    add("--layout", choices=("BTNH", "BNTH"), default="BTNH")
+    add(
+        *("--layout",),
+        choices=("BTNH", "BNTH"),
+        default="BTNH",
+        help="of query, key, value, out: positions or heads first (%(default)s)",
+    )
     add("--packed", action="store_true", help="one array [B, T, 3, N, H]")
     add(
         *("--scale",),
@@ -115,8 +134,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="argument to have LSE, too; always: it comes in any case; never",
     )
-    add("--lse-layout", choices=("BTN", "BNT"), default="BTN")
-    add("--lse-base", choices=("e", "2"), default="e")
+    add(
+        *("--lse-layout",),
+        choices=("BTN", "BNT"),
+        default="BTN",
+        help="axes of LSE: batch, queries, heads in which order (%(default)s)",
+    )
+    add(
+        *("--lse-base",),
+        choices=("e", "2"),
+        default="e",
+        help="of the logarithm that LSE is (%(default)s)",
+    )
     add(
         *("--rename",),
         nargs="+",
