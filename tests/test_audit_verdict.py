@@ -2,9 +2,10 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
-from attn_jax.audit import run, verdict
+from attn_jax.audit import measure, run, verdict
 from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.audit import Result
 from attn_jax.audit.error import Errors
@@ -133,6 +134,37 @@ def test_infinities_where_none_should_be():
     (found,) = judge([cell(mask="lengths", not_finite=3), cell()], None)
     assert found.kind == "not finite" and found.cause == "rows that see no key"
     assert "3 values" in found.says and "1 of 2" in found.says
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ((-3e38, -3e38), ": -3e+38 in all of them"),
+        ((np.nan, float("nan")), ": nan in all of them"),
+        ((-3e38, 0.0), ""),
+        ((-3e38, None), ""),
+    ],
+)
+def test_the_value_of_rows_that_see_no_key_is_named(values, says):
+    cells = [
+        cell(family, "lengths", not_finite=3)
+        for family, _ in zip(("normal", "uniform"), values)
+    ]
+    for here, value in zip(cells, values):
+        here.found["lse"] = here.found["lse"]._replace(instead=value)
+    (found,) = judge(cells, None)
+    assert found.says.endswith(f"on 2 of 2 problems{says}")
+
+
+def test_a_value_that_is_wrong_in_all_places_is_kept():
+    problem = Problem(Shape(2, 16, 16, 1, 1, 16), mask="lengths")
+    lse = problem.exact().lse.astype(np.float32)
+    unseen = np.isneginf(lse)
+    assert measure.measured(problem, {"lse": lse})["lse"].instead is None
+    lse[unseen] = -3e38
+    assert measure.measured(problem, {"lse": lse})["lse"].instead == np.float32(-3e38)
+    lse[np.nonzero(unseen)[0][0]] = 0
+    assert measure.measured(problem, {"lse": lse})["lse"].instead is None
 
 
 def test_refusals_are_faults_only_where_nothing_runs():

@@ -394,9 +394,7 @@ def _rows_of(found: Found) -> dict[str, Row]:
 
 def _measured(rows: dict[str, Row]) -> Found:
     return {
-        tensor: Measured(
-            Errors(**row["errors"]), row["bias"], row["bias_ci"], row["not_finite"]
-        )
+        tensor: Measured(**row)._replace(errors=Errors(**row["errors"]))
         for tensor, row in rows.items()
     }
 

@@ -55,12 +55,14 @@ class Measured(NamedTuple):
         units, and half its 95 % interval (`error.signed_bias`).
       not_finite: how many values are not finite where the exact ones are, or the other
         way round; they are left out of the rest.
+      instead: what is there in all of these, where it is one value; None otherwise.
     """
 
     errors: Errors
     bias: float
     bias_ci: float
     not_finite: int
+    instead: float | None = None
 
 
 class Runner:
@@ -127,7 +129,9 @@ def _measured(x, problem: Problem, name: str, fmt: NumberFormat, axes) -> Measur
     golden, against = getattr(problem.exact(), name), problem.yardstick(name, fmt)
     finite = np.isfinite(golden)
     wrong = np.where(finite, ~np.isfinite(x), x != golden)
+    values = np.unique(x[wrong])
+    instead = float(values[0]) if len(values) == 1 else None
     x = np.where(finite & np.isfinite(x), x, against.golden)
     bias, bias_ci = signed_bias(x - against.rounded, against.unit)
     errors = measure(x, against, independent_axes=axes)
-    return Measured(errors, bias, bias_ci, int(wrong.sum()))
+    return Measured(errors, bias, bias_ci, int(wrong.sum()), instead)

@@ -194,12 +194,16 @@ def _not_finite(cells: Sequence[Judged], tensor: str) -> list[Finding]:
     # Of out and gradients none are infinite.
     hides = any(not cell.problem.rules.is_empty for cell in bad)
     unseen = tensor == "lse" and hides
+    instead = [cell.found[tensor].instead for cell in bad]
+    # In words, since NaN is not equal to NaN.
+    values = {"" if x is None else f"{x:.3g} in all of them" for x in instead}
+    value = values.pop() if len(values) == 1 else ""
     finding = Finding(
         "not finite",
         "rows that see no key" if unseen else "",
         f"{SYMBOLS[tensor]} is not finite where the exact one is, or finite where it "
         f"is infinite, in {first.found[tensor].not_finite} values on {first.problem}, "
-        f"and on {len(bad)} of {len(cells)} problems",
+        f"and on {len(bad)} of {len(cells)} problems" + (f": {value}" if value else ""),
         (tensor,),
         tuple(str(cell.problem) for cell in bad),
         {"values": float(first.found[tensor].not_finite)},
