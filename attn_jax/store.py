@@ -10,7 +10,7 @@ A kill can tear only the last line. It is dropped, and its cell is measured agai
 import contextlib
 import fcntl
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +156,14 @@ class Store:
     def _holds(
         self, before: dict[str, Any], settings: dict[str, Any], anew: Collection[str]
     ) -> bool:
-        names = sorted(before.keys() | settings.keys())
-        differing = [x for x in names if before.get(x) != settings.get(x)]
-        if not set(differing) <= set(anew):
-            differences = ", ".join(
-                f"{name} {before.get(name)} there, {settings.get(name)} here"
-                for name in differing
-                if name not in anew
+        names = before.keys() | settings.keys()
+        differing = {x for x in names if before.get(x) != settings.get(x)}
+        if others := differing - set(anew):
+            here, there = (
+                {name: x[name] for name in others & x.keys()}
+                for x in (settings, before)
             )
+            differences = ", ".join(_differences(there, here))
             raise self.Error(
                 f"{self.path} holds rows of other settings ({differences}): give "
                 "another --out, or start anew with --fresh"
@@ -197,6 +197,20 @@ class Store:
 
 def _key(cell: dict[str, Any]) -> str:
     return json.dumps(cell, sort_keys=True)
+
+
+def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
+    """What differs, in words: of objects only the entries that do."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for x in sorted(there.keys() | here.keys()):
+            yield from _differences(there.get(x), here.get(x), f"{name}.{x}".strip("."))
+    elif there != here:
+        yield f"{name} {_short(there)} there, {_short(here)} here"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _has(line: Any, name: str) -> bool:

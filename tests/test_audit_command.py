@@ -238,6 +238,16 @@ def test_bad_commands_are_refused_in_one_line(options, says, capsys, tmp_path):
     assert says in line
 
 
+def test_of_another_adapter_only_what_differs_is_said(tmp_path, capsys):
+    arguments = ["xla", *OPTIONS, "--out", str(tmp_path)]
+    assert main(arguments) == 4
+    with pytest.raises(SystemExit):
+        main([*arguments, "--layout", "BNTH", "--argument", "x=1"])
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    differences = "adapter.layout BTNH there, BNTH here, adapter.more.x None there, 1"
+    assert f"({differences} here)" in line
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

@@ -63,7 +63,7 @@ class Audit:
         return {
             "target": self.target.name,
             "code": self.code,
-            "adapter": repr(self.target.adapter),
+            "adapter": _plain(vars(self.target.adapter)),
             "dtype": self.dtype,
             "groups": [
                 [list(dataclasses.astuple(g.shape)), g.mask, list(g.families)]
@@ -74,6 +74,13 @@ class Audit:
             "looks": list(self.looks),
             "x64": bool(jax.config.read("jax_enable_x64")),
         }
+
+
+def _plain(x: Any) -> Any:
+    """As JSON holds it; what has no form there as Python writes it."""
+    if isinstance(x, Mapping):
+        return {name: _plain(value) for name, value in x.items()}
+    return x if x is None or isinstance(x, str | bool | int | float) else repr(x)
 
 
 class Result(NamedTuple):
