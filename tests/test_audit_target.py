@@ -103,6 +103,18 @@ def test_masks_reach_a_function_by_whatever_argument_it_has(mask):
         assert errors["out"].errors.units < 2
 
 
+@pytest.mark.parametrize("mask", ["full", "causal", "lengths"])
+def test_a_required_causal_is_always_given(mask):
+    def required(query, key, value, causal, *, scale, mask=None):
+        assert isinstance(causal, bool)
+        return exact(query, key, value, scale=scale, is_causal=causal, mask=mask)[0]
+
+    target = Target("required", required, Adapter(renamed={"is_causal": "causal"}))
+    found = outcome(target, problem(mask))
+    assert found.status == "measured", found
+    assert measured(problem(mask), found.results)["out"].errors.units < 1.1
+
+
 def test_how_masks_are_passed_is_known():
     lengths = "query_seq_lengths and key_value_seq_lengths"
     ours = dict(causal="is_causal", window="local_window_size", lengths=lengths)

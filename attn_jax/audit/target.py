@@ -183,6 +183,9 @@ def _attend(target: Target, mask: Mask, scale: float, query, key, value, bias=No
         adapter.renamed.get(name, name): x
         for name, x in _of_mask(target, mask, query, key).items()
     }
+    causal = adapter.renamed.get("is_causal", "is_causal")
+    if (target.arguments or {}).get(causal):  # It has no default.
+        keywords.setdefault(causal, False)
     if bias is not None:
         name = adapter.renamed.get("bias", "bias")
         if not target.takes(name):
