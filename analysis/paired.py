@@ -23,7 +23,7 @@ from analysis.kernel_options import recipe_of
 from attn_jax import dot_product_attention
 from attn_jax.mask import Mask
 from train.assemble import Assembly, assemble, open_split
-from train.attention import make_attention, shard_attention
+from train.attention import compiler_options, make_attention, shard_attention
 from train.config import Config, UsageError
 from train.data.loader import batches
 from train.model import AttentionFn
@@ -235,6 +235,7 @@ class Step:
             self._program = compile_step(
                 *(self._step, state, assembly.shardings, batch, assembly.mesh),
                 self._seed(0),
+                options=compiler_options(assembly.attention),
             )
         seconds = time.monotonic() - began
         print(f"step of {name}: compiled in {seconds:.0f} s", file=sys.stderr)

@@ -179,6 +179,12 @@ def test_unusable_value_is_exit_2_and_one_line(capsys):
     assert one_line(error) and "--seeds" in error
 
 
+def test_shapes_for_a_gpu_are_refused_off_one(tmp_path, capsys):
+    assert main(["accuracy", "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert one_line(error) and "--preset=quick needs a GPU" in error
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

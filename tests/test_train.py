@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from train.assemble import assemble
 from train.attention import (
     ResolvedAttention,
     check_lowered,
+    compiler_options,
     lowered_kernels,
     make_attention,
     resolve_attention,
@@ -320,10 +322,16 @@ def test_ctrl_c_exits_130_in_one_line_and_the_run_can_go_on(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130, err
-    assert err.splitlines()[-1] == "python -m train: interrupted"
+    said = re.fullmatch(
+        r"python -m train: interrupted; step (\d+) is saved in (.*), where the same "
+        r"command goes on \(SIGTERM saves before it stops\)",
+        err.splitlines()[-1],
+    )
+    assert said is not None and said[2] == str(folder / "checkpoints"), err
     assert "Traceback" not in err
-    # Every checkpoint there is whole.
+    # Every checkpoint there is whole, the one that is named among them.
     steps = [int(path.name) for path in (folder / "checkpoints").iterdir()]
+    assert int(said[1]) in steps
     assert max(steps) >= 3 and saved(folder, max(steps))["['step']"] == max(steps)
 
 
@@ -374,6 +382,21 @@ def attention_of(attn: str, **changes):
     return make_attention(
         resolve_attention(config, jax.devices()[0]), make_policy(config)
     )
+
+
+def test_cudnn_is_not_asked_for_determinism_and_says_so():
+    gpu = SimpleNamespace(platform="gpu", device_kind="some device")
+    config = dataclasses.replace(CONFIG, attn="cudnn", profile="exact")
+    resolved = resolve_attention(config, gpu)
+    assert resolved.note is not None and "from run to run" in resolved.note
+    options = compiler_options(resolved)
+    # XLA knows every one of them: an unknown name is an error.
+    program = jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=options)
+    assert program(1.0) == 2 and not any(options.values())
+    fast = resolve_attention(dataclasses.replace(config, profile="fast"), gpu)
+    assert fast.note is None
+    baseline = dataclasses.replace(config, attn="baseline")
+    assert compiler_options(resolve_attention(baseline, gpu)) is None
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(config: Config) -> int:
-    from train.loop import Diverged, Preempted, run
+    from train.loop import Diverged, Interrupted, Preempted, run
 
     try:
         run(config)
@@ -56,6 +56,9 @@ def _train(config: Config) -> int:
     except Preempted as error:
         print(f"python -m train: {error}", file=sys.stderr)
         return 75
+    except Interrupted as error:
+        print(f"python -m train: {error}", file=sys.stderr)
+        return 130
     return 0
 
 

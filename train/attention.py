@@ -90,7 +90,27 @@ def resolve_attention(config: Config, device: Any) -> ResolvedAttention:
             )
         return ResolvedAttention(name, "emulated", recipe, None)
     implementation = "xla" if name == "baseline" else name
-    return ResolvedAttention(name, implementation, None, None)
+    note = None
+    if name == "cudnn" and config.profile == "exact":
+        note = (
+            "--attn=cudnn: XLA finds no deterministic backward pass of cuDNN's for "
+            "such shapes, so the step is compiled without: its bits may differ from "
+            "run to run"
+        )
+    return ResolvedAttention(name, implementation, None, note)
+
+
+def compiler_options(resolved: ResolvedAttention) -> dict[str, bool] | None:
+    """XLA's options for the training step, beside the flags of the profile.
+
+    Asked for cuDNN's deterministic backward pass, which either flag does, a step of 8
+    layers compiles and dies at its first call ("raw_hash_map::at"; jaxlib 0.11.2, an
+    H200; one layer of attention alone runs).
+    """
+    if resolved.implementation != "cudnn":
+        return None
+    flags = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
+    return dict.fromkeys(flags, False)
 
 
 def _check_head_dim(config: Config, device: Any) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from train.assemble import Assembly, assemble, open_split
-from train.attention import check_lowered, lowered_kernels
+from train.attention import check_lowered, compiler_options, lowered_kernels
 from train.checkpoint import Checkpoints, find_weights, load_weights
 from train.config import Config, UsageError, image_tokens
 from train.data.loader import BatchIterator, batches
@@ -41,6 +41,10 @@ class Preempted(Exception):
     """Stopped by SIGTERM after a checkpoint; running again goes on from it."""
 
 
+class Interrupted(Exception):
+    """Stopped by Ctrl-C, which saves nothing; the message says what is kept."""
+
+
 def run(config: Config) -> dict[str, Any]:
     """Trains, or goes on training, and returns the final figures.
 
@@ -52,6 +56,7 @@ def run(config: Config) -> dict[str, Any]:
         raised before anything is compiled.
       Diverged: a loss or gradient is not finite.
       Preempted: SIGTERM came.
+      Interrupted: Ctrl-C came.
     """
     start_processes(config.distributed)
     speaks = jax.process_index() == 0
@@ -88,6 +93,13 @@ def run(config: Config) -> dict[str, Any]:
         state = trainer.start()
         try:
             state = trainer.train(state, stopping)
+        except KeyboardInterrupt:
+            kept = checkpoints.latest
+            what = f"step {kept} is saved" if kept else "nothing is saved yet"
+            raise Interrupted(
+                f"interrupted; {what} in {folder.checkpoints}, where the same command "
+                "goes on (SIGTERM saves before it stops)"
+            ) from None
         finally:
             record.stop_progress()
         result = trainer.finish(state)
@@ -232,7 +244,8 @@ class _Trainer:
                 assembly.parts, assembly.optimizer, assembly.attention_fn, shadowed
             )
             program = compile_step(
-                step, state, assembly.shardings, batch, assembly.mesh
+                *(step, state, assembly.shardings, batch, assembly.mesh),
+                options=compiler_options(assembly.attention),
             )
             calls = lowered_kernels(program.as_text())
             return program, calls, check_lowered(assembly.attention, calls)

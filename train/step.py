@@ -146,11 +146,12 @@ def compile_step(
     batch: Batch,
     mesh: Mesh,
     *seed: UInt32[Array, ""],
+    options: dict[str, bool] | None = None,
 ) -> Any:
     """Compiles a step for its mesh; the state given to it is used up.
 
     The result is called like the step, with a seed if there is one here, and shows its
-    program with `as_text()`.
+    program with `as_text()`. `options` are the compiler's, for this program alone.
     """
     everywhere = replicated(mesh)
     jitted = jax.jit(
@@ -159,4 +160,4 @@ def compile_step(
         out_shardings=(shardings, everywhere),
         donate_argnums=0,
     )
-    return jitted.lower(state, batch, *seed).compile()
+    return jitted.lower(state, batch, *seed).compile(compiler_options=options)

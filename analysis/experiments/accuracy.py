@@ -131,6 +131,12 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         seeds = 4 if options.seeds is None else options.seeds
         if seeds < 1:
             raise UsageError(f"--seeds must be at least 1, got {seeds}")
+        platform = jax.default_backend()
+        if name != "toy" and platform != "gpu":
+            raise UsageError(
+                f"--preset={name} needs a GPU, and JAX finds a {platform}; "
+                "--preset=toy runs anywhere"
+            )
         cells = cells_of(PRESETS[name], options.families or FAMILIES, seeds)
         draw = functools.partial(_draw, float16_cotangent=cotangent)
     else:
