@@ -24,6 +24,7 @@ CONFIG = dataclasses.replace(
     data=dataclasses.replace(TINY.data, resolution=16),
     optimizer=dataclasses.replace(TINY.optimizer, warmup=2),
 )
+OPTIONS = ("pallas-no-cures",)
 WILD = Arm("wild", "a learning rate that ends in NaN", {"lr": 1e30})
 
 
@@ -34,7 +35,7 @@ def weights(training: paired.Training):
 @pytest.fixture(scope="module")
 def trained():
     """By step, of every arm: weights, losses, and the step at which it diverged."""
-    names = ("re-run", "ulp", "graph", "pallas", "order", "init", "mesh-2")
+    names = ("re-run", "ulp", "graph", "pallas", *OPTIONS, "order", "init", "mesh-2")
     arms = [*map(find, names), WILD]
     return {
         step: {
@@ -73,7 +74,7 @@ def test_a_nudge_is_one_unit_in_the_last_place(trained):
 
 def test_arms_differ_in_what_they_say_alone(trained):
     first = {name: of[0] for name, of in trained[0].items()}
-    for name in ("pallas", "order", "mesh-2", "wild"):
+    for name in ("pallas", *OPTIONS, "order", "mesh-2", "wild"):
         chex.assert_trees_all_equal(first[name], first[REFERENCE])
     one = {name: of[1][0] for name, of in trained[1].items()}
     # At first the gates of attention are closed: all arms have the loss of the same
@@ -82,6 +83,10 @@ def test_arms_differ_in_what_they_say_alone(trained):
     losses = [trained[STEPS][name][1] for name in ("pallas", REFERENCE)]
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=2.0**-9)
+    # Other roundings than the default's, and as near.
+    (option,) = (trained[STEPS][name][1] for name in OPTIONS)
+    assert option not in losses
+    assert option == pytest.approx(losses[1], rel=2.0**-9)
     # Sums over a mesh are added up otherwise: means of 3072 FP32 numbers, in halves of
     # halves or in rows of them, are 16 roundings of 2^-24 apart at the most.
     assert one["mesh-2"] == pytest.approx(one[REFERENCE], rel=2.0**-20)
