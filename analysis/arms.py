@@ -28,7 +28,8 @@ class Arm:
       changes: values of fields of `Config` by their dotted names.
       weights: added to the seed of the first weights; the noise of the steps stays.
       data: added to the seed of the data and of their order.
-      nudged: one weight is one unit in the last place larger at first.
+      nudged: one weight is one unit in the last place larger at first, of the format
+        that the network computes in.
       rewritten: attention differentiates itself (`jax.custom_vjp`), by the same
         operations: another program, the same arithmetic.
       kernels: one of `kernel_options.OPTIONS` for our kernels, None for none.

@@ -199,7 +199,7 @@ def _begin(config: Config, arm: Arm, programs: Programs) -> Training:
     assembly, step = programs.of(config, arm)
     state = assembly.fresh_state(config.seed + arm.weights)
     if arm.nudged:
-        state = _nudged(state)
+        state = _nudged(state, assembly.policy.compute)
     return Training(arm, config, assembly, state, step)
 
 
@@ -286,8 +286,10 @@ def _differentiating_itself(attention: AttentionFn) -> AttentionFn:
     return attend
 
 
-def _nudged(state: TrainState) -> TrainState:
-    """The first weight that is not 0 is the next number away from 0."""
+def _nudged(state: TrainState, seen: Any) -> TrainState:
+    """The first weight that is not 0 is the next number away from 0, among those that
+    the network sees: weights are rounded to the format `seen` before they are used, and
+    a smaller change would end there."""
     leaves, tree = jax.tree.flatten(state.params)
     for number, leaf in enumerate(leaves):
         x = np.asarray(leaf)
@@ -295,7 +297,9 @@ def _nudged(state: TrainState) -> TrainState:
         if places.size:
             place = np.unravel_index(places[0], x.shape)
             x = x.copy()
-            x[place] = np.nextafter(x[place], np.sign(x[place]) * x.dtype.type(np.inf))
+            rounded = x[place].astype(seen)
+            away = np.sign(x[place]) * np.inf
+            x[place] = np.nextafter(rounded, np.asarray(away, rounded.dtype))
             leaves[number] = jax.device_put(x, leaf.sharding)
             return state._replace(params=jax.tree.unflatten(tree, leaves))
     raise ValueError("all weights are 0")

@@ -12,6 +12,7 @@ from analysis import ExperimentError, paired
 from analysis.arms import ARMS, MAIN, REFERENCE, Arm, configured, find
 from train.config import UsageError
 from train.presets import PRESETS
+from train.state import TrainState
 
 STEPS = 6
 TINY = PRESETS["tiny"]
@@ -70,6 +71,17 @@ def test_a_nudge_is_one_unit_in_the_last_place(trained):
     assert abs(b[0] - a[0]) == np.spacing(abs(a[0])) and abs(b[0]) > abs(a[0])
     with pytest.raises(AssertionError):
         chex.assert_trees_all_equal(trained[STEPS]["ulp"], trained[STEPS][REFERENCE])
+
+
+@pytest.mark.parametrize("seen", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_nudge_is_seen_by_the_network(seen):
+    """One FP32 unit would be gone where weights are rounded to 16 bits first."""
+    weights = {"a": jnp.zeros(3), "b": jnp.array([0, -0.3, 0.7])}
+    state = TrainState(weights, None, None, None, None)
+    before, after = (s.params["b"] for s in (state, paired._nudged(state, seen)))
+    assert after.dtype == jnp.float32 and after[0] == 0 and after[2] == before[2]
+    x, y = (np.asarray(w[1]).astype(seen) for w in (before, after))
+    assert y < x < 0 and y == np.nextafter(x, np.asarray(-np.inf, x.dtype))
 
 
 def test_arms_differ_in_what_they_say_alone(trained):
