@@ -126,7 +126,7 @@ def measure(
       UsageError, ExperimentError: as `paired.train`.
     """
     wanted, names = set(paired.snapshots(config.steps)), [arm.name for arm in arms]
-    runs: dict[str, list[Row]] = {name: [] for name in (REFERENCE, *names)}
+    rows: dict[str, list[Row]] = {name: [] for name in (REFERENCE, *names)}
     splits: dict[str, _Split] = {}
     compared: list[tuple[str, int, Future[Comparison]]] = []
     initial: dict[str, Any] = {}
@@ -149,7 +149,7 @@ def measure(
             for name, training in every.items():
                 row = {"table": "runs", "step": step, "diverged": training.diverged}
                 row |= _losses(reference, training, step)
-                runs[name].append(row)
+                rows[name].append(row)
                 row |= dict.fromkeys(_MEASURED_BESIDE)
                 if step == config.steps and training.diverged is None:
                     average = _like(training.state.average, reference.state.average)
@@ -165,14 +165,13 @@ def measure(
                 future = pool.submit(compare, *pair, *starts, names=(REFERENCE, name))
                 compared.append((name, step, future))
                 _wait_for_room(compared)
-    rows = {REFERENCE: runs[REFERENCE]} | {name: [] for name in names}
     for name, step, future in compared:
         rows[name] += [
             {"table": "weights", "step": step, **row}
             for row in future.result().rows
             if row["kind"] in _THROUGHOUT or step == config.steps
         ]
-    return {name: rows[name] + (runs[name] if name in names else []) for name in rows}
+    return rows
 
 
 def _wait_for_room(compared: Sequence[tuple[str, int, Future]]) -> None:

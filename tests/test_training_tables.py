@@ -70,6 +70,7 @@ def test_equal_losses_are_those_that_two_t_tests_cannot_tell_apart():
             stats.ttest_1samp(more, bound, alternative="less"),
         ]
         wanted = max(test.pvalue for test in tests)
+        # Two digits are told: half of the second is 5 % of 1.0.
         assert float(found[name]["loss p"]) == pytest.approx(wanted, rel=0.05)
     # One seed of three without a loss is no answer.
     rows[-1]["loss"] = math.nan
