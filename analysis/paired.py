@@ -5,6 +5,7 @@ arms of the same data. So nothing has to be kept of a run but its state, and wei
 compared where they live.
 """
 
+import collections
 import contextlib
 import dataclasses
 import sys
@@ -23,13 +24,15 @@ from analysis.kernel_options import recipe_of
 from attn_jax import dot_product_attention
 from attn_jax.mask import Mask
 from train.assemble import Assembly, assemble, open_split
-from train.attention import compiler_options, make_attention, shard_attention
+from train.attention import make_attention, shard_attention
 from train.config import Config, UsageError
 from train.data.loader import batches
 from train.model import AttentionFn
 from train.sharding import put_batch, replicated
 from train.state import TrainState
 from train.step import Metrics, compile_step, make_train_step
+
+_STEPS_AHEAD = 2
 
 
 @dataclasses.dataclass
@@ -39,9 +42,9 @@ class Training:
     Attributes:
       config, assembly: as `train` has them.
       state: before the next step. Each step uses up the one before.
-      losses: of all steps so far.
+      losses: of all steps that were waited for.
       diverged: the first step whose loss or gradient was not finite, which ends the
-        arm; None while there is none.
+        arm as soon as it is waited for; None while there is none.
     """
 
     arm: Arm
@@ -51,22 +54,24 @@ class Training:
     step: "Step"
     losses: list[float] = dataclasses.field(default_factory=list)
     diverged: int | None = None
-    _begun: Metrics | None = None
+    _begun: collections.deque[Metrics] = dataclasses.field(
+        default_factory=collections.deque
+    )
 
     def begin(self, batch: Any) -> None:
-        """One step, given to the device."""
+        """One step on a batch of its mesh, given to the device."""
         if self.diverged is None:
-            found = self.step(self.state, self.placed(batch), self.config.seed)
-            self.state, self._begun = found
+            self.state, metrics = self.step(self.state, batch, self.config.seed)
+            self._begun.append(metrics)
 
-    def settle(self) -> None:
-        """Waits for the step that was begun."""
-        if self._begun is None:
-            return
-        found, self._begun = jax.device_get(self._begun), None
-        if not found["ok"]:
-            self.diverged = len(self.losses)
-        self.losses.append(float(found["loss"]))
+    def settle(self, ahead: int) -> None:
+        """Waits for all steps that were begun but the last so many."""
+        while len(self._begun) > ahead:
+            found = jax.device_get(self._begun.popleft())
+            if not found["ok"]:
+                self.diverged = len(self.losses)
+                self._begun.clear()
+            self.losses.append(float(found["loss"]))
 
     def from_state(self, state: TrainState, batch: Any) -> Any:
         """The weights that one step of this arm makes of a state, which is kept."""
@@ -91,7 +96,8 @@ def train(
     reference: Config, arms: Sequence[Arm], programs: "Programs | None" = None
 ) -> Iterator[tuple[int, Any, Mapping[str, Training]]]:
     """Trains the reference and the arms; yields after each step, and at first after 0:
-    the steps done, the batch that comes next, and the trainings by name.
+    the steps done, the batch that comes next, and the trainings by name. They are
+    waited for after the steps of `snapshots` and after the ones that follow.
 
     Args:
       programs: of trainings before, which may differ in seeds.
@@ -109,15 +115,20 @@ def train(
         feeds = _Feeds(stack, every.values())
         _compile(every.values(), feeds)
         yield 0, feeds.peek(every[REFERENCE]), every
+        looked_at = {
+            step + after for step in snapshots(reference.steps) for after in (0, 1)
+        }
         for step in range(reference.steps):
-            # The devices have work while a step of another arm is waited for.
             for training in every.values():
-                training.begin(feeds.peek(training))
+                training.begin(feeds.placed(training))
             feeds.move_on(last=step + 1 == reference.steps)
+            # The devices have work while a step before is waited for.
+            ahead = 0 if step + 1 in looked_at else _STEPS_AHEAD
             for training in every.values():
-                training.settle()
-            if every[REFERENCE].diverged is not None:
-                raise ExperimentError(f"the reference diverged at step {step}")
+                training.settle(ahead)
+            diverged = every[REFERENCE].diverged
+            if diverged is not None:
+                raise ExperimentError(f"the reference diverged at step {diverged}")
             yield step + 1, feeds.peek(every[REFERENCE]), every
 
 
@@ -132,7 +143,7 @@ def _compile(trainings: Iterable[Training], feeds: "_Feeds") -> None:
         waits = [
             pool.submit(
                 *(training.step.compile, training.arm.name, training.state),
-                training.placed(feeds.peek(training)),
+                feeds.placed(training),
             )
             for training in missing.values()
         ]
@@ -145,6 +156,7 @@ class _Feeds:
 
     def __init__(self, stack: contextlib.ExitStack, trainings):
         self._iterators, self._now = {}, {}
+        self._placed: dict[Any, Any] = {}
         for training in trainings:
             config, key = training.config, self._key(training)
             if key not in self._iterators:
@@ -161,8 +173,16 @@ class _Feeds:
     def peek(self, training: Training) -> Any:
         return self._now[self._key(training)]
 
+    def placed(self, training: Training) -> Any:
+        """The same on the training's mesh, put there once for all arms."""
+        key = self._key(training), training.assembly.mesh
+        if key not in self._placed:
+            self._placed[key] = training.placed(self.peek(training))
+        return self._placed[key]
+
     def move_on(self, *, last: bool) -> None:
         if not last:
+            self._placed.clear()
             self._now = {key: next(feed) for key, feed in self._iterators.items()}
 
     @staticmethod
@@ -176,6 +196,7 @@ class Programs:
 
     def __init__(self):
         self._known: dict[Any, tuple[Assembly, Step]] = {}
+        self._starts: dict[Any, Assembly] = {}
 
     def of(self, config: Config, arm: Arm) -> "tuple[Assembly, Step]":
         """The parts of an arm, and its step."""
@@ -189,6 +210,11 @@ class Programs:
             self._known[key] = assembly, Step(step, assembly)
         return self._known[key]
 
+    def fresh_state(self, assembly: Assembly, seed: int) -> TrainState:
+        """First weights of a seed, by one program for all attentions."""
+        alike = dataclasses.replace(assembly.config, attn="baseline", recipe=None)
+        return self._starts.setdefault(alike, assembly).fresh_state(seed)
+
 
 def _begin(config: Config, arm: Arm, programs: Programs) -> Training:
     if arm.devices > len(jax.devices()):
@@ -197,7 +223,7 @@ def _begin(config: Config, arm: Arm, programs: Programs) -> Training:
             f"{len(jax.devices())}: leave it out with --arms"
         )
     assembly, step = programs.of(config, arm)
-    state = assembly.fresh_state(config.seed + arm.weights)
+    state = programs.fresh_state(assembly, config.seed + arm.weights)
     if arm.nudged:
         state = _nudged(state, assembly.policy.compute)
     return Training(arm, config, assembly, state, step)
@@ -212,7 +238,8 @@ def _assembled(config: Config, arm: Arm) -> Assembly:
         attention = _differentiating_itself(attention)
     else:
         return assembly
-    attention_fn = shard_attention(attention, assembly.mesh)
+    kind = assembly.policy.attention
+    attention_fn = shard_attention(attention, assembly.mesh, kind)
     return dataclasses.replace(assembly, attention_fn=attention_fn)
 
 
@@ -235,7 +262,7 @@ class Step:
             self._program = compile_step(
                 *(self._step, state, assembly.shardings, batch, assembly.mesh),
                 self._seed(0),
-                options=compiler_options(assembly.attention),
+                options=assembly.compiler_options,
             )
         seconds = time.monotonic() - began
         print(f"step of {name}: compiled in {seconds:.0f} s", file=sys.stderr)
@@ -253,10 +280,9 @@ def _with_option(assembly: Assembly, option: str) -> AttentionFn:
 
     def attention(query, key, value):
         batch, length, heads, head_dim = query.shape
-        dtype = assembly.policy.attention
         recipe = recipe_of(
             option,
-            dtype=dtype,
+            dtype=query.dtype,
             head_dim=head_dim,
             lengths=(length, length),
             pairs=batch * heads,
@@ -264,7 +290,9 @@ def _with_option(assembly: Assembly, option: str) -> AttentionFn:
             differentiated=True,
         )
         out = dot_product_attention(
-            *(x.astype(dtype) for x in (query, key, value)),
+            query,
+            key,
+            value,
             implementation=assembly.attention.implementation,
             recipe=recipe,
         )

@@ -29,6 +29,8 @@ so that two arms differ through their weights alone.
 import dataclasses
 import math
 import os
+import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -131,6 +133,7 @@ def measure(
     compared: list[tuple[str, int, Future[Comparison]]] = []
     initial: dict[str, Any] = {}
     examples: Any = None
+    began = time.monotonic()
     with ThreadPoolExecutor(_WORKERS) as pool:
         for step, batch, every in paired.train(config, arms, instruments.programs):
             reference = every[REFERENCE]
@@ -142,6 +145,8 @@ def measure(
                 examples = _probe_examples(reference)
             if step not in wanted:
                 continue
+            seconds = time.monotonic() - began
+            print(f"step {step} of {config.steps}: {seconds:.0f} s", file=sys.stderr)
             host = _host(reference.state.params)
             of_reference = instruments.outputs(
                 reference, reference.state.params, examples

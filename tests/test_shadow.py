@@ -265,7 +265,7 @@ def test_devices_of_a_mesh_add_up(axis, checked):
     grid = np.asarray(jax.devices()[:2]).reshape([1 + (a == axis) for a in AXES])
     mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     audited = shadow(xla, reference)
-    sharded = shard_attention(audited, mesh, P())
+    sharded = shard_attention(audited, mesh, jnp.bfloat16, P())
     if checked:
         spec = P("data", None, "tensor", None)
         sharded = jax.shard_map(

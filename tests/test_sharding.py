@@ -105,7 +105,7 @@ def test_heads_on_the_tensor_axis_reach_attention_unsplit():
         return value
 
     array = jnp.ones((8, 28, 2, 32))
-    shard_attention(attention, mesh)(array, array, array)
+    shard_attention(attention, mesh, jnp.bfloat16)(array, array, array)
     assert seen == [(2, 28, 1, 32)]
 
 

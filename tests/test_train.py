@@ -26,6 +26,7 @@ from train.attention import (
     lowered_kernels,
     make_attention,
     resolve_attention,
+    shard_attention,
 )
 from train.config import Config, UsageError
 from train.data import score
@@ -35,6 +36,7 @@ from train.figures import write_loss_curve
 from train.loop import run
 from train.precision import make_policy
 from train.presets import PRESETS
+from train.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -379,9 +381,9 @@ def test_pallas_without_its_gpu_is_emulated_and_says_so(finished, tmp_path, capf
 
 def attention_of(attn: str, **changes):
     config = dataclasses.replace(CONFIG, attn=attn, **changes)
-    return make_attention(
-        resolve_attention(config, jax.devices()[0]), make_policy(config)
-    )
+    policy, mesh = make_policy(config), make_mesh(config, jax.devices()[:1])
+    attention = make_attention(resolve_attention(config, jax.devices()[0]), policy)
+    return shard_attention(attention, mesh, policy.attention)
 
 
 def test_cudnn_is_not_asked_for_determinism_and_says_so():
@@ -389,14 +391,18 @@ def test_cudnn_is_not_asked_for_determinism_and_says_so():
     config = dataclasses.replace(CONFIG, attn="cudnn", profile="exact")
     resolved = resolve_attention(config, gpu)
     assert resolved.note is not None and "from run to run" in resolved.note
-    options = compiler_options(resolved)
+    options = compiler_options(resolved, gpu)
     # XLA knows every one of them: an unknown name is an error.
     program = jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=options)
-    assert program(1.0) == 2 and not any(options.values())
+    assert program(1.0) == 2
+    assert [name for name in options if "determin" in name]
+    assert not any(x for name, x in options.items() if "determin" in name)
     fast = resolve_attention(dataclasses.replace(config, profile="fast"), gpu)
     assert fast.note is None
     baseline = dataclasses.replace(config, attn="baseline")
-    assert compiler_options(resolve_attention(baseline, gpu)) is None
+    plain = compiler_options(resolve_attention(baseline, gpu), gpu)
+    assert not [name for name in plain if "determin" in name]
+    assert not compiler_options(resolved, jax.devices("cpu")[0])
 
 
 @pytest.mark.parametrize(

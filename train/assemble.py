@@ -11,9 +11,11 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from attn_jax.xla_options import RUN_ONCE
 from train.attention import (
     ResolvedAttention,
     check_attention,
+    compiler_options,
     make_attention,
     resolve_attention,
     shard_attention,
@@ -60,7 +62,13 @@ class Assembly:
         return jax.jit(
             lambda seed: init_state(self.parts, self.optimizer, seed),
             out_shardings=self.shardings,
+            compiler_options=RUN_ONCE,
         )
+
+    @property
+    def compiler_options(self) -> dict[str, bool | int]:
+        """XLA's, for the training step."""
+        return compiler_options(self.attention, self.mesh.devices.flat[0])
 
     def abstract_state(self) -> Any:
         """What to load a checkpoint into."""
@@ -83,7 +91,7 @@ def assemble(config: Config, devices: list[Any] | None = None) -> Assembly:
     check_widths(mesh, config.model.width, hidden)
     attention = resolve_attention(config, mesh.devices.flat[0])
     function = make_attention(attention, policy)
-    check_attention(config, function)
+    check_attention(config, function, policy.attention)
     tokenizer = make_tokenizer(config.model.tokenizer, config.model.text_length)
     parts = make_parts(config, policy, tokenizer.vocab_size)
     optimizer = make_optimizer(config)
@@ -93,7 +101,7 @@ def assemble(config: Config, devices: list[Any] | None = None) -> Assembly:
         mesh=mesh,
         tokenizer=tokenizer,
         attention=attention,
-        attention_fn=shard_attention(function, mesh),
+        attention_fn=shard_attention(function, mesh, policy.attention),
         parts=parts,
         optimizer=optimizer,
         shardings=state_shardings(parts, optimizer, mesh),

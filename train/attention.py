@@ -100,17 +100,24 @@ def resolve_attention(config: Config, device: Any) -> ResolvedAttention:
     return ResolvedAttention(name, implementation, None, note)
 
 
-def compiler_options(resolved: ResolvedAttention) -> dict[str, bool] | None:
+def compiler_options(resolved: ResolvedAttention, device: Any) -> dict[str, bool | int]:
     """XLA's options for the training step, beside the flags of the profile.
+
+    Query, key and value of a layer are products with the same array. Made one product,
+    as XLA likes to, they have to be cut apart again, and their gradients joined, which
+    takes longer than it gains: 4 % of a step of `small` on an H200.
 
     Asked for cuDNN's deterministic backward pass, which either flag does, a step of 8
     layers compiles and dies at its first call ("raw_hash_map::at"; jaxlib 0.11.2, an
     H200; one layer of attention alone runs).
     """
-    if resolved.implementation != "cudnn":
-        return None
-    flags = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
-    return dict.fromkeys(flags, False)
+    if device.platform != "gpu":
+        return {}
+    options: dict[str, bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
+    if resolved.implementation == "cudnn":
+        flags = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
+        options |= dict.fromkeys(flags, False)
+    return options
 
 
 def _check_head_dim(config: Config, device: Any) -> None:
@@ -131,20 +138,8 @@ def _check_head_dim(config: Config, device: Any) -> None:
 
 
 def make_attention(resolved: ResolvedAttention, policy: Policy) -> AttentionFn:
-    """The library's attention as a function of (query, key, value), [B, L, N, H].
-
-    Rounds the three to the policy's attention format; the output has that format.
-    """
-    rounded = make_rounded_attention(resolved, policy)
-
-    def attention(query: Array, key: Array, value: Array) -> Array:
-        return rounded(*(x.astype(policy.attention) for x in (query, key, value)))
-
-    return attention
-
-
-def make_rounded_attention(resolved: ResolvedAttention, policy: Policy) -> AttentionFn:
-    """The same of a query, key and value in the policy's attention format already."""
+    """The library's attention as a function of (query, key, value), [B, L, N, H], in
+    the policy's attention format; the output has that format."""
     recipe = None
     if resolved.recipe in RECIPES:
         recipe = RECIPES[resolved.recipe]
@@ -165,16 +160,18 @@ def make_rounded_attention(resolved: ResolvedAttention, policy: Policy) -> Atten
 
 
 def shard_attention(
-    attention: Callable[..., Array], mesh: Mesh, *more: P
+    attention: Callable[..., Array], mesh: Mesh, kind: Any, *more: P
 ) -> Callable[..., Array]:
-    """Runs an attention function on each device's own rows and heads.
+    """Rounds query, key and value to the format `kind` and runs an attention function
+    of them on each device's own rows and heads.
 
     `more` places what it takes beside query, key and value.
 
     A kernel is opaque to XLA's partitioner, which would gather its inputs onto every
     device; inside `shard_map` each device calls it on its part. The barriers keep
     XLA from fusing across attention's boundary, so the program around it is the same
-    whatever the implementation.
+    whatever the implementation. Rounding lies before them, where XLA joins it to what
+    made the three: behind them it would read FP32 arrays once more.
     """
     spec = P(("data", "fsdp"), None, "tensor", None)
     mapped = jax.shard_map(
@@ -191,21 +188,23 @@ def shard_attention(
         value: Float[Array, "B L N H"],
         *others: Array,
     ) -> Float[Array, "B L N H"]:
-        query, key, value = jax.lax.optimization_barrier((query, key, value))
+        rounded = tuple(x.astype(kind) for x in (query, key, value))
+        query, key, value = jax.lax.optimization_barrier(rounded)
         return jax.lax.optimization_barrier(mapped(query, key, value, *others))
 
     return attention_fn
 
 
-def check_attention(config: Config, attention: AttentionFn) -> None:
-    """Traces the attention on the run's shapes, so that it can refuse them early.
+def check_attention(config: Config, attention: AttentionFn, kind: Any) -> None:
+    """Traces the attention on the run's shapes and their format, so that it can refuse
+    them early.
 
     Raises:
       UsageError: with the reason the library gives.
     """
     length = config.model.text_length + image_tokens(config)
     shape = (1, length, config.model.heads, head_dim(config))
-    one = jax.ShapeDtypeStruct(shape, jnp.float32)
+    one = jax.ShapeDtypeStruct(shape, kind)
     try:
         jax.eval_shape(attention, one, one, one)
     except (ValueError, NotImplementedError, TypeError) as error:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from train.assemble import Assembly, assemble, open_split
-from train.attention import check_lowered, compiler_options, lowered_kernels
+from train.attention import check_lowered, lowered_kernels
 from train.checkpoint import Checkpoints, find_weights, load_weights
 from train.config import Config, UsageError, image_tokens
 from train.data.loader import BatchIterator, batches
@@ -245,7 +245,7 @@ class _Trainer:
             )
             program = compile_step(
                 *(step, state, assembly.shardings, batch, assembly.mesh),
-                options=compiler_options(assembly.attention),
+                options=assembly.compiler_options,
             )
             calls = lowered_kernels(program.as_text())
             return program, calls, check_lowered(assembly.attention, calls)

@@ -20,12 +20,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from train.config import ModelConfig
+from train.layers import gelu, modulated_norm, rms_norm
 from train.precision import Policy
 
 AttentionFn = Callable[[Array, Array, Array], Array]
 
 _TIME_FREQUENCIES = 128
-_EPS = 1e-6
 
 
 def sinusoids(
@@ -66,21 +66,6 @@ def unpatchify(
     x = patches.reshape(batch, count, count, patch, patch, 3)
     side = count * patch
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, side, side, 3)
-
-
-def layer_norm(x: Float[Array, "B L d"]) -> Float[Array, "B L d"]:
-    """Zero mean and unit variance over the last axis, in fp32, nothing learned."""
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + _EPS)
-
-
-def rms_norm(
-    x: Float[Array, "B L N H"], scale: Float[Array, " H"]
-) -> Float[Array, "B L N H"]:
-    """Unit root mean square over the head dim, times a learned scale, in fp32."""
-    x = x.astype(jnp.float32)
-    root = jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + _EPS)
-    return x * root * scale.astype(jnp.float32)
 
 
 class Block(nnx.Module):
@@ -128,7 +113,7 @@ class Block(nnx.Module):
         # batch and length apart, the backward pass of the step takes 3 times longer.
         rows = (-1, x.shape[-1])
         heads = (*x.shape[:2], self.heads, x.shape[-1] // self.heads)
-        y = (layer_norm(x) * (1.0 + scale1) + shift1).reshape(rows)
+        y = modulated_norm(x, scale1, shift1).reshape(rows)
         query, key = self.query(y).reshape(heads), self.key(y).reshape(heads)
         if self.qk_norm:
             query = rms_norm(query, self.query_scale[...])
@@ -136,8 +121,8 @@ class Block(nnx.Module):
         attended = attention_fn(query, key, self.value(y).reshape(heads))
         y = self.out(attended.reshape(rows)).reshape(x.shape)
         x = x + gate1 * y.astype(jnp.float32)
-        y = (layer_norm(x) * (1.0 + scale2) + shift2).reshape(rows)
-        y = self.down(jax.nn.gelu(self.up(y), approximate=True)).reshape(x.shape)
+        y = modulated_norm(x, scale2, shift2).reshape(rows)
+        y = self.down(gelu(self.up(y))).reshape(x.shape)
         return x + gate2 * y.astype(jnp.float32)
 
 
@@ -224,7 +209,7 @@ class Transformer(nnx.Module):
                 )(x, modulation)
             else:
                 x = block(x, modulation, attention_fn)
-        shift, scale = jnp.split(self.final_modulation(time), 2, axis=-1)
-        x = layer_norm(x[:, tokens.shape[1] :])
-        x = x * (1.0 + scale[:, None].astype(jnp.float32)) + shift[:, None]
+        final = self.final_modulation(time).astype(jnp.float32)[:, None]
+        shift, scale = jnp.split(final, 2, axis=-1)
+        x = modulated_norm(x[:, tokens.shape[1] :], scale, shift)
         return unpatchify(self.patch_out(x), self.config.patch)

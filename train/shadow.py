@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from attn_jax import dot_product_attention
 from attn_jax.audit.shadow import make_probe, read, shadow
 from train.assemble import Assembly
-from train.attention import make_rounded_attention, shard_attention
+from train.attention import make_attention, shard_attention
 from train.config import Config, UsageError
 from train.model import AttentionFn
 
@@ -39,15 +39,10 @@ def make_shadowed(assembly: Assembly) -> ShadowedFn | None:
             f"--shadow={config.shadow}: --attn={config.attn} is the same attention on "
             "this machine: use --shadow=reference"
         )
-    attention = make_rounded_attention(assembly.attention, policy)
+    attention = make_attention(assembly.attention, policy)
     audited = shadow(attention, _against(config, policy.attention))
-
-    def shadowed(query: Array, key: Array, value: Array, probe: Array) -> Array:
-        inputs = (x.astype(policy.attention) for x in (query, key, value))
-        return audited(*inputs, probe)
-
     # What a device does not share is summed over devices by the transpose of P().
-    return shard_attention(shadowed, assembly.mesh, P())
+    return shard_attention(audited, assembly.mesh, policy.attention, P())
 
 
 def _against(config: Config, kind: Any) -> AttentionFn:

@@ -1,6 +1,6 @@
 """One training step, compiled ahead of time for its mesh."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -143,12 +143,14 @@ def compile_step(
     step: Callable[..., tuple[TrainState, Metrics]],
     state: TrainState,
     shardings: TrainState,
-    batch: Batch,
+    batch: Mapping[str, Any],
     mesh: Mesh,
     *seed: UInt32[Array, ""],
-    options: dict[str, bool] | None = None,
+    options: Mapping[str, bool | int] | None = None,
+    donate: bool = True,
 ) -> Any:
-    """Compiles a step for its mesh; the state given to it is used up.
+    """Compiles a step for its mesh; unless told not to `donate`, it uses the state up
+    that is given to it.
 
     The result is called like the step, with a seed if there is one here, and shows its
     program with `as_text()`. `options` are the compiler's, for this program alone.
@@ -158,6 +160,8 @@ def compile_step(
         step,
         in_shardings=(shardings, NamedSharding(mesh, BATCH), *[everywhere] * len(seed)),
         out_shardings=(shardings, everywhere),
-        donate_argnums=0,
+        donate_argnums=(0,) if donate else (),
     )
-    return jitted.lower(state, batch, *seed).compile(compiler_options=options)
+    return jitted.lower(state, batch, *seed).compile(
+        compiler_options=dict(options or {})
+    )

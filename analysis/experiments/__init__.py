@@ -22,6 +22,7 @@ from analysis.experiments import (
     sequence_length,
     speed,
     state_format,
+    step_speed,
     tiling,
     training,
     weights,
@@ -80,6 +81,9 @@ EXPERIMENTS = {
     "bias": Experiment(bias.SUMMARY, bias.add_arguments, bias.run),
     "census": Experiment(census.SUMMARY, census.add_arguments, census.run),
     "training": Experiment(training.SUMMARY, training.add_arguments, training.run),
+    "step-speed": Experiment(
+        step_speed.SUMMARY, step_speed.add_arguments, step_speed.run
+    ),
     "weights": Experiment(weights.SUMMARY, weights.add_arguments, weights.run),
     "weights-speed": Experiment(
         weights_speed.SUMMARY, weights_speed.add_arguments, weights_speed.run

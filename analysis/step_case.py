@@ -1,0 +1,250 @@
+"""One training configuration, its step and the parts of it measured by attention."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import jax
+from jax.errors import JaxRuntimeError
+
+from analysis.model_flops import PEAKS, PER_STEP, forward_flops
+from analysis.record import Row
+from analysis.step_programs import Part, Program, Runner, compile_part
+from attn_jax.timing import card, device_time, interleaved, quartiles, reason
+from train.assemble import Assembly, assemble
+from train.config import Attention, Config, UsageError, image_tokens
+from train.state import TrainState
+
+# Runs in a row for each of `interleaved`: a wait for the device is short beside them.
+_IN_A_ROW = 4
+# Allocators leave gaps: what would take more of the memory than this is not tried.
+_USABLE = 0.97
+# How XLA says so, too.
+_EXHAUSTED = "RESOURCE_EXHAUSTED"
+# What a kernel does, by its name; the first that fits.
+KINDS = {
+    "attention": re.compile(r"mosaic_gpu|sdpa|fmha|flash"),
+    "products": re.compile(r"gemm|nvjet|cutlass|xmma|cublas", re.IGNORECASE),
+}
+BETWEEN = "between kernels"
+_MEASURED = (
+    *("ms", "ms_25", "ms_75", "rounds", "tflops", "mfu", "gigabytes"),
+    *("compile_seconds", "largest_batch", "sm_mhz", "watts", "refused"),
+)
+
+
+def kind_of(kernel: str) -> str:
+    """attention, products, or other: of a kernel's name."""
+    for kind, pattern in KINDS.items():
+        if pattern.search(kernel):
+            return kind
+    return "other"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCase:
+    """What is measured together.
+
+    Attributes:
+      config: at the batch size to begin with; its attention is not looked at.
+      names: of attentions, as `--attn` takes them.
+      seconds: of timing a part.
+      largest: whether the largest batch is looked for.
+      kernels: whether the kernels of a step are listed.
+    """
+
+    config: Config
+    names: Sequence[str]
+    parts: Sequence[Part]
+    seconds: float
+    largest: bool = False
+    kernels: bool = False
+
+    def rows(self) -> Iterator[Row]:
+        """Of the tables `times` and `kernels`, the column `table`."""
+        batch = self.config.batch_size
+        while True:
+            needed = 0.0
+            for row in self._at(batch):
+                if _EXHAUSTED in (row.get("refused") or ""):
+                    # More than all, if it was only found when it ran.
+                    needed = max(needed, row["gigabytes"] * 2**30, 1.01 * self._limit)
+                yield row
+            if needed <= self._limit or batch == 1:
+                return
+            batch = max(1, batch >> math.ceil(math.log2(needed / self._limit)))
+
+    @property
+    def _limit(self) -> float:
+        """Bytes that the device gives."""
+        statistics = jax.local_devices()[0].memory_stats() or {}
+        return statistics.get("bytes_limit", math.inf)
+
+    @functools.cached_property
+    def _state(self) -> TrainState:
+        """Fresh weights, for all attentions."""
+        return self._assembled("baseline", 1).fresh_state()
+
+    def _at(self, batch: int) -> Iterator[Row]:
+        """Rows at a batch size."""
+        built = self._compiled(batch)
+        for part in self.parts:
+            rows = {
+                name: self._row(name, part, batch, programs[part])
+                for name, programs in built.items()
+            }
+            runners = {}
+            for name, programs in built.items():
+                program = programs[part]
+                if isinstance(program, str) or rows[name]["refused"]:
+                    continue
+                try:
+                    runners[name] = Runner(program, self._state)
+                    runners[name].milliseconds(1)
+                except JaxRuntimeError as error:
+                    runners.pop(name, None)
+                    rows[name]["refused"] = reason(error)
+            self._time(runners, rows)
+            runners.clear()
+            for name, row in rows.items():
+                ran = part == "step" and row["ms"] is not None
+                if ran and self.largest:
+                    row["largest_batch"] = self._largest(name, row)
+                yield row
+                if ran and self.kernels:
+                    yield from self._kernels(name, row)
+
+    def _compiled(self, batch: int) -> dict[str, dict[str, Program | str]]:
+        """Programs of each attention, compiled beside each other; or why not."""
+
+        def one(name: str, part: Part, *, tuned: bool = True) -> Program | str:
+            try:
+                return compile_part(self._assembled(name, batch), part, tuned=tuned)
+            except (UsageError, JaxRuntimeError, NotImplementedError) as error:
+                return reason(error)
+
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+            # XLA tries out products, for minutes where they hardly fit: first it is
+            # asked what the parts need.
+            if self._limit < math.inf:
+                last = self.parts[-1]
+                tries = {n: pool.submit(one, n, last, tuned=False) for n in self.names}
+                tried = {name: wait.result() for name, wait in tries.items()}
+            else:
+                tried = {}
+            waits = {
+                name: {part: pool.submit(one, name, part) for part in self.parts}
+                for name in self.names
+                if self._fits(tried.get(name, ""))
+            }
+            return {
+                name: (
+                    {part: wait.result() for part, wait in waits[name].items()}
+                    if name in waits
+                    else dict.fromkeys(self.parts, tried[name])
+                )
+                for name in self.names
+            }
+
+    def _fits(self, program: Program | str) -> bool:
+        return isinstance(program, str) or program.bytes <= _USABLE * self._limit
+
+    def _assembled(self, name: str, batch: int) -> Assembly:
+        mesh = dataclasses.replace(self.config.mesh, data=1)
+        config = dataclasses.replace(
+            self.config, attn=cast(Attention, name), batch_size=batch, mesh=mesh
+        )
+        return assemble(config, jax.devices()[:1])
+
+    def _row(self, name: str, part: Part, batch: int, program: Program | str) -> Row:
+        tokens = self.config.model.text_length + image_tokens(self.config)
+        row: Row = {
+            **{"table": "times", "N": tokens, "batch": batch, "part": part},
+            **{"implementation": name, **dict.fromkeys(_MEASURED)},
+        }
+        if isinstance(program, str):
+            return row | {"refused": program}
+        row |= {"gigabytes": program.bytes / 2**30, "compile_seconds": program.seconds}
+        if not self._fits(program):
+            told = f"{_EXHAUSTED}: needs {row['gigabytes']:.1f} GiB"
+            row["refused"] = f"{told} of {self._limit / 2**30:.1f}"
+        return row
+
+    def _time(self, runners: dict[str, Runner], rows: dict[str, Row]):
+        """Enters the times, taken in turn."""
+        turns = {
+            name: lambda runs, runner=runner: runner.milliseconds(_IN_A_ROW * runs)
+            for name, runner in runners.items()
+        }
+        with card() as reading:
+            times = interleaved(turns, self.seconds)
+        for name in runners:
+            row, seen = rows[name], times[name]
+            if isinstance(seen, str):
+                row["refused"] = seen
+                continue
+            row |= {**quartiles(seen), "rounds": len(seen), **reading}
+            rate = self._flops(row) / (row["ms"] / 1e3)
+            peak = PEAKS.get(jax.devices()[0].device_kind)
+            row |= {"tflops": rate / 1e12, "mfu": peak and rate / peak}
+
+    def _flops(self, row: Row) -> int:
+        vocabulary = self._assembled("baseline", 1).tokenizer.vocab_size
+        passes = 1 if row["part"] == "forward" else PER_STEP
+        return passes * row["batch"] * forward_flops(self.config, vocabulary)
+
+    def _largest(self, name: str, row: Row) -> int | None:
+        """The largest batch of which a step runs, found by what batches need."""
+        batch, held = row["batch"], row["gigabytes"] * 2**30
+        if self._limit == math.inf or batch < 2:
+            return None
+        half = compile_part(self._assembled(name, batch // 2), "step").bytes
+        each = (held - half) / (batch - batch // 2)
+        usable = _USABLE * self._limit
+        wanted = batch + math.floor((usable - held) / each)
+        while wanted > batch:
+            program = compile_part(self._assembled(name, wanted), "step")
+            if program.bytes <= usable:
+                with contextlib.suppress(JaxRuntimeError):
+                    Runner(program, self._state).milliseconds(1)
+                    return wanted
+            over = max(program.bytes - usable, 0.01 * self._limit)
+            wanted -= math.ceil(over / each)
+        return batch
+
+    def _kernels(self, name: str, row: Row) -> Iterator[Row]:
+        """The kernels of a step by their names, the longest first."""
+        assembly = self._assembled(name, row["batch"])
+        # It is called with the same state again and again.
+        program = compile_part(assembly, "step", donate=False)
+        _, seen = device_time(
+            program.compiled, Runner(program, self._state).arguments, 2
+        )
+        launches, total = Counter(kernel for kernel, _ in seen), dict[str, float]()
+        for kernel, milliseconds in seen:
+            total[kernel] = total.get(kernel, 0.0) + milliseconds
+        same = {k: row[k] for k in ("N", "batch", "part", "implementation")}
+        same = {"table": "kernels", **same}
+        for kernel, milliseconds in sorted(total.items(), key=lambda x: -x[1]):
+            found = {"kind": kind_of(kernel), "kernel": kernel[:120]}
+            yield {**same, **found, "launches": launches[kernel], "ms": milliseconds}
+        rest = {"kind": BETWEEN, "kernel": "", "launches": len(seen)}
+        yield {**same, **rest, "ms": row["ms"] - sum(total.values())}
+
+
+def by_kind(kernels: Iterable[Row]) -> list[Row]:
+    """Milliseconds of a step by kind of kernel, a line for each case and attention."""
+    lines: dict[tuple, Row] = {}
+    for row in kernels:
+        key = {k: row[k] for k in ("case", "batch", "implementation")}
+        kinds = dict.fromkeys((*KINDS, "other", BETWEEN), 0.0)
+        line = lines.setdefault(tuple(key.values()), {**key, **kinds})
+        line[row["kind"]] += row["ms"]
+    return list(lines.values())

@@ -1,0 +1,150 @@
+"""Times of training steps: what is counted, what is compared, what does not fit."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import analysis.step_case as module
+from analysis.__main__ import main
+from analysis.experiments.step_speed import CASES, compared
+from analysis.model_flops import forward_flops
+from analysis.step_case import StepCase, by_kind, kind_of
+from train.assemble import assemble
+from train.step import draw_examples, example_losses
+
+
+def products(jaxpr) -> int:
+    """Operations of all matrix products in a program, those inside others too."""
+    total = 0
+    for equation in jaxpr.eqns:
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            total += products(inner) if hasattr(inner, "eqns") else 0
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            (left, _), out = (x.aval for x in equation.invars), equation.outvars[0].aval
+            depth = 1
+            for axis in contracted:
+                depth *= left.shape[axis]
+            total += 2 * out.size * depth
+    return total
+
+
+@pytest.mark.parametrize("name", ["tiny", "small", "base-patch-8", "large-no-remat"])
+def test_operations_are_those_of_the_traced_model(name):
+    config = dataclasses.replace(CASES[name], attn="baseline", batch_size=2)
+    assembly = assemble(config, jax.devices()[:1])
+    resolution, length = config.data.resolution, config.model.text_length
+    batch = {
+        "image": jax.ShapeDtypeStruct((2, resolution, resolution, 3), jnp.uint8),
+        "tokens": jax.ShapeDtypeStruct((2, length), jnp.int32),
+    }
+
+    def losses(params, batch):
+        examples = draw_examples(config, batch, 0)
+        return example_losses(assembly.parts, assembly.attention_fn, params, examples)
+
+    traced = jax.make_jaxpr(losses)(assembly.abstract_state().params, batch)
+    counted = products(traced.jaxpr)
+    assert counted == 2 * forward_flops(config, assembly.tokenizer.vocab_size)
+
+
+def row(**columns):
+    return {"case": "a", "batch": 8, "part": "step", "ms": 2.0} | columns
+
+
+def test_times_are_compared_at_the_same_batch_and_part():
+    rows = compared(
+        [
+            row(implementation="baseline", ms=6.0),
+            row(implementation="pallas"),
+            row(implementation="cudnn", ms=3.0),
+            row(implementation="pallas", batch=16),
+            row(implementation="cudnn", part="both", ms=None),
+        ]
+    )
+    assert [r["speedup"] for r in rows] == [1, 3, 2, None, None]
+    assert [r["over_cudnn"] for r in rows] == [0.5, 1.5, 1, None, None]
+
+
+def test_kernels_are_told_apart_by_their_names():
+    names = {
+        "attention_backward_fused_mosaic_gpu_kernel": "attention",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma": "attention",
+        "nvjet_sm90_tst_144x128_64x6_2x1_v_bz_TTN": "products",
+        "gemm_fusion_dot_212": "products",
+        "input_add_reduce_fusion_8": "other",
+    }
+    assert {name: kind_of(name) for name in names} == names
+    kernels = [
+        row(implementation="pallas", kind=kind, ms=ms)
+        for kind, ms in (("attention", 1.0), ("other", 2.0), ("other", 4.0))
+    ]
+    (line,) = by_kind(kernels)
+    assert (line["attention"], line["products"], line["other"]) == (1, 0, 6)
+
+
+def test_what_does_not_fit_is_tried_with_less(monkeypatch):
+    """Bytes grow with the batch, the baseline's four times as fast."""
+    compiled = []
+
+    def fake(assembly, part, *, tuned=True):
+        config = assembly.config
+        compiled.append((config.attn, config.batch_size, tuned))
+        each = 4 if config.attn == "baseline" else 1
+        return module.Program(
+            part, assembly, None, False, each * config.batch_size, 1.0
+        )
+
+    class Instant(module.Runner):
+        def __init__(self, program, state):
+            pass
+
+        def milliseconds(self, runs):
+            return 1.0
+
+    monkeypatch.setattr(module, "compile_part", fake)
+    monkeypatch.setattr(module, "Runner", Instant)
+    monkeypatch.setattr(StepCase, "_limit", 20.0)
+    monkeypatch.setattr(StepCase, "_state", None)
+    config = dataclasses.replace(CASES["tiny"], batch_size=16)
+    rows = list(StepCase(config, ["baseline", "xla"], ["step"], 0.01).rows())
+    assert [(r["implementation"], r["batch"], r["ms"]) for r in rows] == [
+        ("baseline", 16, None),
+        ("xla", 16, 1.0),
+        ("baseline", 4, 1.0),
+        ("xla", 4, 1.0),
+    ]
+    assert "needs" in rows[0]["refused"]
+    assert ("baseline", 16, True) not in compiled
+
+
+def test_the_command_times_parts(tmp_path, capsys):
+    options = ["--parts", "forward", "step", "--implementations", "baseline"]
+    options += ["--seconds", "0.01", "--batch-size", "2", "--out", str(tmp_path)]
+    assert main(["step-speed", *options]) == 0
+    files = json.loads(capsys.readouterr().out.splitlines()[-1])["files"]
+    assert any(name.endswith(".png") for name in files)
+    lines = (tmp_path / "cpu.jsonl").read_text().splitlines()
+    rows = [r for line in lines for r in json.loads(line).get("rows", [])]
+    forward, step = rows
+    assert forward["part"] == "forward" and 0 < forward["ms"] < step["ms"]
+    assert step["gigabytes"] > forward["gigabytes"] > 0
+    assert main(["step-speed", *options]) == 0  # Nothing is measured twice.
+    assert (tmp_path / "cpu.jsonl").read_text().splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--kernels"], "needs an NVIDIA GPU"),
+        (["--seconds", "0"], "must be above 0"),
+        (["--batch-size", "0"], "at least 1"),
+    ],
+)
+def test_what_cannot_be_is_said(options, words, tmp_path, capsys):
+    assert main(["step-speed", *options, "--out", str(tmp_path)]) == 2
+    assert words in capsys.readouterr().err
