@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from attn_jax import RECIPES
+from attn_jax.formats import FP32
+from attn_jax.recipe import RING_FLASH_ATTN, Recipe, Step
 from train.config import Config, UsageError
 from train.validate import validate
 
@@ -33,6 +35,7 @@ class Arm:
       rewritten: attention differentiates itself (`jax.custom_vjp`), by the same
         operations: another program, the same arithmetic.
       kernels: one of `kernel_options.OPTIONS` for our kernels, None for none.
+      recipe: what the emulator runs, None for what `changes` say.
       devices: of the mesh, along its data axis.
     """
 
@@ -44,7 +47,23 @@ class Arm:
     nudged: bool = False
     rewritten: bool = False
     kernels: str | None = None
+    recipe: Recipe | None = None
     devices: int = 1
+
+
+def _ring(size: int, wide: bool) -> Arm:
+    recipe = dataclasses.replace(RING_FLASH_ATTN, ring_size=size)
+    if wide:
+        recipe = dataclasses.replace(
+            recipe, ring_partial=Step(FP32), ring_gradient_partial=Step(FP32)
+        )
+    bits = 32 if wide else 16
+    return Arm(
+        f"ring-{size}-{bits}",
+        f"ring attention of {size} devices, emulated, partial results of {bits} bits",
+        {"attn": "emulated"},
+        recipe=recipe,
+    )
 
 
 def _precision(name: str, says: str, **changes: Any) -> Arm:
@@ -68,6 +87,7 @@ ARMS: dict[str, Arm] = {
             )
         ),
         Arm("cudnn", "cuDNN's fused attention", {"attn": "cudnn"}),
+        *(_ring(size, wide) for size in (2, 4, 8) for wide in (False, True)),
         Arm("order", "other data, in another order", data=1),
         Arm("init", "other first weights", weights=1),
         _precision("fp32", "everything in FP32"),

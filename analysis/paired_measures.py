@@ -6,8 +6,9 @@ the reference, too, as far as it makes sense there:
 
     diverged       the first step whose loss or gradient was not finite
     loss           mean loss of the steps since the row before
+    highest        the largest of them
     loss_difference
-                   that, less the reference's
+                   the mean less the reference's
     function       RMS difference of what the two networks give on a probe batch over
                    the RMS of the reference's
     direct         ||L|| / ||w||: L is what one step of the arm makes of the reference's
@@ -23,7 +24,8 @@ the reference, too, as far as it makes sense there:
 D(t + 1) - D(t) = L(t) + B(t): the split into a direct error and its feedback is that of
 the slides "Beyond tolerance / Cancellation Preservation", found on GitHub. What is
 measured of trained weights is measured with the reference's attention and arithmetic,
-so that two arms differ through their weights alone.
+so that two arms differ through their weights alone. Once the reference has diverged
+nothing is compared with it.
 """
 
 import dataclasses
@@ -125,7 +127,7 @@ def measure(
     """Trains the reference and the arms; the rows of each, by name.
 
     Raises:
-      UsageError, ExperimentError: as `paired.train`.
+      UsageError: as `paired.train`.
     """
     wanted, names = set(paired.snapshots(config.steps)), [arm.name for arm in arms]
     rows: dict[str, list[Row]] = {name: [] for name in (REFERENCE, *names)}
@@ -159,7 +161,7 @@ def measure(
                 if step == config.steps and training.diverged is None:
                     average = _like(training.state.average, reference.state.average)
                     row |= instruments.judge(reference, average)
-                if name == REFERENCE:
+                if name == REFERENCE or reference.diverged is not None:
                     continue
                 ours = _like(training.state.params, reference.state.params)
                 outputs = instruments.outputs(reference, ours, examples)
@@ -221,13 +223,16 @@ def _relative(x: np.ndarray, of: np.ndarray) -> float | None:
 
 
 def _losses(reference: Training, training: Training, step: int) -> Row:
-    """Means since the last comparison."""
+    """Of the steps since the last comparison; NaN where the arm has not done them."""
     done = paired.snapshots(reference.config.steps)
     before = max((other for other in done if other < step), default=0)
-    ours, theirs = (math.fsum(t.losses[before:step]) for t in (training, reference))
-    number = max(len(training.losses[before:step]), 1)
-    loss = ours / number if len(training.losses) >= step else math.nan
-    return {"loss": loss, "loss_difference": loss - theirs / (step - before)}
+    ours, theirs = (t.losses[before:step] for t in (training, reference))
+    row: Row = {"loss": math.nan, "highest": None, "loss_difference": None}
+    if training.diverged is None:
+        row |= {"loss": math.fsum(ours) / len(ours), "highest": max(ours)}
+    if reference.diverged is None:
+        row["loss_difference"] = row["loss"] - math.fsum(theirs) / len(theirs)
+    return row
 
 
 class _Split:
@@ -253,6 +258,8 @@ class _Split:
     def end(self, reference: Training, training: Training) -> None:
         """Enters them, once both have done the step."""
         if self._kept is None or training.diverged is not None:
+            return
+        if reference.diverged is not None:
             return
         start, other, once = self._kept
         trees = start, other, reference.state.params, once, training.state.params

@@ -3,6 +3,7 @@
 All intervals are of 95 % over seeds, by Student's t (`analysis.summary`).
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -23,6 +24,8 @@ _FIRST_FITTED = 8
 # A tensor whose two travels have less in common than this, where those of half of all
 # tensors have more than the other, is moved by rounding alone.
 _UNRELATED, _RELATED = 0.5, 0.9
+# A loss of a step that is so many times the mean loss before.
+_SPIKE = 2.0
 
 
 def of_all(weights: Iterable[Row]) -> list[Row]:
@@ -55,7 +58,8 @@ def tables(
             finals, margin
         ),
         "tensors that rounding alone moves": apart(weights, last),
-        "trainings that diverged": diverged(runs),
+        f"trainings that diverged, or whose loss rose to {_SPIKE:g} times what it was, "
+        "after the first eighth": unstable(runs),
     }
     return {title: rows for title, rows in found.items() if rows}
 
@@ -149,8 +153,10 @@ def equivalence(finals: Sequence[Row], margin: float) -> list[Row]:
                 (row[name], reference[seed][name])
                 for seed, row in seeds.items()
                 if seed in reference
-                and row[name] is not None
-                and math.isfinite(row[name])
+                and all(
+                    x[name] is not None and math.isfinite(x[name])
+                    for x in (row, reference[seed])
+                )
             ]
             if len(pairs) < max(2, len(seeds)):
                 break
@@ -204,15 +210,37 @@ def apart(weights: Sequence[Row], last: int) -> list[Row]:
     return found
 
 
-def diverged(runs: Sequence[Row]) -> list[Row]:
-    """Of every arm that diverged: in how many seeds, and at which steps."""
+def unstable(runs: Sequence[Row]) -> list[Row]:
+    """Of every arm that diverged or spiked in a seed: in how many, and when; and the
+    most that a loss of a step was, over the mean loss before the comparison before."""
+    last = max(row["step"] for row in runs)
     found = []
-    for arm, seeds in _by_arm(runs).items():
-        steps = [row["diverged"] for row in seeds.values()]
-        known = sorted(step for step in steps if step is not None)
-        if known:
-            at = ", ".join(map(str, known))
+    for arm in dict.fromkeys(row["arm"] for row in runs):
+        own = [row for row in runs if row["arm"] == arm]
+        rises, ends = [], []
+        for seed in dict.fromkeys(row["seed"] for row in own):
+            some = [row for row in own if row["seed"] == seed]
+            ends.append(some[-1]["diverged"])
+            rises.append(
+                max(
+                    (
+                        row["highest"] / before["loss"]
+                        for before, row in itertools.pairwise(some)
+                        if 8 * row["step"] > last and row.get("highest") is not None
+                    ),
+                    default=0.0,
+                )
+            )
+        steps = sorted(step for step in ends if step is not None)
+        spiked = sum(rise >= _SPIKE for rise in rises)
+        if steps or spiked:
             found.append(
-                {"arm": arm, "diverged": f"{len(known)} of {len(steps)}", "steps": at}
+                {
+                    "arm": arm,
+                    "diverged": f"{len(steps)} of {len(ends)}",
+                    "at steps": ", ".join(map(str, steps)),
+                    "spiked": f"{spiked} of {len(ends)}",
+                    "highest rise": f"{max(rises):.3g}",
+                }
             )
     return found

@@ -1,6 +1,7 @@
 """Paired trainings: what arms share with the reference, and what they do not."""
 
 import dataclasses
+import math
 
 import chex
 import jax
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from analysis import ExperimentError, paired
+from analysis import paired
 from analysis.arms import ARMS, MAIN, REFERENCE, Arm, configured, find
+from analysis.paired_measures import Instruments, measure
 from train.config import UsageError
 from train.presets import PRESETS
 from train.state import TrainState
@@ -26,6 +28,7 @@ CONFIG = dataclasses.replace(
     optimizer=dataclasses.replace(TINY.optimizer, warmup=2),
 )
 OPTIONS = ("pallas-no-cures",)
+RINGS = ("ring-2-16", "ring-2-32")
 WILD = Arm("wild", "a learning rate that ends in NaN", {"lr": 1e30})
 
 
@@ -36,8 +39,8 @@ def weights(training: paired.Training):
 @pytest.fixture(scope="module")
 def trained():
     """By step, of every arm: weights, losses, and the step at which it diverged."""
-    names = ("re-run", "ulp", "graph", "pallas", *OPTIONS, "order", "init", "mesh-2")
-    arms = [*map(find, names), WILD]
+    names = "re-run", "ulp", "graph", "pallas", "order", "init", "mesh-2"
+    arms = [*map(find, (*names, *OPTIONS, *RINGS)), WILD]
     return {
         step: {
             name: (weights(t), list(t.losses), t.diverged) for name, t in every.items()
@@ -86,7 +89,7 @@ def test_a_nudge_is_seen_by_the_network(seen):
 
 def test_arms_differ_in_what_they_say_alone(trained):
     first = {name: of[0] for name, of in trained[0].items()}
-    for name in ("pallas", *OPTIONS, "order", "mesh-2", "wild"):
+    for name in ("pallas", *OPTIONS, *RINGS, "order", "mesh-2", "wild"):
         chex.assert_trees_all_equal(first[name], first[REFERENCE])
     one = {name: of[1][0] for name, of in trained[1].items()}
     # At first the gates of attention are closed: all arms have the loss of the same
@@ -96,9 +99,11 @@ def test_arms_differ_in_what_they_say_alone(trained):
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=2.0**-9)
     # Other roundings than the default's, and as near.
-    (option,) = (trained[STEPS][name][1] for name in OPTIONS)
-    assert option not in losses
-    assert option == pytest.approx(losses[1], rel=2.0**-9)
+    for name in (*OPTIONS, *RINGS):
+        other = trained[STEPS][name][1]
+        assert other not in losses
+        assert other == pytest.approx(losses[1], rel=2.0**-9)
+        losses.append(other)
     # Sums over a mesh are added up otherwise: means of 3072 FP32 numbers, in halves of
     # halves or in rows of them, are 16 roundings of 2^-24 apart at the most.
     assert one["mesh-2"] == pytest.approx(one[REFERENCE], rel=2.0**-20)
@@ -117,8 +122,22 @@ def test_an_arm_that_diverges_ends_alone(trained):
     _, losses, diverged = last["wild"]
     assert diverged is not None and len(losses) == diverged + 1 < STEPS
     assert last[REFERENCE][2] is None
-    with pytest.raises(ExperimentError, match="the reference diverged at step"):
-        list(paired.train(dataclasses.replace(CONFIG, lr=1e30), []))
+
+
+def test_a_reference_that_diverges_ends_alone():
+    """The arms go on; what is known of them has nothing to be compared with."""
+    tame = Arm("tame", "a learning rate that learns", {"lr": 2e-3})
+    rows = measure(dataclasses.replace(CONFIG, lr=1e30), [tame], Instruments(2))
+    reference, arm = rows[REFERENCE], rows["tame"]
+    at = reference[-1]["diverged"]
+    assert at is not None and math.isnan(reference[-1]["loss"])
+    assert reference[-1]["held_out_loss"] is None
+    ends = [row for row in arm if row["table"] == "runs"]
+    assert [row["step"] for row in ends] == paired.snapshots(STEPS)
+    assert ends[-1]["diverged"] is None and ends[-1]["held_out_loss"] > 0
+    assert math.isfinite(ends[-1]["loss"]) and ends[-1]["loss_difference"] is None
+    compared = [row["step"] for row in arm if row["table"] == "weights"]
+    assert max(compared) <= at < STEPS
 
 
 def test_a_step_from_another_state_keeps_that_state():

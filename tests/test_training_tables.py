@@ -95,13 +95,27 @@ def test_tensors_that_rounding_moves_stand_apart():
     assert not training_tables.apart([row | {"cosine": 0.1} for row in rows], 64)
 
 
-def test_arms_that_diverge_are_counted():
-    rows = [
-        runs_row("wild", seed, 1.0, diverged=at) for seed, at in enumerate((9, None))
+def test_arms_that_diverge_or_spike_are_counted():
+    def run(arm, seed, highest, diverged=None):
+        """Losses of 1 throughout, but for the highest of a step before each row."""
+        return [
+            runs_row(arm, seed, 1.0, diverged=diverged, highest=rise) | {"step": step}
+            for step, rise in zip((1, 16, 64, 128), highest, strict=True)
+        ]
+
+    rows = run("tame", 0, (1.0, 9.0, 1.9, 1.1))  # 9 is in the first eighth.
+    rows += run("spiked", 0, (1.0, 1.0, 2.5, 1.0)) + run("spiked", 1, (1, 1, 1, 1))
+    rows += run("wild", 0, (1, 1, 3.0, None), 70) + run("wild", 1, (1, 1, 1, None), 99)
+    assert training_tables.unstable(rows) == [
+        {
+            **{"arm": "spiked", "diverged": "0 of 2", "at steps": ""},
+            **{"spiked": "1 of 2", "highest rise": "2.5"},
+        },
+        {
+            **{"arm": "wild", "diverged": "2 of 2", "at steps": "70, 99"},
+            **{"spiked": "1 of 2", "highest rise": "3"},
+        },
     ]
-    rows += [runs_row("tame", seed, 1.0) for seed in range(2)]
-    found = training_tables.diverged(rows)
-    assert found == [{"arm": "wild", "diverged": "1 of 2", "steps": "9"}]
 
 
 def test_all_tables_are_there_where_they_say_something():

@@ -90,7 +90,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
 
     Raises:
       UsageError: an arm or an option does not exist or fit.
-      ExperimentError: the reference diverged, or a run of the same was not the same.
+      ExperimentError: a run of the same was not the same.
     """
     set_profile("exact")
     arms = [find(name) for name in dict.fromkeys(options.arms)]
