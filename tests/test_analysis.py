@@ -46,7 +46,7 @@ def test_every_experiment_has_a_test():
     # tests/test_experiments_gpu.py. The sweeps:
     # tests/test_experiments_forward.py and _backward.py. Times: tests/test_speed.py.
     # Random cases: tests/test_random_cases.py. The census: tests/test_census.py.
-    # Weights: tests/test_weights_files.py.
+    # Weights: tests/test_weights_files.py. Steps: tests/test_step_speed.py.
     elsewhere = {
         "capture",
         "random-cases",
@@ -65,6 +65,7 @@ def test_every_experiment_has_a_test():
         "training",
         "weights",
         "weights-speed",
+        "step-speed",
     }
     assert TOY_OPTIONS.keys() | elsewhere == EXPERIMENTS.keys()
 

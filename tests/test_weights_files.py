@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from analysis import weights
 from analysis.__main__ import main
+from analysis.experiments import weights_speed
 from analysis.weights import readers
 from analysis.weights.compare import compare
 from analysis.weights.leaves import boxes
@@ -367,6 +368,19 @@ def test_speed_is_measured_against_scipy(tmp_path, capsys):
     assert all(abs(row["apart"]) < 1e-12 for row in rows)
     assert json.loads((tmp_path / "cpu.json").read_text())["rows"] == rows
     assert main(["weights-speed", "--size", "0"]) == 2
+    assert main(["weights-speed", "--parameters", "0"]) == 2
+
+
+def test_trees_are_compared_where_they_lie(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(weights_speed, "_WIDTH", 16)
+    options = ["--size", "10", "--repeats", "1", "--out", str(tmp_path)]
+    assert main(["weights-speed", *options, "--parameters", "5000"]) == 0
+    *_, tree = json.loads(capsys.readouterr().out)["rows"]
+    assert tree["implementation"] == "tree" and tree["seconds"] > 0
+    # Two layers of 12 x 16^2 + 16.
+    assert tree["size"] == 2 * (12 * 16**2 + 16)
+    # Noise of 1 % moves order statistics by less than it moves weights: 0.01 x 0.8.
+    assert 0 < tree["w1"] < 0.008
 
 
 def test_numpy_sorts_without_avx512_on_amd(monkeypatch):
