@@ -74,8 +74,9 @@ class StepCase:
             needed = 0.0
             for row in self._at(batch):
                 if _EXHAUSTED in (row.get("refused") or ""):
-                    # More than all, if it was only found when it ran.
-                    needed = max(needed, row["gigabytes"] * 2**30, 1.01 * self._limit)
+                    # More than all, if it was only found when it compiled or ran.
+                    known = (row["gigabytes"] or 0.0) * 2**30
+                    needed = max(needed, known, 1.01 * self._limit)
                 yield row
             if needed <= self._limit or batch == 1:
                 return

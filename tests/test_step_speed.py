@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.errors import JaxRuntimeError
 
 import analysis.step_case as module
 from analysis.__main__ import main
@@ -94,6 +95,8 @@ def test_what_does_not_fit_is_tried_with_less(monkeypatch):
     def fake(assembly, part, *, tuned=True):
         config = assembly.config
         compiled.append((config.attn, config.batch_size, tuned))
+        if config.attn == "reference" and config.batch_size > 8:
+            raise JaxRuntimeError("RESOURCE_EXHAUSTED: no room to try out products")
         each = 4 if config.attn == "baseline" else 1
         return module.Program(
             part, assembly, None, False, each * config.batch_size, 1.0
@@ -111,6 +114,10 @@ def test_what_does_not_fit_is_tried_with_less(monkeypatch):
     monkeypatch.setattr(StepCase, "_limit", 20.0)
     monkeypatch.setattr(StepCase, "_state", None)
     config = dataclasses.replace(CASES["tiny"], batch_size=16)
+    rows = list(StepCase(config, ["reference", "xla"], ["step"], 0.01).rows())
+    assert [(r["implementation"], r["batch"]) for r in rows if r["ms"]] == [
+        *(("xla", 16), ("reference", 8), ("xla", 8)),
+    ]
     rows = list(StepCase(config, ["baseline", "xla"], ["step"], 0.01).rows())
     assert [(r["implementation"], r["batch"], r["ms"]) for r in rows] == [
         ("baseline", 16, None),
