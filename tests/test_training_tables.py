@@ -103,17 +103,17 @@ def test_arms_that_diverge_or_spike_are_counted():
             for step, rise in zip((1, 16, 64, 128), highest, strict=True)
         ]
 
-    rows = run("tame", 0, (1.0, 9.0, 1.9, 1.1))  # 9 is in the first eighth.
-    rows += run("spiked", 0, (1.0, 1.0, 2.5, 1.0)) + run("spiked", 1, (1, 1, 1, 1))
-    rows += run("wild", 0, (1, 1, 3.0, None), 70) + run("wild", 1, (1, 1, 1, None), 99)
+    rows = run("tame", 0, (1.0, 9.0, 3.9, 1.1))  # 9 is in the first eighth.
+    rows += run("spiked", 0, (1.0, 1.0, 4.5, 1.0)) + run("spiked", 1, (1, 1, 1, 1))
+    rows += run("wild", 0, (1, 1, 5.0, None), 70) + run("wild", 1, (1, 1, 1, None), 99)
     assert training_tables.unstable(rows) == [
         {
             **{"arm": "spiked", "diverged": "0 of 2", "at steps": ""},
-            **{"spiked": "1 of 2", "highest rise": "2.5"},
+            **{"spiked": "1 of 2", "highest rise": "4.5"},
         },
         {
             **{"arm": "wild", "diverged": "2 of 2", "at steps": "70, 99"},
-            **{"spiked": "1 of 2", "highest rise": "3"},
+            **{"spiked": "1 of 2", "highest rise": "5"},
         },
     ]
 
