@@ -203,15 +203,18 @@ class StepCase:
 
     def _largest(self, name: str, row: Row) -> int | None:
         """The largest batch of which a step runs, found by what batches need."""
-        batch, held = row["batch"], row["gigabytes"] * 2**30
-        if self._limit == math.inf or batch < 2:
+        batch, usable = row["batch"], _USABLE * self._limit
+        if usable == math.inf or batch < 2:
             return None
-        half = compile_part(self._assembled(name, batch // 2), "step").bytes
+
+        def step(size: int) -> Program:
+            return compile_part(self._assembled(name, size), "step", tuned=False)
+
+        held, half = step(batch).bytes, step(batch // 2).bytes
         each = (held - half) / (batch - batch // 2)
-        usable = _USABLE * self._limit
         wanted = batch + math.floor((usable - held) / each)
         while wanted > batch:
-            program = compile_part(self._assembled(name, wanted), "step")
+            program = step(wanted)
             if program.bytes <= usable:
                 with contextlib.suppress(JaxRuntimeError):
                     Runner(program, self._state).milliseconds(1)

@@ -127,6 +127,8 @@ def test_what_does_not_fit_is_tried_with_less(monkeypatch):
     ]
     assert "needs" in rows[0]["refused"]
     assert ("baseline", 16, True) not in compiled
+    (row,) = StepCase(config, ["xla"], ["step"], 0.01, largest=True).rows()
+    assert row["largest_batch"] == 19  # 0.97 of 20.
 
 
 def test_the_command_times_parts(tmp_path, capsys):

@@ -59,6 +59,7 @@ CASES: dict[str, Config] = {
         _with_model("large", remat=False), batch_size=32
     ),
 }
+_PROFILE = "of python -m train (default fast)"
 _NAMES = "baseline", "pallas", "cudnn"
 _SHOWN = (
     *("case", "N", "batch", "part", "implementation", "ms", "speedup", "over_cudnn"),
@@ -80,12 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default all")
     add("--batch-size", type=int, help="to begin with (default the preset's)")
     add("--seconds", type=float, default=3.0, help="of timing a part (default 3)")
-    add(
-        *("--profile",),
-        choices=["fast", "exact"],
-        default="fast",
-        help="of python -m train (default fast)",
-    )
+    add("--profile", choices=["fast", "exact"], default="fast", help=_PROFILE)
     add("--largest", action="store_true", help="look for the largest batch that fits")
     add("--kernels", action="store_true", help="where the time of a step goes (GPU)")
     add("--out", type=Path, default=Path("results", "step_speed"), help="folder")
