@@ -1,10 +1,10 @@
 """Normalisations and the activation, with gradients that keep their inputs only.
 
 JAX's own gradients of these keep FP32 copies of what lies between, several times the
-width of the input, and read it in more passes than are needed; that is a tenth of the
-time of a step of `small` on an H200. Here what lies between is made again from the
-input. The barrier before that keeps XLA from seeing that the forward pass made it
-already, and from storing it for the backward pass all the same.
+width of the input, and read it in more passes than are needed. Here what lies between
+is made again from the input: a step of `small` takes 5 % less on an H200, with the
+earlier rounding of query, key and value. The barrier before that keeps XLA from seeing
+that the forward pass made it already, and from storing it all the same.
 """
 
 import jax
