@@ -21,9 +21,7 @@ import numpy as np
 from analysis.arms import REFERENCE, Arm, configured
 from analysis.kernel_options import recipe_of
 from attn_jax import dot_product_attention
-from attn_jax.formats import FP16
 from attn_jax.mask import Mask
-from attn_jax.recipe import Recipe
 from train.assemble import Assembly, assemble, open_split
 from train.attention import make_attention, shard_attention
 from train.config import Config, UsageError
@@ -228,14 +226,12 @@ def _begin(config: Config, arm: Arm, programs: Programs) -> Training:
 
 def _assembled(config: Config, arm: Arm) -> Assembly:
     assembly = assemble(config, jax.devices()[: arm.devices])
-    attention = make_attention(assembly.attention, assembly.policy)
+    attention = make_attention(assembly.attention, assembly.policy, arm.recipe)
     if arm.kernels is not None:
         attention = _with_option(assembly, arm.kernels)
-    elif arm.recipe is not None:
-        attention = _emulating(assembly, arm.recipe)
     elif arm.rewritten:
         attention = _differentiating_itself(attention)
-    else:
+    elif arm.recipe is None:
         return assembly
     kind = assembly.policy.attention
     attention_fn = shard_attention(attention, assembly.mesh, kind)
@@ -294,19 +290,6 @@ def _with_option(assembly: Assembly, option: str) -> AttentionFn:
             value,
             implementation=assembly.attention.implementation,
             recipe=recipe,
-        )
-        return cast(jax.Array, out)
-
-    return attention
-
-
-def _emulating(assembly: Assembly, recipe: Recipe) -> AttentionFn:
-    if assembly.policy.attention == jnp.float16:
-        recipe = recipe.with_inputs(FP16)
-
-    def attention(query, key, value):
-        out = dot_product_attention(
-            query, key, value, implementation="emulated", recipe=recipe
         )
         return cast(jax.Array, out)
 

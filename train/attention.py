@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from attn_jax import RECIPES, dot_product_attention
 from attn_jax.api import Implementation
 from attn_jax.formats import FP16
+from attn_jax.recipe import Recipe
 from train.config import Attention, Config, UsageError, head_dim, image_tokens
 from train.model import AttentionFn
 from train.precision import Policy
@@ -105,7 +106,7 @@ def compiler_options(resolved: ResolvedAttention, device: Any) -> dict[str, bool
 
     Query, key and value of a layer are products with the same array. Made one product,
     as XLA likes to, they have to be cut apart again, and their gradients joined, which
-    takes longer than it gains: 4 % of a step of `small` on an H200.
+    takes longer than it gains in narrow models.
 
     Asked for cuDNN's deterministic backward pass, which either flag does, a step of 8
     layers compiles and dies at its first call ("raw_hash_map::at"; jaxlib 0.11.2, an
@@ -137,14 +138,16 @@ def _check_head_dim(config: Config, device: Any) -> None:
         )
 
 
-def make_attention(resolved: ResolvedAttention, policy: Policy) -> AttentionFn:
+def make_attention(
+    resolved: ResolvedAttention, policy: Policy, recipe: Recipe | None = None
+) -> AttentionFn:
     """The library's attention as a function of (query, key, value), [B, L, N, H], in
-    the policy's attention format; the output has that format."""
-    recipe = None
-    if resolved.recipe in RECIPES:
+    the policy's attention format; the output has that format. `recipe` takes the place
+    of the one that is named."""
+    if recipe is None and resolved.recipe in RECIPES:
         recipe = RECIPES[resolved.recipe]
-        if policy.attention == jnp.float16:
-            recipe = recipe.with_inputs(FP16)
+    if recipe is not None and policy.attention == jnp.float16:
+        recipe = recipe.with_inputs(FP16)
 
     def attention(query: Array, key: Array, value: Array) -> Array:
         out = dot_product_attention(
