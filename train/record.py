@@ -36,7 +36,6 @@ _VERSIONS_OF = (
     "flax",
     "optax",
     "orbax-checkpoint",
-    "grain",
     "numpy",
     "jax-cuda13-plugin",
     "jax-cuda12-plugin",

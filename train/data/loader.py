@@ -1,4 +1,4 @@
-"""Batches whose order is a pure function of (seed, step), fed through Grain.
+"""Batches whose order is a pure function of (seed, step), read some steps ahead.
 
 Global row r = step * batch_size + row of the whole run shows sample
 permutation(epoch)[r mod n] with epoch = r div n, where n is the size of the source
@@ -7,19 +7,19 @@ so a run resumes at any step and every process count trains on the same batches.
 sample is dropped: a batch may end one epoch and begin the next.
 """
 
+import collections
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
-import grain
 import numpy as np
-from absl import flags
 from jaxtyping import Int32, UInt8, UInt64
 
 from train.data.source import BatchSource, DataError, Source
@@ -29,7 +29,7 @@ _ROUNDS = 6  # of the Feistel network; 4 is the least that hides the key
 # A thread makes a whole batch at a time. Rendering and decoding release the GIL, but
 # not all the time, so more than a few threads only take turns.
 _THREADS = min(8, os.cpu_count() or 1)
-_BUFFERED = 8  # batches kept ready
+_AHEAD = 8  # batches being read or kept ready, at least
 
 
 class Batch(TypedDict):
@@ -91,25 +91,17 @@ def sample_indices(
 
 @dataclass(frozen=True)
 class _Batches:
-    """Random access to this process's batches, the element type that Grain sees."""
+    """This process's rows of the batch of any step."""
 
     source: Source
     tokenizer: Tokenizer
     batch_size: int
     seed: int
-    start_step: int
     rows: range
 
-    def __len__(self) -> int:
-        return 2**31 - 1
-
-    def __getitem__(self, index: int) -> _Read:
+    def read(self, step: int) -> _Read:
         wanted = sample_indices(
-            len(self.source),
-            self.seed,
-            self.start_step + index,
-            self.batch_size,
-            self.rows,
+            len(self.source), self.seed, step, self.batch_size, self.rows
         )
         if isinstance(self.source, BatchSource):
             examples = self.source.__getitems__(wanted)
@@ -138,16 +130,41 @@ class BatchIterator(Iterator[Batch]):
         truncated: captions cut to the tokenizer's length in delivered batches.
     """
 
-    def __init__(self, reads: grain.DatasetIterator, step: int):
-        self._reads = reads
+    def __init__(self, reads: _Batches, step: int, worker_count: int):
         self.step = step
         self.skipped: dict[str, str] = {}
         self.truncated = 0
+        self._read: Callable[[int], _Read]
+        if worker_count:
+            executor = ProcessPoolExecutor(
+                worker_count,
+                multiprocessing.get_context("spawn"),
+                initializer=_start_worker,
+                initargs=(reads,),
+            )
+            self._read = _read_in_worker
+        else:
+            executor = ThreadPoolExecutor(_THREADS)
+            self._read = reads.read
+        self._executor = executor
+        self._most = max(_AHEAD, 2 * worker_count)
+        self._ahead: collections.deque[Future[_Read]] = collections.deque()
         # Also when nobody calls close: readers outlive SIGTERM, see _start_worker.
-        self._close = weakref.finalize(self, reads.close)
+        self._close = weakref.finalize(self, executor.shutdown, cancel_futures=True)
 
     def __next__(self) -> Batch:
-        read = next(self._reads)
+        while len(self._ahead) < self._most:
+            step = self.step + len(self._ahead)
+            self._ahead.append(self._executor.submit(self._read, step))
+        # It leaves the queue once it is there: Ctrl-C on the way loses no batch.
+        try:
+            read = self._ahead[0].result()
+        except BrokenProcessPool:
+            raise DataError(
+                "a process that reads the data was killed, for want of memory most "
+                "likely: take fewer (--data.workers) or smaller batches"
+            ) from None
+        self._ahead.popleft()
         self.step += 1
         self.skipped |= read.skipped
         self.truncated += read.truncated
@@ -158,7 +175,14 @@ class BatchIterator(Iterator[Batch]):
         self._close()
 
 
-def _start_worker(index: int, count: int) -> None:
+_of_worker: list[_Batches] = []  # what a reading process reads, once for all steps
+
+
+def _read_in_worker(step: int) -> _Read:
+    return _of_worker[0].read(step)
+
+
+def _start_worker(reads: _Batches) -> None:
     """Leaves it to the trainer when a reading process ends.
 
     Ctrl-C and most job schedulers signal the whole process group, and a trainer that
@@ -168,6 +192,7 @@ def _start_worker(index: int, count: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    _of_worker.append(reads)
 
 
 def _end_with_parent() -> None:
@@ -181,8 +206,11 @@ def batch_at(
     source: Source, tokenizer: Tokenizer, *, batch_size: int, seed: int, step: int
 ) -> Batch:
     """The whole batch of one step, read in this thread."""
-    reads = _Batches(source, tokenizer, batch_size, seed, step, range(batch_size))
-    return reads[0].batch
+    return (
+        _Batches(source, tokenizer, batch_size, seed, range(batch_size))
+        .read(step)
+        .batch
+    )
 
 
 def batches(
@@ -227,23 +255,6 @@ def batches(
         tokenizer=tokenizer,
         batch_size=batch_size,
         seed=seed,
-        start_step=start_step,
         rows=range(process_index * rows, (process_index + 1) * rows),
     )
-    data = grain.MapDataset.source(reads).to_iter_dataset(
-        grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_BUFFERED)
-    )
-    if worker_count:
-        # Grain 0.2.18 reads its absl flags here, which raises unless they count as
-        # parsed; this program has no absl command line.
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()
-        # Through pipes: in shared memory a batch is lost when Ctrl-C comes between its
-        # making and its release, and containers have 64 MB of that. A batch of 50 MB
-        # takes 90 ms longer on two cores.
-        data = grain.experimental.WithOptionsIterDataset(
-            data, grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
-        ).mp_prefetch(
-            grain.MultiprocessingOptions(num_workers=worker_count), _start_worker
-        )
-    return BatchIterator(iter(data), start_step)
+    return BatchIterator(reads, start_step, worker_count)
