@@ -206,9 +206,10 @@ def test_impossible_requests_raise_one_line():
             take(1, **settings)
     with pytest.raises(DataError, match="no samples"):
         take(1, Numbers(0))
-    # An error inside a reading thread reaches the caller.
-    with pytest.raises(ValueError, match="'number'"):
-        take(1, Numbers(5))
+    # An error inside a reading thread or process reaches the caller.
+    for workers in (0, 1):
+        with pytest.raises(ValueError, match="'number'"):
+            take(1, Numbers(5), worker_count=workers)
 
 
 # Holds batches to the end, as JAX may, and leaves by any exception as a trainer does.

@@ -10,13 +10,15 @@ sample is dropped: a batch may end one epoch and begin the next.
 import collections
 import multiprocessing
 import os
+import queue
 import signal
-import threading
+import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from typing import NamedTuple, TypedDict
 
 import numpy as np
@@ -121,6 +123,95 @@ class _Batches:
         )
 
 
+_FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM)
+
+
+class _Process:
+    """A process that reads batches, asked and answered through a pipe of its own.
+
+    Ctrl-C and most job schedulers signal the whole process group, and a trainer that
+    saves before it ends may want another batch: both signals are blocked here. It
+    ends when the trainer closes it, or with the trainer: its pipe ends then. (Pools
+    that share a pipe wait for ever when one of them is killed while it answers.)
+    """
+
+    def __init__(self, reads: _Batches):
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, reads))
+        resource_tracker.ensure_running()  # Python 3.12 unblocks signals as it starts.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
+        try:
+            self._process.start()  # The process has our mask from its first moment.
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+
+    def read(self, step: int) -> _Read:
+        try:
+            self._connection.send(step)
+            answer = self._connection.recv()
+        except (EOFError, OSError):
+            raise DataError(
+                "a process that reads the data was killed, for want of memory most "
+                "likely: take fewer of them (--data.workers) or smaller batches"
+            ) from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def end(self) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(connection: Connection, reads: _Batches) -> None:
+    while True:
+        try:
+            step = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = reads.read(step)
+        except Exception as error:  # Whatever it is, the trainer is to know.
+            error.add_note(f"in a reading process:\n{traceback.format_exc()}")
+            answer = error
+        try:
+            connection.send(answer)
+        except OSError:
+            return
+
+
+class _Readers:
+    """Threads that read, or that each ask a process to."""
+
+    def __init__(self, reads: _Batches, worker_count: int):
+        self._reads = reads
+        self._processes = [_Process(reads) for _ in range(worker_count)]
+        self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
+        for process in self._processes:
+            self._idle.put(process)
+        self._threads = ThreadPoolExecutor(worker_count or _THREADS)
+
+    def submit(self, step: int) -> Future[_Read]:
+        return self._threads.submit(self._read, step)
+
+    def _read(self, step: int) -> _Read:
+        if not self._processes:
+            return self._reads.read(step)
+        process = self._idle.get()
+        try:
+            return process.read(step)
+        finally:
+            self._idle.put(process)
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.end()
+
+
 class BatchIterator(Iterator[Batch]):
     """Endless batches, with the position and what has gone wrong so far.
 
@@ -134,36 +225,17 @@ class BatchIterator(Iterator[Batch]):
         self.step = step
         self.skipped: dict[str, str] = {}
         self.truncated = 0
-        self._read: Callable[[int], _Read]
-        if worker_count:
-            executor = ProcessPoolExecutor(
-                worker_count,
-                multiprocessing.get_context("spawn"),
-                initializer=_start_worker,
-                initargs=(reads,),
-            )
-            self._read = _read_in_worker
-        else:
-            executor = ThreadPoolExecutor(_THREADS)
-            self._read = reads.read
-        self._executor = executor
+        self._readers = _Readers(reads, worker_count)
         self._most = max(_AHEAD, 2 * worker_count)
         self._ahead: collections.deque[Future[_Read]] = collections.deque()
-        # Also when nobody calls close: readers outlive SIGTERM, see _start_worker.
-        self._close = weakref.finalize(self, executor.shutdown, cancel_futures=True)
+        # Also when nobody calls close: processes outlive signals.
+        self._close = weakref.finalize(self, self._readers.close)
 
     def __next__(self) -> Batch:
         while len(self._ahead) < self._most:
-            step = self.step + len(self._ahead)
-            self._ahead.append(self._executor.submit(self._read, step))
-        # It leaves the queue once it is there: Ctrl-C on the way loses no batch.
-        try:
-            read = self._ahead[0].result()
-        except BrokenProcessPool:
-            raise DataError(
-                "a process that reads the data was killed, for want of memory most "
-                "likely: take fewer (--data.workers) or smaller batches"
-            ) from None
+            self._ahead.append(self._readers.submit(self.step + len(self._ahead)))
+        # It leaves the queue once it is there: an interrupt loses no batch.
+        read = self._ahead[0].result()
         self._ahead.popleft()
         self.step += 1
         self.skipped |= read.skipped
@@ -173,33 +245,6 @@ class BatchIterator(Iterator[Batch]):
     def close(self) -> None:
         """Stops the reading threads or processes."""
         self._close()
-
-
-_of_worker: list[_Batches] = []  # what a reading process reads, once for all steps
-
-
-def _read_in_worker(step: int) -> _Read:
-    return _of_worker[0].read(step)
-
-
-def _start_worker(reads: _Batches) -> None:
-    """Leaves it to the trainer when a reading process ends.
-
-    Ctrl-C and most job schedulers signal the whole process group, and a trainer that
-    saves before it ends may want another batch. A reader ends when the trainer closes
-    it, or with the trainer.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _of_worker.append(reads)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def batch_at(

@@ -35,8 +35,8 @@ class Source(Protocol):
 class BatchSource(Source, Protocol):
     """A source that makes many examples faster together than one by one.
 
-    The method's name is Grain's. `source.__getitems__([i, j])` equals
-    `[source[i], source[j]]` bit for bit.
+    The method's name is the one Grain and PyTorch use. `source.__getitems__([i, j])`
+    equals `[source[i], source[j]]` bit for bit.
     """
 
     def __getitems__(self, indices: list[int], /) -> list[Example]: ...
