@@ -9,28 +9,34 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.errors import JaxRuntimeError
 
 from analysis.model_flops import PEAKS, PER_STEP, forward_flops
 from analysis.record import Row
 from analysis.step_programs import Part, Program, Runner, compile_part
-from attn_jax.timing import card, device_time, interleaved, quartiles, reason
+from attn_jax.timing import card, interleaved, kernel_times, quartiles, reason
 from train.assemble import Assembly, assemble
 from train.config import Attention, Config, UsageError, image_tokens
+from train.precision import start_loss_scale
 from train.state import TrainState
 
 # Runs in a row for each of `interleaved`: a wait for the device is short beside them.
 _IN_A_ROW = 4
+# Steps before kernels are listed, so that the card is as warm as in a training, and
+# steps of which they are.
+_WARM, _TRACED = 20, 3
 # Allocators leave gaps: what would take more of the memory than this is not tried.
 _USABLE = 0.97
 # How XLA says so, too.
 _EXHAUSTED = "RESOURCE_EXHAUSTED"
 # What a kernel does, by its name; the first that fits.
 KINDS = {
-    "attention": re.compile(r"mosaic_gpu|sdpa|fmha|flash"),
+    "attention": re.compile(r"mosaic_gpu|cudnn|fmha|flash"),
     "products": re.compile(r"gemm|nvjet|cutlass|xmma|cublas", re.IGNORECASE),
 }
 BETWEEN = "between kernels"
@@ -90,8 +96,35 @@ class StepCase:
 
     @functools.cached_property
     def _state(self) -> TrainState:
-        """Fresh weights, for all attentions."""
-        return self._assembled("baseline", 1).fresh_state()
+        """Weights none of which is 0, for all attentions.
+
+        Gates and the last layer begin at 0, and with them nearly all gradients.
+        Products with zeros draw less power: a card at its limit runs them at a higher
+        clock than those of a training under way.
+        """
+        assembly, rng = self._assembled("baseline", 1), np.random.default_rng(0)
+
+        def weights(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            if "scale" in jax.tree_util.keystr(path):
+                filled = np.ones(leaf.shape, leaf.dtype)
+            else:
+                filled = rng.standard_normal(leaf.shape, np.float32)
+                filled = (filled / math.sqrt(self.config.model.width)).astype(
+                    leaf.dtype
+                )
+            return jax.device_put(filled, leaf.sharding)
+
+        abstract = assembly.abstract_state()
+        state = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
+            abstract,
+        )
+        start = jax.device_put(
+            start_loss_scale(assembly.policy),
+            jax.tree.map(lambda leaf: leaf.sharding, abstract.loss_scale),
+        )
+        params = jax.tree_util.tree_map_with_path(weights, abstract.params)
+        return state._replace(params=params, loss_scale=start)
 
     def _at(self, batch: int) -> Iterator[Row]:
         """Rows at a batch size."""
@@ -113,14 +146,16 @@ class StepCase:
                     runners.pop(name, None)
                     rows[name]["refused"] = reason(error)
             self._time(runners, rows)
+            ran = {name for name, row in rows.items() if row["ms"] is not None}
+            kernels: dict[str, list[Row]] = {}
+            if part == "step" and self.kernels:
+                kernels = {n: list(_kernels(rows[n], runners[n])) for n in ran}
             runners.clear()
             for name, row in rows.items():
-                ran = part == "step" and row["ms"] is not None
-                if ran and self.largest:
+                if part == "step" and self.largest and name in ran:
                     row["largest_batch"] = self._largest(name, row)
                 yield row
-                if ran and self.kernels:
-                    yield from self._kernels(name, row)
+                yield from kernels.get(name, ())
 
     def _compiled(self, batch: int) -> dict[str, dict[str, Program | str]]:
         """Programs of each attention, compiled beside each other; or why not."""
@@ -223,24 +258,24 @@ class StepCase:
             wanted -= math.ceil(over / each)
         return batch
 
-    def _kernels(self, name: str, row: Row) -> Iterator[Row]:
-        """The kernels of a step by their names, the longest first."""
-        assembly = self._assembled(name, row["batch"])
-        # It is called with the same state again and again.
-        program = compile_part(assembly, "step", donate=False)
-        _, seen = device_time(
-            program.compiled, Runner(program, self._state).arguments, 2
-        )
-        launches, total = Counter(kernel for kernel, _ in seen), dict[str, float]()
-        for kernel, milliseconds in seen:
-            total[kernel] = total.get(kernel, 0.0) + milliseconds
-        same = {k: row[k] for k in ("N", "batch", "part", "implementation")}
-        same = {"table": "kernels", **same}
-        for kernel, milliseconds in sorted(total.items(), key=lambda x: -x[1]):
-            found = {"kind": kind_of(kernel), "kernel": kernel[:120]}
-            yield {**same, **found, "launches": launches[kernel], "ms": milliseconds}
-        rest = {"kind": BETWEEN, "kernel": "", "launches": len(seen)}
-        yield {**same, **rest, "ms": row["ms"] - sum(total.values())}
+
+def _kernels(row: Row, runner: Runner) -> Iterator[Row]:
+    """The kernels of a step by their names, the longest first."""
+    runner.milliseconds(_WARM)
+    seen = kernel_times(lambda: runner.milliseconds(_TRACED))
+    launches, total = Counter(kernel for kernel, _ in seen), dict[str, float]()
+    for kernel, milliseconds in seen:
+        total[kernel] = total.get(kernel, 0.0) + milliseconds / _TRACED
+    same = {k: row[k] for k in ("N", "batch", "part", "implementation")}
+    same = {"table": "kernels", **same}
+    for kernel, milliseconds in sorted(total.items(), key=lambda x: -x[1]):
+        found = {"kind": kind_of(kernel), "kernel": kernel[:120]}
+        yield {
+            **{**same, **found},
+            **{"launches": launches[kernel] / _TRACED, "ms": milliseconds},
+        }
+    rest = {"kind": BETWEEN, "kernel": "", "launches": len(seen) / _TRACED}
+    yield {**same, **rest, "ms": row["ms"] - sum(total.values())}
 
 
 def by_kind(kernels: Iterable[Row]) -> list[Row]:

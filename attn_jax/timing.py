@@ -3,10 +3,13 @@
 import contextlib
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 Row = dict[str, Any]
@@ -59,12 +62,13 @@ def reason(error: BaseException) -> str:
 def card() -> Iterator[Row]:
     """Clock and power of the first GPU while the block runs, known after it.
 
-    The columns `sm_mhz` and `watts`; none without nvidia-smi. It takes about as long to
-    start as the first rounds do, so that it reads a card at work.
+    The columns `sm_mhz` and `watts`, medians of what nvidia-smi says ten times a
+    second; none without it, or where the block is over before it says anything.
     """
     reading: Row = {}
-    query = "--query-gpu=clocks.sm,power.draw"
-    command = ["nvidia-smi", "--id=0", query, "--format=csv,noheader,nounits"]
+    query = "--query-gpu=clocks.sm,power.draw.instant"
+    form = "--format=csv,noheader,nounits"
+    command = ["nvidia-smi", "--id=0", query, form, "--loop-ms=100"]
     try:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -74,14 +78,16 @@ def card() -> Iterator[Row]:
         return
     try:
         yield reading
-        # A card that does not say leaves the columns empty.
-        with contextlib.suppress(ValueError, subprocess.TimeoutExpired):
-            said, _ = process.communicate(timeout=30)
-            clock, power = (float(part) for part in said.strip().split(","))
-            reading |= {"sm_mhz": clock, "watts": power}
     finally:
         process.kill()
-        process.wait()
+        said, _ = process.communicate()
+        # The last line may be cut off; a card that does not say leaves a column empty.
+        lines = [line.split(",") for line in said.split("\n")[:-1]]
+        for name, column in zip(
+            ("sm_mhz", "watts"), zip(*lines, strict=False), strict=False
+        ):
+            with contextlib.suppress(ValueError):
+                reading[name] = statistics.median(map(float, column))
 
 
 def device_time(
@@ -111,3 +117,25 @@ def device_time(
     if not found[0]:
         raise RuntimeError("it saw no kernel")
     return statistics.median(sum(ms for _, ms in run) for run in found), found[0]
+
+
+def kernel_times(run: Callable[[], object]) -> list[tuple[str, float]]:
+    """The GPU's kernels while `run()` runs, in order, and milliseconds that each took.
+
+    By JAX's profiler, of any program and however it is called; `device_time` is of one
+    that can be called with the same arguments again and again.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        traces = Path(folder).glob("**/*.xplane.pb")
+        events = [
+            (event.start_ns, event.name, event.duration_ns / 1e6)
+            for trace in traces
+            for plane in jax.profiler.ProfileData.from_file(str(trace)).planes
+            if "GPU" in plane.name
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        ]
+    return [(name, milliseconds) for _, name, milliseconds in sorted(events)]

@@ -13,6 +13,7 @@ from analysis.__main__ import main
 from analysis.experiments.step_speed import CASES, compared
 from analysis.model_flops import forward_flops
 from analysis.step_case import StepCase, by_kind, kind_of
+from attn_jax.timing import kernel_times
 from train.assemble import assemble
 from train.step import draw_examples, example_losses
 
@@ -75,6 +76,7 @@ def test_kernels_are_told_apart_by_their_names():
     names = {
         "attention_backward_fused_mosaic_gpu_kernel": "attention",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma": "attention",
+        "_ZN5cudnn6fusion28compute_dot_do_o_specializedILb1ELi64EEE": "attention",
         "nvjet_sm90_tst_144x128_64x6_2x1_v_bz_TTN": "products",
         "gemm_fusion_dot_212": "products",
         "input_add_reduce_fusion_8": "other",
@@ -86,6 +88,48 @@ def test_kernels_are_told_apart_by_their_names():
     ]
     (line,) = by_kind(kernels)
     assert (line["attention"], line["products"], line["other"]) == (1, 0, 6)
+
+
+def test_no_weight_is_zero_as_gates_are_before_training():
+    state = StepCase(CASES["tiny"], ["baseline"], ["step"], 0.01)._state
+    for leaf in jax.tree.leaves(state.params):
+        assert jnp.count_nonzero(leaf) == leaf.size
+    assert state.loss_scale.scale == 1 and state.step == 0
+
+
+def test_a_trace_has_the_kernels_of_gpus_only():
+    program = jax.jit(lambda x: x + 1)
+    jax.block_until_ready(program(1.0))
+    seen = kernel_times(lambda: jax.block_until_ready(program(1.0)))
+    assert bool(seen) == (jax.default_backend() == "gpu")
+
+
+def test_kernels_are_those_of_one_step(monkeypatch):
+    """Of several that were traced, with what is left of the time of a step."""
+    steps = []
+
+    class Instant(module.Runner):
+        def __init__(self):
+            pass
+
+        def milliseconds(self, runs):
+            steps.append(runs)
+            return 1.0
+
+    def times(run):
+        run()
+        return [("gemm", 1.0), ("other", 0.25), ("gemm", 0.5)] * steps[-1]
+
+    monkeypatch.setattr(module, "kernel_times", times)
+    measured = row(N=20, implementation="pallas")
+    rows = list(module._kernels(measured, Instant()))
+    found = [(r["kind"], r["kernel"], r["launches"], r["ms"]) for r in rows]
+    assert found == [
+        ("products", "gemm", 2, 1.5),
+        ("other", "other", 1, 0.25),
+        ("between kernels", "", 3, 0.25),
+    ]
+    assert steps[0] >= 10  # The card is warm before.
 
 
 def test_what_does_not_fit_is_tried_with_less(monkeypatch):

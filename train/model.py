@@ -68,6 +68,18 @@ def unpatchify(
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, side, side, 3)
 
 
+def _by_rows(
+    layer: Callable[[Array], Array], x: Float[Array, "B L d"]
+) -> Float[Array, "B L e"]:
+    """`layer` of all tokens, as the rows of one matrix.
+
+    On a CPU a product with batch and length apart does not run as one matrix product,
+    and the backward pass of a step takes 3 times as long.
+    """
+    y = layer(x.reshape(-1, x.shape[-1]))
+    return y.reshape(*x.shape[:-1], -1)
+
+
 class Block(nnx.Module):
     """Attention and feed-forward, each modulated by time; the gates start at 0."""
 
@@ -101,28 +113,29 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B L d"],
-        modulation: Float[Array, "B 6 d"],
+        modulation: Float[Array, "B 6*{x.shape[-1]}"],
         attention_fn: AttentionFn,
     ) -> Float[Array, "B L d"]:
         """Adds the block's two updates to the fp32 residual stream."""
-        table = self.modulation[...].astype(jnp.float32)
+        # Numbers in one row: an axis of six makes XLA lay out the gradients, and with
+        # them the network, with tokens along memory; norms then take more passes.
+        table = self.modulation[...].astype(jnp.float32).reshape(-1)
         shift1, scale1, gate1, shift2, scale2, gate2 = (
-            part[:, None] for part in jnp.moveaxis(modulation + table, 1, 0)
+            part[:, None] for part in jnp.split(modulation + table, 6, axis=-1)
         )
-        # Products on a CPU run as one matrix product only if tokens are rows: with
-        # batch and length apart, the backward pass of the step takes 3 times longer.
-        rows = (-1, x.shape[-1])
         heads = (*x.shape[:2], self.heads, x.shape[-1] // self.heads)
-        y = modulated_norm(x, scale1, shift1).reshape(rows)
-        query, key = self.query(y).reshape(heads), self.key(y).reshape(heads)
+        y = modulated_norm(x, scale1, shift1)
+        query, key, value = (
+            _by_rows(layer, y).reshape(heads)
+            for layer in (self.query, self.key, self.value)
+        )
         if self.qk_norm:
             query = rms_norm(query, self.query_scale[...])
             key = rms_norm(key, self.key_scale[...])
-        attended = attention_fn(query, key, self.value(y).reshape(heads))
-        y = self.out(attended.reshape(rows)).reshape(x.shape)
-        x = x + gate1 * y.astype(jnp.float32)
-        y = modulated_norm(x, scale2, shift2).reshape(rows)
-        y = self.down(gelu(self.up(y))).reshape(x.shape)
+        attended = attention_fn(query, key, value).reshape(x.shape)
+        x = x + gate1 * _by_rows(self.out, attended).astype(jnp.float32)
+        y = modulated_norm(x, scale2, shift2)
+        y = _by_rows(lambda rows: self.down(gelu(self.up(rows))), y)
         return x + gate2 * y.astype(jnp.float32)
 
 
@@ -189,9 +202,9 @@ class Transformer(nnx.Module):
         """
         width = self.config.width
         one_hot = jax.nn.one_hot(tokens, self.vocab_size, dtype=jnp.float32)
-        text = one_hot @ self.embedding[...].astype(jnp.float32)
+        text = _by_rows(lambda x: x @ self.embedding[...].astype(jnp.float32), one_hot)
         text = text + sinusoids(np.arange(tokens.shape[1]), width)
-        picture = self.patch_in(patchify(images, self.config.patch))
+        picture = _by_rows(self.patch_in, patchify(images, self.config.patch))
         picture = picture.astype(jnp.float32) + grid_positions(self.grid, width)
         x = jnp.concatenate([text, picture], axis=1)
 
@@ -199,7 +212,6 @@ class Transformer(nnx.Module):
         time = self.time_in(sinusoids(1000.0 * t, 2 * _TIME_FREQUENCIES))
         time = jax.nn.silu(self.time_out(jax.nn.silu(time)))
         modulation = self.modulation(time).astype(jnp.float32)
-        modulation = modulation.reshape(-1, 6, width)
         for block in self.blocks:
             if self.config.remat:
                 x = jax.checkpoint(
@@ -212,4 +224,4 @@ class Transformer(nnx.Module):
         final = self.final_modulation(time).astype(jnp.float32)[:, None]
         shift, scale = jnp.split(final, 2, axis=-1)
         x = modulated_norm(x[:, tokens.shape[1] :], scale, shift)
-        return unpatchify(self.patch_out(x), self.config.patch)
+        return unpatchify(_by_rows(self.patch_out, x), self.config.patch)

@@ -83,12 +83,6 @@ def exhausted(state: LossScale) -> Bool[Array, ""]:
     return state.scale <= _SMALLEST_SCALE
 
 
-def all_finite(tree: Any) -> Bool[Array, ""]:
-    """True where every element of every leaf is finite."""
-    leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
-    return jnp.stack(leaves).all()
-
-
 def select(condition: Bool[Array, ""], new: Any, old: Any) -> Any:
     """`new` where the condition holds, else `old`, leaf by leaf."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)

@@ -13,7 +13,7 @@ from train.config import Config
 from train.diffusion import draw_times, drop_captions, flow_losses, from_pixels
 from train.model import AttentionFn
 from train.optimizer import make_schedule, update_average
-from train.precision import all_finite, exhausted, select, update_loss_scale
+from train.precision import exhausted, select, update_loss_scale
 from train.shadow import ShadowedFn, layer_by_layer, make_probes
 from train.sharding import BATCH, replicated
 from train.state import STEP_STREAM, ModelParts, TrainState, stream
@@ -106,7 +106,9 @@ def make_train_step(
         # Unscaled in fp32, before clipping sees the gradient.
         gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / scale, scaled)
         norm = optax.tree.norm(gradients)
-        finite = jnp.isfinite(loss) & all_finite(gradients)
+        # One not finite makes the norm so: no other pass, and one kernel less for each
+        # tensor. So does a norm above 2^64, whose square overflows.
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         gradients = jax.tree.map(
             lambda gradient, leaf: gradient.astype(leaf.dtype), gradients, state.params
         )
