@@ -175,6 +175,28 @@ def test_closing_does_not_wait_for_batches_that_nobody_will_take():
     assert time.monotonic() - began < 10
 
 
+class Stuck(Numbers):
+    """Never gives its last sample."""
+
+    def __getitem__(self, index, /):
+        if index == self.size - 1:
+            time.sleep(1000)
+        return super().__getitem__(index)
+
+
+def test_closing_does_not_wait_for_a_batch_that_is_being_read():
+    settings = {"batch_size": 1, "seed": 0}
+    step = [
+        sample_indices(20, **settings, step=step, rows=range(1)) for step in range(20)
+    ].index([19])
+    reader = batches(Stuck(20), ByteTokenizer(8), **settings, worker_count=1)
+    for _ in range(step):
+        next(reader)
+    began = time.monotonic()
+    reader.close()
+    assert time.monotonic() - began < 10
+
+
 def test_a_killed_reader_is_named():
     others = set(multiprocessing.active_children())
     reader = batches(

@@ -160,10 +160,13 @@ class _Process:
             raise answer
         return answer
 
-    def end(self) -> None:
-        self._connection.close()
+    def kill(self) -> None:
+        """Who waits for an answer gets none any more."""
         self._process.kill()
+
+    def end(self) -> None:
         self._process.join()
+        self._connection.close()
 
 
 def _serve(connection: Connection, reads: _Batches) -> None:
@@ -207,6 +210,8 @@ class _Readers:
             self._idle.put(process)
 
     def close(self) -> None:
+        for process in self._processes:
+            process.kill()
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.end()
