@@ -175,6 +175,23 @@ def test_closing_does_not_wait_for_batches_that_nobody_will_take():
     assert time.monotonic() - began < 10
 
 
+class Torn(Exception):
+    """Cannot be sent from process to process as it is."""
+
+    def __init__(self, name, byte):
+        super().__init__(f"{name} is torn at byte {byte}")
+
+
+class Damaged(Numbers):
+    def __getitem__(self, index, /):
+        raise Torn(f"sample {index}", 7)
+
+
+def test_any_error_in_a_process_reaches_the_caller():
+    with pytest.raises(RuntimeError, match="Torn: sample .* is torn at byte 7"):
+        take(1, Damaged(20), worker_count=1)
+
+
 class Stuck(Numbers):
     """Never gives its last sample."""
 

@@ -10,6 +10,7 @@ sample is dropped: a batch may end one epoch and begin the next.
 import collections
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import traceback
@@ -178,12 +179,21 @@ def _serve(connection: Connection, reads: _Batches) -> None:
         try:
             answer = reads.read(step)
         except Exception as error:  # Whatever it is, the trainer is to know.
-            error.add_note(f"in a reading process:\n{traceback.format_exc()}")
-            answer = error
+            answer = _sent(error)
+            answer.add_note(f"in a reading process:\n{traceback.format_exc()}")
         try:
             connection.send(answer)
         except OSError:
             return
+
+
+def _sent(error: Exception) -> Exception:
+    """As it is, if it can be sent: not all that need more than a message can."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 class _Readers:
