@@ -6,7 +6,7 @@ import datetime
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,27 @@ def show(rows: Sequence[Row], title: str) -> None:
     for row in rows:
         table.add_row(*(_text(value) for value in row.values()))
     Console(stderr=True, width=180).print(table)
+
+
+def write_markdown(tables: Mapping[str, Sequence[Row]], path: Path) -> list[Path]:
+    """Writes tables by title, as `show` prints them, in Markdown; returns the path.
+
+    Raises:
+      UsageError: it cannot be written.
+    """
+    lines = []
+    for title, rows in tables.items():
+        lines += [f"## {title[:1].upper()}{title[1:]}", "", _line(rows[0])]
+        lines += ["|" + "---|" * len(rows[0])]
+        lines += [*(_line(map(_text, row.values())) for row in rows), ""]
+    with written(path):
+        path.write_text("\n".join(lines))
+    return [path]
+
+
+def _line(cells: Iterable[str]) -> str:
+    # A bar inside a cell would end it.
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _text(value: Any) -> str:

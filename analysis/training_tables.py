@@ -53,6 +53,9 @@ def tables(
         ),
         "averaged weights": _side_by_side(finals, ("held_out_loss", "accuracy")),
         f"weight deviation of {_BOUND} over that of the arm": ratios(ends),
+        f"relative L2 of {_BOUND} over that of the arm, by step": ratios_by_step(
+            of_all(weights), "rel_l2"
+        ),
         "growth with steps: exponents of a power law, and of W1 / sigma the slope of a "
         "straight line in 1000 steps": growth(of_all(weights)),
         f"losses equal within {100 * margin:g} %? (two one-sided t tests)": equivalence(
@@ -93,23 +96,43 @@ def _by_arm(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
 def ratios(ends: Sequence[Row]) -> list[Row]:
     """The paper's "2-5x": geometric means over seeds of how much further low precision
     moves the weights than an arm does, with the factor of the interval."""
-    by_arm = _by_arm(ends)
-    bound = by_arm.get(_BOUND, {})
-    found = []
+    lines = []
+    for arm, found in _over(ends, _RATIOS).items():
+        line = {name: f"{x:.3g} (x/ {by:.3g})" for name, (x, by) in found.items()}
+        lines.append({"arm": arm} | {name: line.get(name, "") for name in _RATIOS})
+    return lines
+
+
+def ratios_by_step(rows: Sequence[Row], name: str) -> list[Row]:
+    """The same of one measure, a line for each comparison, a column for each arm."""
+    lines = []
+    for step in dict.fromkeys(row["step"] for row in rows):
+        found = _over([row for row in rows if row["step"] == step], [name])
+        line: Row = {arm: f"{ratio[name][0]:.3g}" for arm, ratio in found.items()}
+        if line:
+            lines.append({"step": step} | line)
+    arms = dict.fromkeys(arm for line in lines for arm in line)
+    return [{arm: line.get(arm, "") for arm in arms} for line in lines]
+
+
+def _over(
+    rows: Sequence[Row], names: Sequence[str]
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Of one comparison, by arm and measure: that of `_BOUND` over the arm's, and the
+    factor of the interval. Where either is 0 in all seeds there is none."""
+    by_arm = _by_arm(rows)
+    bound = by_arm.pop(_BOUND, {})
+    found: dict[str, dict[str, tuple[float, float]]] = {}
     for arm, seeds in by_arm.items():
-        line: Row = {"arm": arm}
-        for name in _RATIOS:
+        for name in names:
             logs = [
                 math.log(bound[seed][name] / row[name])
                 for seed, row in seeds.items()
                 if seed in bound and row[name] and bound[seed][name]
             ]
             if logs:
-                width = half_width(logs)
-                middle = math.exp(float(np.mean(logs)))
-                line[name] = f"{middle:.3g} (x/ {math.exp(min(width, 99)):.3g})"
-        if len(line) > 1 and arm != _BOUND:
-            found.append({name: line.get(name, "") for name in ("arm", *_RATIOS)})
+                middle, width = float(np.mean(logs)), min(half_width(logs), 99)
+                found.setdefault(arm, {})[name] = math.exp(middle), math.exp(width)
     return found
 
 

@@ -58,6 +58,9 @@ def test_every_comparison_of_every_arm_and_seed_is_there(done):
     assert (done / "training.png").read_bytes().startswith(b"\x89PNG")
     every = polars.read_parquet(done / "weights.parquet")
     assert every.filter(polars.col("kind") == "all").height == len(weights)
+    told = (done / "tables.md").read_text()
+    assert f"## Weights after {STEPS} steps\n\n| arm | max_abs |" in told
+    assert "\n| re-run | 0 ± 0 | 0 ± 0 |" in told
     # By tensor of the end alone.
     tensors = every.filter(polars.col("kind") == "tensor")
     assert set(tensors["step"]) == {STEPS} and tensors["scope"].n_unique() > 10

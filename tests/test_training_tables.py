@@ -54,6 +54,24 @@ def test_ratios_are_of_the_low_precision_bound():
     )
 
 
+def test_ratios_by_step_name_every_comparison_that_has_one():
+    sizes = {"fp32": 6.0, "pallas": 2.0, "re-run": 0.0}
+    rows = [
+        weights_row(arm, seed, step, sizes[arm] * step)
+        for arm in sizes
+        for seed in SEEDS
+        for step in STEPS
+    ]
+    # At first nothing is apart; the arm `late` has a comparison of its own.
+    rows = [row | {"rel_l2": 0.0} if row["step"] == 1 else row for row in rows]
+    rows += [weights_row("late", seed, 64, 6.0 * 16) for seed in SEEDS]
+    found = training_tables.ratios_by_step(rows, "rel_l2")
+    assert [line["step"] for line in found] == [*STEPS[1:]]
+    assert [line["pallas"] for line in found] == ["3"] * 6
+    assert [line["late"] for line in found] == [""] * 5 + ["4"]
+    assert all(list(line) == ["step", "pallas", "late"] for line in found)
+
+
 def test_equal_losses_are_those_that_two_t_tests_cannot_tell_apart():
     reference = (1.0, 1.2, 1.1)
     near, far = (1e-3, -1e-3, 5e-4), (0.02, 0.021, 0.019)
@@ -128,5 +146,5 @@ def test_all_tables_are_there_where_they_say_something():
     runs = [runs_row(a, s, 1.0 + s) for a in (REFERENCE, "pallas") for s in SEEDS]
     titles = list(training_tables.tables(weights, runs, 0.01))
     assert [title.split()[0] for title in titles] == [
-        *("weights", "training", "averaged", "weight", "growth", "losses"),
+        *("weights", "training", "averaged", "weight", "relative", "growth", "losses"),
     ]

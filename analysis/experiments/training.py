@@ -12,7 +12,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from analysis.record import (
     environment,
     show,
     write,
+    write_markdown,
     write_parquet,
     written,
 )
@@ -117,10 +118,10 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             check_writable(stem)
         described = environment(command)
         instruments = Instruments(captions)
+        if any(_cell(arm.name, seed) not in kept for arm in arms for seed in seeds):
+            kept.describe(described)
         for seed in seeds:
-            _train_missing(
-                *(config, arms, seed, kept, described, options.together), instruments
-            )
+            _train_missing(config, arms, seed, kept, options.together, instruments)
         cells = [_cell(name, s) for s in seeds for name in _names(arms)]
         rows = kept.rows(cells)
         weights, runs = (
@@ -132,7 +133,9 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         files += write(of_all(weights), described | beside, out / "weights")
         files += write_parquet(weights, out / "weights.parquet")
         files += _figures(weights, runs, out)
-    for title, table in tables(weights, runs, options.margin).items():
+        told = tables(weights, runs, options.margin)
+        files += write_markdown(told, out / "tables.md")
+    for title, table in told.items():
         show(table, title)
     _check_null(weights)
     return {"rows": len(rows), "files": [str(path) for path in files]}
@@ -174,13 +177,10 @@ def _train_missing(
     arms: Sequence[Arm],
     seed: int,
     kept: Store,
-    described: Mapping[str, Any],
     together: int,
     instruments: Instruments,
 ) -> None:
     missing = [arm for arm in arms if _cell(arm.name, seed) not in kept]
-    if missing:
-        kept.describe(dict(described))
     data = dataclasses.replace(config.data, seed=config.data.seed + seed)
     config = dataclasses.replace(config, seed=config.seed + seed, data=data)
     for start in range(0, len(missing), together):
