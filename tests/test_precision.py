@@ -87,6 +87,13 @@ def test_policy_formats_reach_the_state_and_the_program(
     assert {leaf.dtype.name for leaf in jax.tree.leaves(after.params)} == {params}
 
 
+def test_first_weights_are_the_same_in_every_precision():
+    first = step_and_state(precision="bf16")[1].params
+    narrow = step_and_state(precision="bf16_pure")[1].params
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), first)
+    assert jax.tree.all(jax.tree.map(np.array_equal, rounded, narrow))
+
+
 def test_every_preset_feeds_attention_16_bits():
     for name, config in PRESETS.items():
         assert np.dtype(make_policy(config).attention).itemsize == 2, name

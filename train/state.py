@@ -78,9 +78,12 @@ def init_state(
     optimizer: optax.GradientTransformation,
     seed: int | UInt32[Array, ""],
 ) -> TrainState:
-    """State of step 0."""
-    model = parts.build(stream(seed, INIT_STREAM))
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    """State of step 0. Weights are drawn in FP32 and then rounded to the policy's
+    format: drawn in 16 bits they would be other ones of the same seed."""
+    wide = dataclasses.replace(parts.policy, params=jnp.float32)
+    model = dataclasses.replace(parts, policy=wide).build(stream(seed, INIT_STREAM))
+    drawn = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    params = jax.tree.map(lambda leaf: leaf.astype(parts.policy.params), drawn)
     return TrainState(
         params=params,
         average=jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params),
