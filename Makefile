@@ -1,13 +1,14 @@
 # make train   sets up .venv and trains the default text-to-image model
 # make test    sets up .venv and runs the tests (CPU)
 # make lint    sets up .venv and runs ruff, pyright and import-linter
+# make docs    sets up .venv and writes the documentation to site/
 # make test-next   compiles the kernels with the next JAX, in an environment of its own
 #
 # ARGS='...' is passed on to `python -m train` or pytest; PYTHON=... names the Python
 # that makes .venv (found by itself otherwise).
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint test-next
+.PHONY: help train test lint docs test-next
 export PYTHON
 
 ARGS ?=
@@ -39,6 +40,11 @@ test:
 lint:
 	@tools/environment.sh $(TEST_EXTRAS)
 	@.venv/bin/python -m pytest -q tests/test_house.py $(ARGS)
+
+docs:
+	@tools/environment.sh docs
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict $(ARGS)
+	@echo site/index.html
 
 # The newest JAX that the kernels compile with; constraints.txt has the usual one.
 NEXT_JAX := 0.12.0.1

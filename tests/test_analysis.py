@@ -47,10 +47,12 @@ def test_every_experiment_has_a_test():
     # tests/test_experiments_forward.py and _backward.py. Times: tests/test_speed.py.
     # Random cases: tests/test_random_cases.py. The census: tests/test_census.py.
     # Weights: tests/test_weights_files.py. Steps: tests/test_step_speed.py.
+    # The README's figure: tests/test_documentation.py.
     elsewhere = {
         "capture",
         "random-cases",
         "speed",
+        "speed-and-error",
         "kernels",
         "flash-attention-2",
         "precision",

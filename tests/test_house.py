@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("attn_jax", "train", "analysis")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Directories that programs write, besides those whose name starts with a dot.
-WRITTEN = {"__pycache__", "build", "dist", "runs"}
+WRITTEN = {"__pycache__", "build", "dist", "runs", "site"}
 
 
 def repository_files() -> list[Path]:

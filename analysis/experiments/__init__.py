@@ -21,6 +21,7 @@ from analysis.experiments import (
     saturation,
     sequence_length,
     speed,
+    speed_and_error,
     state_format,
     step_speed,
     tiling,
@@ -53,6 +54,9 @@ EXPERIMENTS = {
         emulator_speed.SUMMARY, emulator_speed.add_arguments, emulator_speed.run
     ),
     "speed": Experiment(speed.SUMMARY, speed.add_arguments, speed.run),
+    "speed-and-error": Experiment(
+        speed_and_error.SUMMARY, speed_and_error.add_arguments, speed_and_error.run
+    ),
     "kernels": Experiment(kernels.SUMMARY, kernels.add_arguments, kernels.run),
     "random-cases": Experiment(
         random_cases.SUMMARY, random_cases.add_arguments, random_cases.run
