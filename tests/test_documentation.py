@@ -75,6 +75,13 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", WITH_LINKS, ids=named)
+def test_pictures_are_pictures(page):
+    # A bracket in the words of a picture makes a link of what follows it.
+    text = page.read_text()
+    assert text.count("![") == len(re.findall(r"!\[[^][]+\]\([^)\s]+\)", text))
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
     listed = set(re.findall(r"(\S+\.md)$", navigation, re.M))

@@ -30,7 +30,7 @@ from attn_jax.recipe import RECIPES, Recipe, Step
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "results" / "sequence-length" / "full.csv"
-# Of the numbers in the last columns.
+# Of the predicted and measured errors.
 KEYS, BLOCK = 4096, 64
 # Heading -> the fields of `Recipe` that it stands for, one step after the other.
 STEPS = {
@@ -177,16 +177,18 @@ def measured() -> dict[str, float]:
 def table() -> str:
     """The recipes, a line each, and below them where each comes from."""
     found = measured()
-    heads = ["recipe", *STEPS, "further", "law of out", "predicted", "measured", "dQ"]
+    heads = ["recipe", "law of out", "predicted", "measured", "dQ", *STEPS, "further"]
     lines = [" | ".join(heads), " | ".join("---" for _ in heads)]
     for name, recipe in RECIPES.items():
         words, value = law(recipe)
         cells = [
             f"`{name}`",
-            *(_formats(recipe, steps) for steps in STEPS.values()),
-            *(further(recipe), words, "" if value is None else f"{value:.2e}"),
+            words,
+            "" if value is None else f"{value:.2e}",
             f"{found[name]:.2e}" if name in found else "",
             growth(recipe),
+            *(_formats(recipe, steps) for steps in STEPS.values()),
+            further(recipe),
         ]
         lines.append(" | ".join(cells))
     sources = [f"- `{name}`: {recipe.source}." for name, recipe in RECIPES.items()]
