@@ -35,7 +35,8 @@ def with_examples() -> list[Path]:
 
 
 @pytest.mark.parametrize("page", with_examples(), ids=named)
-def test_examples_run(page):
+def test_examples_run(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
     # Those of a page are one program, from top to bottom.
     names: dict = {}
     said = io.StringIO()
@@ -143,7 +144,8 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
-def test_figure_of_the_readme_is_that_of_its_tables(tmp_path, capsys):
+def test_figure_of_the_readme_is_that_of_its_tables(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
     stem = tmp_path / "figure"
     assert analysis_main(["speed-and-error", "--out", str(stem)]) == 0
     files = json.loads(capsys.readouterr().out.splitlines()[-1])["files"]

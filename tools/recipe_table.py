@@ -144,10 +144,10 @@ def law(recipe: Recipe) -> tuple[str, float | None]:
     if value == 0 or recipe.carrier == FP64:
         return "exact but for the carrier", None
     eps = recipe.output.format.rms_roundoff or 1.0
-    words = f"{once / eps**2:.3g}"
+    under = f"{once / eps**2:.3g}"
     if per_tile:
-        words += f" + {per_tile / eps**2:.2g} T"
-    return f"eps √({words})", value
+        under = f"({under} + {per_tile / eps**2:.2g} T)"
+    return f"eps √{under}", value
 
 
 def growth(recipe: Recipe) -> str:

@@ -131,9 +131,13 @@ def draw(points: Sequence[Row], path: Path) -> None:
                 # Above and below the line, or one would hide the other.
                 height = lines[kernel] + (0.14 if dim == 64 else -0.14)
                 axes.plot(
-                    *(values, [height] * len(values), marker),
-                    **{"color": colour, "markersize": 5.5, "alpha": 0.75},
-                    **{"markerfacecolor": "white" if dim == 64 else colour},
+                    values,
+                    [height] * len(values),
+                    marker,
+                    color=colour,
+                    markersize=5.5,
+                    alpha=0.75,
+                    markerfacecolor="white" if dim == 64 else colour,
                 )
             if not shown:
                 middle = (ends[0] * ends[1]) ** 0.5 if log else sum(ends) / 2
@@ -150,22 +154,21 @@ def draw(points: Sequence[Row], path: Path) -> None:
         axes.set_title(panel, fontsize=10)
         axes.grid(axis="x", alpha=0.3)
         axes.tick_params("y", length=0)
+    dark = "#333333"
     legend = [
         Line2D(
-            *([], []),
-            **{"marker": marker, "linewidth": 0, "color": "#333333"},
-            markerfacecolor="white" if dim == 64 else "#333333",
+            [],
+            [],
+            marker=marker,
+            linewidth=0,
+            color=dark,
+            markerfacecolor="white" if dim == 64 else dark,
             label=f"head dim {dim}",
         )
         for dim, marker in MARKERS.items()
     ]
-    legend.append(
-        Line2D(
-            *([], []),
-            **{"color": "#333333", "linewidth": 1, "linestyle": ":"},
-            label="the exact result, rounded once",
-        )
-    )
+    rounded = "the exact result, rounded once"
+    legend.append(Line2D([], [], color=dark, linewidth=1, linestyle=":", label=rounded))
     figure.legend(
         handles=legend, loc="outside lower center", ncols=len(legend), frameon=False
     )
