@@ -1,17 +1,67 @@
-"""Figures: panels of lines with 95 % intervals, the points in them, and heat maps."""
+"""Figures: panels of lines with 95 % intervals, the points in them, and heat maps.
+
+A kernel, a recipe, an arm of a training looks the same in all of them (`styles`).
+"""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from analysis.record import Row
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Colours that colour-blind people tell apart: Okabe and Ito's, then some of Paul Tol's.
+_BLACK, _GREY, _ORANGE, _SKY = "#000000", "#999999", "#E69F00", "#56B4E9"
+_GREEN, _BLUE, _RED, _PINK = "#009E73", "#0072B2", "#D55E00", "#CC79A7"
+_WINE, _INDIGO, _OLIVE, _BROWN = "#882255", "#332288", "#999933", "#A07800"
+# A recipe has the colour of the kernel that follows it, and another marker.
+_STYLES: dict[str, tuple[str, str]] = {
+    # Eager attention, the paper's baseline, and the training with it.
+    **{name: (_BLACK, "s") for name in ("eager_bf16", "baseline", "reference")},
+    # Ours.
+    "pallas": (_BLUE, "o"),
+    "attn_jax": (_BLUE, "D"),
+    "attn_jax_hopper": (_BLUE, "P"),
+    # As others are shipped.
+    **{name: (_RED, "o") for name in ("cudnn", "cudnn-deterministic")},
+    "flash2": (_RED, "D"),
+    "tokamax": (_GREEN, "o"),
+    "torch-cudnn": (_PINK, "o"),
+    "torch-flash": ("#555555", "o"),
+    "xla": (_BROWN, "o"),
+    "jax_nn": (_BROWN, "D"),
+    # With a state of 16 bits.
+    "flash1_paper": (_PINK, "o"),
+    "flash2_op_by_op": (_WINE, "v"),
+    "narrow_output": (_OLIVE, "^"),
+    "narrow_sum": (_SKY, "P"),
+    "eager_op_by_op": (_GREY, "D"),
+    "eager_chained": (_GREEN, "^"),
+    "flash1_stored": (_INDIGO, "D"),
+    "flash2_chained": (_ORANGE, "^"),
+    # Arms of a training.
+    "re-run": (_GREY, "x"),
+    "ulp": (_GREY, "s"),
+    "fp32": (_ORANGE, "^"),
+    "bf16": (_SKY, "^"),
+    "bf16_pure": (_PINK, "P"),
+    "order": (_GREEN, "D"),
+    "init": (_INDIGO, "v"),
+}
+# Of all other names, in the order of their appearance in a figure.
+_OTHERS = (_GREEN, _ORANGE, _SKY, _PINK, _INDIGO, _OLIVE, _WINE, _RED, _BLUE, _BLACK)
+_OTHER_MARKERS = "osd^v"
 # Where an interval that reaches zero ends on a logarithmic axis, as a share of y.
 _SHORTEST = 0.1
+_ENDS = ("low", "high")
+# How much of the room between two names points beside each other take.
+_BESIDE = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +70,8 @@ class Panel:
 
     `rows` come from `summary.summarise`; `x`, `y` and `series` name columns of theirs.
     A row whose `y` is None is not shown, and its interval comes from the column Y_ci.
-    `joined` draws a line through the points of a series.
+    `joined` draws a line through the points of a series. One of `bands` is an area
+    between the columns Y_low and Y_high around its line. `level` draws a line across.
     """
 
     title: str
@@ -33,6 +84,8 @@ class Panel:
     log_x: bool = True
     log_y: bool = True
     joined: bool = True
+    bands: Sequence[str] = ()
+    level: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +126,29 @@ def plotted(panels: Sequence[Panel]) -> list[Row]:
     ]
 
 
+def styles(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Colour and marker of every series of a figure.
+
+    Names that have none of their own get colours that nobody else has there, in their
+    order, and past the last colour the first again, with another marker.
+    """
+    names = list(dict.fromkeys(names))
+    taken = {_STYLES[name][0] for name in names if name in _STYLES}
+    free = [colour for colour in _OTHERS if colour not in taken] or list(_OTHERS)
+    looks = {name: _STYLES[name] for name in names if name in _STYLES}
+    for place, name in enumerate(name for name in names if name not in _STYLES):
+        turn, at = divmod(place, len(free))
+        looks[name] = free[at], _OTHER_MARKERS[turn % len(_OTHER_MARKERS)]
+    return {name: {"color": c, "marker": m} for name, (c, m) in looks.items()}
+
+
 def write_figure(panels: Sequence[Panel], path: Path, columns: int = 2) -> None:
+    """Writes the picture that `draw` makes."""
+    draw(panels, columns).savefig(path, dpi=120)
+
+
+def draw(panels: Sequence[Panel], columns: int = 2) -> "Figure":
     """Draws the panels, `columns` to a line; a series looks the same in all of them."""
-    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -83,57 +156,96 @@ def write_figure(panels: Sequence[Panel], path: Path, columns: int = 2) -> None:
     lines = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(4.2 * columns + 2, 3.6 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    pairs = colormaps["tab20"]
-    # The dark ones first; a series past the last light one has another marker.
-    palette = [pairs(i) for first in (0, 1) for i in range(first, pairs.N, 2)]
     shown: dict[str, Any] = {}
-    styles: dict[str, Any] = {}
+    looks = styles(str(row[one.series]) for one in panels for row in one.rows)
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(lines, columns, number + 1)
         series: dict[str, list[Row]] = {}
-        for point in plotted([panel]):
-            series.setdefault(str(point["series"]), []).append(point)
-        for name, points in series.items():
-            turn, colour = divmod(len(styles), len(palette))
-            style = styles.setdefault(
-                name, {"color": palette[colour], "marker": "osd^v"[turn % 5]}
-            )
-            shown[name] = axes.errorbar(
-                [p["x"] for p in points],
-                [p["y"] for p in points],
-                yerr=_bars(points, panel.log_y),
-                markersize=3.5,
-                linewidth=1 if panel.joined else 0,
-                elinewidth=1,
-                capsize=2,
-                **style,
-            )
+        for row in panel.rows:
+            if row[panel.y] is not None:
+                series.setdefault(str(row[panel.series]), []).append(dict(row))
+        names = list(dict.fromkeys(row[panel.x] for row in panel.rows))
+        places = {name: place for place, name in enumerate(names)}
+        for turn, (name, points) in enumerate(series.items()):
+            x = [point[panel.x] for point in points]
+            if any(isinstance(value, str) for value in names):
+                # Points that are not joined stand beside each other.
+                aside = 0.0 if panel.joined else (turn + 0.5) / len(series) - 0.5
+                x = [places[value] + _BESIDE * aside for value in x]
+            shown[name] = _draw_series(axes, panel, name, x, points, looks[name])
+        if panel.level is not None:
+            axes.axhline(panel.level, color="black", linewidth=0.8, linestyle=":")
         if panel.log_x:
             axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda value, _: _power_of_two(value))
+            axes.tick_params("x", labelsize=7)
         if panel.log_y:
             axes.set_yscale("log")
+            _mark_short_range(axes)
         axes.set_title(panel.title, fontsize=9)
         axes.set_xlabel(panel.x_label)
-        if any(isinstance(row[panel.x], str) for row in panel.rows):
+        if any(isinstance(value, str) for value in names):
+            axes.set_xticks(range(len(names)), names)
             # Names side by side would run into each other.
             axes.tick_params("x", labelrotation=90, labelsize=7)
         axes.set_ylabel(panel.y_label, fontsize=9)
         axes.grid(alpha=0.3)
     figure.legend(shown.values(), shown, loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def _bars(points: Sequence[Row], log_y: bool) -> list[list[float]]:
+def _draw_series(
+    axes,
+    panel: Panel,
+    name: str,
+    x: Sequence[Any],
+    points: Sequence[Row],
+    styled: Mapping[str, str],
+) -> Any:
+    y, bars = [point[panel.y] for point in points], None
+    if name in panel.bands:
+        ends = ([point[f"{panel.y}_{end}"] for point in points] for end in _ENDS)
+        axes.fill_between(x, *ends, color=styled["color"], alpha=0.25, linewidth=0)
+    else:
+        bars = _bars(points, panel)
+    return axes.errorbar(
+        x,
+        y,
+        yerr=bars,
+        markersize=3.5,
+        linewidth=1 if panel.joined else 0,
+        elinewidth=1,
+        capsize=2,
+        **styled,
+    )
+
+
+def _power_of_two(value: float) -> str:
+    exponent = round(math.log2(value))
+    return f"{value:.0f}" if exponent < 17 else f"$2^{{{exponent}}}$"
+
+
+def _mark_short_range(axes) -> None:
+    """Numbers at 1, 2 and 5 where a logarithmic axis shows few powers of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    least, most = axes.get_ylim()
+    if most < 100 * least:
+        few = (1, 2, 5) if most > 8 * least else (1, 1.5, 2, 3, 4, 5, 7)
+        axes.yaxis.set_major_locator(LogLocator(subs=few))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _bars(points: Sequence[Row], panel: Panel) -> list[list[float]]:
     """Lengths of the bars below and above each point."""
     # A point of one seed has no interval; it is drawn without a bar.
-    above = [
-        p["ci"] if p["ci"] is not None and math.isfinite(p["ci"]) else 0.0
-        for p in points
-    ]
-    if not log_y:
+    widths = [point.get(f"{panel.y}_ci") for point in points]
+    above = [x if x is not None and math.isfinite(x) else 0.0 for x in widths]
+    if not panel.log_y:
         return [above, above]
     # Zero has no place on the axis, and a bar that reaches it would not be drawn.
-    most = [(1 - _SHORTEST) * max(p["y"], 0.0) for p in points]
+    most = [(1 - _SHORTEST) * max(point[panel.y], 0.0) for point in points]
     return [[min(pair) for pair in zip(above, most, strict=True)], above]
 
 

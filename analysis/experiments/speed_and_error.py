@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from analysis import ExperimentError
+from analysis.figures import styles
 from analysis.record import Row, check_writable, write, written
 
 SUMMARY = "figure of the README: speed of the backward pass beside the error of dQ"
 SPEED = Path("results", "speed", "nvidia-h200-default.csv")
 AUDITS = Path("results", "accuracy", "audit")
-# Implementation of the speed table -> what it is called, its audit, its colour (Okabe
-# and Ito's, which the colour-blind tell apart).
+# Implementation of the speed table -> what it is called, its audit.
 KERNELS = {
-    "pallas": ("ours", "pallas", "#0072B2"),
-    "cudnn": ("cuDNN", "cudnn", "#D55E00"),
-    "cudnn-deterministic": ("cuDNN, deterministic", "", "#D55E00"),
-    "tokamax": ("tokamax, Mosaic GPU", "tokamax-mosaic", "#009E73"),
-    "torch-cudnn": ("PyTorch, cuDNN", "", "#CC79A7"),
-    "torch-flash": ("PyTorch, FlashAttention-2", "", "#555555"),
-    "xla": ("XLA", "xla", "#A07800"),
+    "pallas": ("ours", "pallas"),
+    "cudnn": ("cuDNN", "cudnn"),
+    "cudnn-deterministic": ("cuDNN, deterministic", ""),
+    "tokamax": ("tokamax, Mosaic GPU", "tokamax-mosaic"),
+    "torch-cudnn": ("PyTorch, cuDNN", ""),
+    "torch-flash": ("PyTorch, FlashAttention-2", ""),
+    "xla": ("XLA", "xla"),
 }
 # Panel -> its axis, the ends of that, whether it is logarithmic, and what stands where
 # there is nothing to show.
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         ) from error
     made_of = [
         str(SPEED),
-        *(str(AUDITS / audit) for _, audit, _ in KERNELS.values() if audit),
+        *(str(AUDITS / audit) for _, audit in KERNELS.values() if audit),
     ]
     described = {"command": command, "made_of": made_of}
     files = write(points, described, options.out)
@@ -94,7 +94,7 @@ def _timed(table: Path) -> Iterator[Row]:
 
 
 def _audited(folder: Path) -> Iterator[Row]:
-    for kernel, (_, audit, _) in KERNELS.items():
+    for kernel, (_, audit) in KERNELS.items():
         if not audit:
             continue
         report = json.loads((folder / audit / "report.json").read_text())
@@ -121,10 +121,12 @@ def draw(points: Sequence[Row], path: Path) -> None:
 
     figure = Figure(figsize=(10, 3.9), layout="constrained")
     FigureCanvasAgg(figure)
+    looks = styles(KERNELS)
     lines = {kernel: -number for number, kernel in enumerate(KERNELS)}
     for number, (panel, (label, ends, log, nothing)) in enumerate(PANELS.items()):
         axes = figure.add_subplot(1, len(PANELS), number + 1)
-        for kernel, (_, _, colour) in KERNELS.items():
+        for kernel in KERNELS:
+            colour = looks[kernel]["color"]
             shown = [p for p in points if (p["panel"], p["kernel"]) == (panel, kernel)]
             for dim, marker in MARKERS.items():
                 values = [p["value"] for p in shown if p["head_dim"] == dim]
@@ -149,7 +151,7 @@ def draw(points: Sequence[Row], path: Path) -> None:
         if number > 0:
             axes.axvline(1, color="#333333", linewidth=1, linestyle=":", zorder=0)
         axes.set(xlim=ends, ylim=(min(lines.values()) - 0.6, 0.6), xlabel=label)
-        names = [name if number == 0 else "" for name, _, _ in KERNELS.values()]
+        names = [name if number == 0 else "" for name, _ in KERNELS.values()]
         axes.set_yticks(list(lines.values()), names)
         axes.set_title(panel, fontsize=10)
         axes.grid(axis="x", alpha=0.3)
