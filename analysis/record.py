@@ -109,7 +109,8 @@ def show(rows: Sequence[Row], title: str) -> None:
         )
     for row in rows:
         table.add_row(*(_text(value) for value in row.values()))
-    Console(stderr=True, width=180).print(table)
+    # In a notebook, too, to stderr.
+    Console(stderr=True, width=180, force_jupyter=False).print(table)
 
 
 def write_markdown(tables: Mapping[str, Sequence[Row]], path: Path) -> list[Path]:

@@ -11,7 +11,7 @@ output as returned. "all, few rescalings" keeps the old maximum until it has gro
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from analysis import deviation, inputs, sweep
@@ -126,16 +126,22 @@ def _table(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _panel(title: str, rows: Sequence[Row]) -> Panel:
-    shown = []
+def by_step(rows: Iterable[Row]) -> list[Row]:
+    """The rows in which one step's format is not the others', as columns `step` and
+    `how`."""
+    found = []
     for row in rows:
         for how in ("only", "all but"):
             step = row["recipe"].removeprefix(f"{how} ")
             if step in STEPS and step != row["recipe"]:
-                shown.append({**row, "step": step, "how": f"{how} this in BF16"})
+                found.append({**row, "step": step, "how": f"{how} this in BF16"})
+    return found
+
+
+def _panel(title: str, rows: Sequence[Row]) -> Panel:
     return Panel(
         title,
-        shown,
+        by_step(rows),
         "step",
         "rel",
         "how",

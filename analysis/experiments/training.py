@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     captions = options.captions
     if captions is None:
         captions = _CAPTIONS.get(options.preset, _DEFAULT_CAPTIONS)
-    config = _reference(options.preset, steps, options.change)
+    config = reference(options.preset, steps, options.change)
     for arm in arms:
         configured(config, arm)
     out = options.out or Path("results", "training", f"weights-{options.preset}")
@@ -141,7 +141,13 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     return {"rows": len(rows), "files": [str(path) for path in files]}
 
 
-def _reference(preset: str, steps: int, changes: Sequence[str]) -> Config:
+def reference(preset: str, steps: int, changes: Sequence[str]) -> Config:
+    """What the reference trains: a preset, with fields of `python -m train` changed,
+    NAME=VALUE each.
+
+    Raises:
+      UsageError: there is no such field, or the changes do not go together.
+    """
     config = dataclasses.replace(
         PRESETS[preset], attn="baseline", steps=steps, profile="exact"
     )
