@@ -5,7 +5,7 @@ in FP32 (or FP64) forward, and takes LSE and delta of whole rows backward.
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -18,6 +18,7 @@ from attn_jax.mask import Mask
 from attn_jax.recipe_schema import Recipe
 
 
+@runtime_checkable
 class Block(Protocol):
     """One way to compute parts of attention; hashable, compiled in.
 

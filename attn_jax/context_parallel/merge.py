@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from attn_jax.formats import round_to
 from attn_jax.recipe_schema import Recipe, Step
@@ -107,7 +107,7 @@ def kept(x: Array, step: Step) -> Array:
     return round_to(x, step.format, step.rounding)
 
 
-def over_head_dim(x: Float[Array, "B N T"]) -> Float[Array, "B T N 1"]:
+def over_head_dim(x: Shaped[Array, "B N T"]) -> Shaped[Array, "B T N 1"]:
     """Numbers of rows as factors of what the rows hold."""
     return x.swapaxes(1, 2)[..., None]
 
