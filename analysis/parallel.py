@@ -1,4 +1,4 @@
-"""Problems of context parallelism: inputs whose parts cancel, and the size of errors."""
+"""Problems of context parallelism: inputs whose parts cancel, and sizes of errors."""
 
 from collections.abc import Sequence
 

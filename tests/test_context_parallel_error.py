@@ -1,9 +1,9 @@
 """The error of context parallelism does not grow with the number of devices.
 
 RMS error against FP64 over that of one device, on inputs whose parts cancel, too. The
-gates are those of an emulated experiment with seven ring sizes, eight families and three
-draws, in which correct code reached 1.009 (out, dQ, dV) and 1.146 (dK); 16-bit partial
-results reached 1.05 to 5.2, 16-bit sums 1.3 for each doubling of the ring.
+gates are those of an emulated experiment with seven ring sizes, eight families and
+three draws, in which correct code reached 1.009 (out, dQ, dV) and 1.146 (dK); 16-bit
+partial results reached 1.05 to 5.2, 16-bit sums 1.3 for each doubling of the ring.
 """
 
 import functools
