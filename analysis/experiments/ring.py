@@ -1,9 +1,9 @@
 """Does the error of attention grow with the devices that a sequence is cut between?
 
 Context parallelism of W devices, simulated on one (`attn_jax.context_parallel`):
-causal, zigzag, forward and backward, BF16, against FP64. The ratio is the RMS error over
-that of the same kernel on one device. What libraries do comes to three classes, by what
-is kept in 16 bits between devices:
+causal, zigzag, forward and backward, BF16, against FP64. The ratio is the RMS error
+over that of the same kernel on one device. What libraries do comes to three classes, by
+what is kept in 16 bits between devices:
 
     attn_jax         nothing: FP32 parts, sums and gradients on their way. (So do
                      MagiAttention with its two FP32 switches and an open change of
