@@ -6,12 +6,13 @@ import typing
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from attn_jax.context_parallel import gather, ring
-from attn_jax.context_parallel.blocks import Block, Emulated
+from attn_jax.context_parallel.blocks import Block, Emulated, Kernels
 from attn_jax.context_parallel.layouts import (
     Layout,
     check_layout,
@@ -21,7 +22,7 @@ from attn_jax.context_parallel.layouts import (
 )
 from attn_jax.context_parallel.local import WIRES, Local, Pass, Static, returned
 from attn_jax.emulator import partial
-from attn_jax.formats import NumberFormat
+from attn_jax.formats import FP16, NumberFormat
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, Recipe, Step
 from attn_jax.recipe_checks import check_is_recipe
@@ -32,6 +33,7 @@ from attn_jax.varying import varying_alike
 Strategy = Literal["ring", "all_gather", "all_gather+ring", "ulysses", "ring+ulysses"]
 STRATEGIES: tuple[Strategy, ...] = typing.get_args(Strategy)
 Width = Literal["fp32", "16-bit"]
+Implementation = Literal["pallas", "emulated"]
 _PASSES: dict[str, tuple[Pass, Pass]] = {
     "ring": ("ring", "ring"),
     "ring+ulysses": ("ring", "ring"),
@@ -53,6 +55,7 @@ def attention(
     query_segment_ids: Int[Array, "B T"] | None = None,
     key_value_segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
+    implementation: Implementation | None = None,
     recipe: Recipe | None = None,
     partials: Width = "fp32",
     wire: Width = "fp32",
@@ -66,7 +69,8 @@ def attention(
     positions in the whole sequence, and segment ids are cut as the tokens are, so that
     documents may cross from shard to shard. Both results are differentiable, and named
     for `jax.checkpoint` (`residuals`). For W = 1 they are those of `emulator.attention`
-    to the last bit. Every sum has a fixed order: two runs give the same bits.
+    (`pallas`: `kernels.attention`) to the last bit. Every sum has a fixed order: two
+    runs give the same bits.
 
     Strategies:
       ring: keys travel (Ring Attention, arXiv 2310.01889), dK and dV with them.
@@ -86,8 +90,12 @@ def attention(
 
     Args:
       scale: of the logits; 1 / sqrt(H) if None.
-      recipe: which algorithm a part is computed by, in the emulator; `ATTN_JAX` if
-        None. Its ring_size is ignored: the mesh has it.
+      implementation: of parts. `pallas`, our kernels (`kernels.partial`: Hopper), with
+        the mean of all keys as dQ's centre, hidden or not; `emulated`, a recipe in
+        plain JAX, any device. A named one runs or raises. None: `pallas` where it can
+        run and no recipe is given.
+      recipe: of `emulated`; `ATTN_JAX` if None. Its ring_size is ignored: the mesh has
+        it.
       partials: "16-bit" rounds what a part hands over, O, dQ, dK and dV, to the
         inputs' format, as kernels do that return nothing else: the error grows by one
         step, more where parts cancel. For comparison.
@@ -108,6 +116,7 @@ def attention(
         is_causal=is_causal,
         local_window_size=local_window_size,
         scale=scale,
+        implementation=implementation,
         recipe=recipe,
         partials=partials,
         wire=wire,
@@ -249,6 +258,7 @@ def checked(
     is_causal: bool,
     local_window_size,
     scale: float | None,
+    implementation: str | None,
     recipe: Recipe | None,
     partials: str,
     wire: str,
@@ -269,10 +279,12 @@ def checked(
         key_value_segment_ids=key_ids,
     )
     check_arguments(query, key, value, mask=mask)
-    block = Emulated(
-        _recipe(ATTN_JAX if recipe is None else recipe, partials),
-        default_scale(scale, query.shape[-1]),
-    )
+    scale = default_scale(scale, query.shape[-1])
+    kind = _kind(implementation, recipe, query, key, value, scale)
+    if recipe is None:
+        half = query.dtype == jnp.float16
+        recipe = ATTN_JAX.with_inputs(FP16) if half else ATTN_JAX
+    block = kind(_recipe(recipe, partials), scale)
     return Checked(
         *(block, layout, mask, _wire(block.recipe, wire)),
         output_dtype(query.dtype if out_dtype is None else out_dtype),
@@ -287,6 +299,44 @@ def check_parts(block: Block, query, key, value) -> None:
             f"recipe {block.recipe.name!r}: parts are merged, ring_merge='carry' is "
             "emulated on one device alone (emulator.attention); use 'lse'"
         )
+
+
+def _kind(
+    name: str | None, recipe: Recipe | None, query, key, value, scale: float
+) -> type[Emulated | Kernels]:
+    """Who computes parts; None is for the kernels where they can."""
+    if name not in (None, *typing.get_args(Implementation)):
+        raise ValueError(
+            f"implementation must be 'pallas', 'emulated' or None, got {name!r}"
+        )
+    if name == "emulated" or name is None and recipe is not None:
+        return Emulated
+    if recipe is not None:
+        raise ValueError(
+            "recipe= is for implementation='emulated': the kernels for parts have one"
+        )
+    reason = _kernels_refusal(query, key, value, scale)
+    if reason is None:
+        return Kernels
+    if name is None:
+        return Emulated
+    raise NotImplementedError(reason)
+
+
+def _kernels_refusal(query, key, value, scale: float) -> str | None:
+    try:  # Imported on use: a JAX that the kernels do not know is no harm to the rest.
+        from attn_jax.kernels import architecture
+    except ImportError as error:
+        return str(error)
+    device = architecture.default_device()
+    if architecture.of_device(device) is None:
+        return (
+            "'pallas' needs a Hopper GPU here (compute capability 9.0), and this is "
+            f"{device.device_kind}; use implementation='emulated'"
+        )
+    from attn_jax.kernels import partial as kernels
+
+    return kernels.unsupported(query, key, value, scale)
 
 
 def _recipe(recipe: Recipe, partials: str) -> Recipe:

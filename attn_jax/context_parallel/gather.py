@@ -10,11 +10,13 @@ they are added up and dealt out by one reduce-scatter. (Llama 3, arXiv 2407.2178
 section 3.3.2, gathers keys likewise.)
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from attn_jax.context_parallel.blocks import carrier, no_gradients
+from attn_jax.context_parallel.blocks import carrier
 from attn_jax.context_parallel.layouts import from_layout, to_layout
 from attn_jax.context_parallel.local import (
     Local,
@@ -48,25 +50,27 @@ def backward(
     static: Static, x: Local, lse: Array, for_delta: Array, dout: Array, dlse: Array
 ) -> tuple[Array, ...]:
     """dQ, dK and dV of this device's arrays, rounded once."""
-    rows, dlse = rows_of(static.block, dout, dlse, lse, for_delta)
-    stride = _query_stride(static, x)
+    centre = static.block.centre(x.key, lambda y: lax.pmean(y, static.axis))
+    rows, dlse = rows_of(static.block, dout, dlse, lse, for_delta, centre)
+    stride, groups = _query_stride(static, x), _by_heads(static, x)
     parts = []
-    for number, part in enumerate(_by_heads(static, x)):
+    for number, part in enumerate(groups):
         heads = slice(number * stride, (number + 1) * stride)
-        own = Rows(rows.dout[:, :, heads], rows.lse[:, heads], rows.excess[:, heads])
-        parts.append(_backward(static, part, own))
-    # Heads are axis 2 of all but what counts keys, which is the same for all.
-    total = Partial(
-        *(
-            parts[0].key_count
-            if name == "key_count"
-            else jnp.concatenate(
-                [getattr(part, name) for part in parts], 1 if name == "row_sum" else 2
-            )
-            for name in Partial._fields
+        own = Rows(
+            *(rows.dout[:, :, heads], rows.lse[:, heads], rows.excess[:, heads]),
+            None if centre is None else jnp.split(centre, len(groups), axis=1)[number],
         )
-    )
-    return gradients(static.block, total, dlse, (x.query, x.key, x.value))
+        parts.append(_backward(static, part, own))
+
+    # Heads are axis 2 of all but what counts keys, which is the same for all.
+    def joined(name: str) -> Any:
+        found = [getattr(part, name) for part in parts]
+        if name == "key_count" or found[0] is None:
+            return found[0]
+        return jnp.concatenate(found, axis=1 if name == "row_sum" else 2)
+
+    total = Partial(*map(joined, Partial._fields))
+    return gradients(static.block, total, rows, dlse, (x.query, x.key, x.value))
 
 
 def _by_heads(static: Static, x: Local) -> list[Local]:
@@ -106,7 +110,7 @@ def _forward(static: Static, x: Local) -> tuple[Array, Array]:
 
 def _backward(static: Static, x: Local, rows: Rows) -> Partial:
     rank, meetings = lax.axis_index(static.axis), _Meetings(static, x)
-    total = varying_alike(no_gradients(static.block, x.query, x.key, x.value), x)[0]
+    total = varying_alike(static.block.nothing(x.query, x.key, x.value), x)[0]
     found = []
     for source in meetings.sources(rank):
         total, *part = add_backward(

@@ -81,19 +81,21 @@ def returned(static: Static, out: Array) -> Array:
     return out.astype(static.out_dtype)
 
 
-def rows_of(block: Block, dout, dlse, lse, for_delta) -> tuple[Rows, Array]:
+def rows_of(
+    block: Block, dout, dlse, lse, for_delta, centre: Array | None
+) -> tuple[Rows, Array]:
     """What the backward pass knows of rows, and dLSE without that of empty ones."""
     # The LSE of a query that sees nothing is a constant, whatever its cotangent.
     dlse = jnp.where(jnp.isneginf(lse), 0.0, dlse.astype(lse.dtype))
     delta = partial.delta(dout, for_delta, block.recipe)
-    return Rows(dout, lse, delta - dlse), dlse
+    return Rows(dout, lse, delta - dlse, centre), dlse
 
 
-def gradients(block: Block, total: Partial, dlse: Array, inputs) -> tuple[Array, ...]:
+def gradients(
+    block: Block, total: Partial, rows: Rows, dlse: Array, inputs
+) -> tuple[Array, ...]:
     """dQ, dK and dV of the summed parts, each rounded once as `gradient` says."""
-    dquery = partial.corrected_dquery(
-        total, dlse, recipe=block.recipe, scale=block.scale
-    )
+    dquery = block.dquery(total, dlse, rows.centre)
     found = dquery, total.dkey, total.dvalue
     return tuple(
         partial.rounded(x, block.recipe.gradient).astype(given.dtype)

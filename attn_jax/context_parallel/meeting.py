@@ -62,6 +62,7 @@ class Rows(NamedTuple):
     dout: Float[Array, "B T N D"]
     lse: Float[Array, "B N T"]
     excess: Float[Array, "B N T"]  # delta - dLSE
+    centre: Float[Array, "B K H"] | None = None  # of all keys, as the block wants it
 
 
 def add_forward(
@@ -129,12 +130,15 @@ def add_backward(
             found = block.backward(
                 *(part.query, part.key, part.value),
                 *(of_rows(rows.dout), of_rows(rows.lse), of_rows(rows.excess)),
+                rows.centre,
                 mask,
             )
             first, size = call.query
             sums = {"dquery": add(so_far.dquery, found.dquery, 1, first, step)}
             for name in ("row_sum", "key_sum", "key_count"):
                 old, more = getattr(so_far, name), getattr(found, name)
+                if old is None:
+                    continue
                 more = read(old, rows_axis(old), first, size) + more
                 sums[name] = write(old, more, rows_axis(old), first)
             so_far = so_far._replace(**sums)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from jax import lax
 from jaxtyping import Array
 
-from attn_jax.context_parallel.blocks import carrier, no_gradients
+from attn_jax.context_parallel.blocks import carrier
 from attn_jax.context_parallel.local import (
     Local,
     Static,
@@ -60,8 +60,9 @@ def backward(
     recipe = block.recipe
     meetings = static.schedule(x.query, x.key)
     rank = lax.axis_index(static.axis)
-    rows, dlse = rows_of(block, dout, dlse, lse, for_delta)
-    total = varying_alike(no_gradients(block, x.query, x.key, x.value), x)[0]
+    centre = block.centre(x.key, lambda y: lax.pmean(y, static.axis))
+    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, centre)
+    total = varying_alike(block.nothing(x.query, x.key, x.value), x)[0]
     hops = [hop for hop in range(shards) if meetings.is_live(hop)]
     columns = x.key.shape[-1]
     both, sums = packed(x.key, x.value), packed(total.dkey, total.dvalue)
@@ -81,7 +82,7 @@ def backward(
         both, at = ahead, hop
     dkey, dvalue = unpacked(_moved_sums(sums, static, -at % shards), columns)
     total = total._replace(dkey=dkey, dvalue=dvalue)
-    return gradients(block, total, dlse, (x.query, x.key, x.value))
+    return gradients(block, total, rows, dlse, (x.query, x.key, x.value))
 
 
 def _moved(x: Array, static: Static, steps: int) -> Array:

@@ -15,8 +15,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from attn_jax.context_parallel.attention import Width, check_parts, checked
-from attn_jax.context_parallel.blocks import carrier, no_gradients
+from attn_jax.context_parallel.attention import (
+    Implementation,
+    Width,
+    check_parts,
+    checked,
+)
+from attn_jax.context_parallel.blocks import carrier
 from attn_jax.context_parallel.layouts import (
     Layout,
     check_length,
@@ -62,6 +67,7 @@ def simulate(
     query_segment_ids: Int[Array, "B T"] | None = None,
     key_value_segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
+    implementation: Implementation | None = None,
     recipe: Recipe | None = None,
     partials: Width = "fp32",
     wire: Width = "fp32",
@@ -84,6 +90,7 @@ def simulate(
         is_causal=is_causal,
         local_window_size=local_window_size,
         scale=scale,
+        implementation=implementation,
         recipe=recipe,
         partials=partials,
         wire=wire,
@@ -142,18 +149,21 @@ def _simulated_bwd(static: Static, residuals, cotangents):
     (x, lse, for_delta), (dout, dlse) = residuals, cotangents
     block, recipe = static.block, static.block.recipe
     meetings = _Meetings.of(static, x, static.backward_by)
-    rows, dlse = rows_of(block, dout, dlse, lse, for_delta)
-    zero = no_gradients(block, x.query, x.key, x.value)
+    centre = block.centre(x.key, lambda mean: mean)
+    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, centre)
+    zero = block.nothing(x.query, x.key, x.value)
 
     def meet(carry, pair):
         total, sums = carry
         rank, source = pair
+        of_rows = rows.dout, rows.lse, rows.excess
+        dout, lse, excess = meetings.of_queries(of_rows, rank)
         mine, dkey, dvalue = add_backward(
             block,
             meetings.schedule,
             Partial(*meetings.of_queries(total, rank)),
             meetings.shard(rank, source),
-            Rows(*meetings.of_queries(rows, rank)),
+            Rows(dout, lse, excess, centre),
             rank,
             source,
         )
@@ -173,7 +183,7 @@ def _simulated_bwd(static: Static, residuals, cotangents):
         sums = to_layout(sums, static.shards, static.layout)
     dkey, dvalue = unpacked(sums, x.key.shape[-1])
     total = total._replace(dkey=dkey, dvalue=dvalue)
-    found = gradients(block, total, dlse, (x.query, x.key, x.value))
+    found = gradients(block, total, rows, dlse, (x.query, x.key, x.value))
     return found + (None, None)
 
 
@@ -242,17 +252,20 @@ class _Meetings(NamedTuple):
             part(x.key_ids, source * S, S),
         )
 
-    def of_queries(self, arrays, rank) -> tuple[Array, ...]:
+    def of_queries(self, arrays, rank) -> tuple[Any, ...]:
         """The rows of one shard's queries. dK and dV, which have none, are cut too."""
-        return tuple(
-            read(y, rows_axis(y), rank * size, size)
-            for y in arrays
-            for size in [y.shape[rows_axis(y)] // self.shards]
-        )
 
-    def with_queries(self, arrays, parts, rank) -> tuple[Array, ...]:
+        def rows(y: Array) -> Array:
+            size = y.shape[rows_axis(y)] // self.shards
+            return read(y, rows_axis(y), rank * size, size)
+
+        return tuple(None if y is None else rows(y) for y in arrays)
+
+    def with_queries(self, arrays, parts, rank) -> tuple[Any, ...]:
         return tuple(
-            write(y, part, rows_axis(y), rank * part.shape[rows_axis(y)])
+            None
+            if y is None
+            else write(y, part, rows_axis(y), rank * part.shape[rows_axis(y)])
             for y, part in zip(arrays, parts, strict=True)
         )
 

@@ -25,15 +25,16 @@ class Partial(NamedTuple):
 
     Parts of the same queries add up in all but `dkey` and `dvalue`, those of the same
     keys in these two. `row_sum` is that of dS as operand of dQ, `key_sum` and
-    `key_count` are of the keys whose mean is dQ's centre.
+    `key_count` are of the keys whose mean is dQ's centre; all three are None of an
+    implementation that has its own way.
     """
 
     dquery: Float[Array, "B T N H"]
     dkey: Float[Array, "B S K H"]
     dvalue: Float[Array, "B S K D"]
-    row_sum: Float[Array, "B N T"]
-    key_sum: Float[Array, "B T K H"]
-    key_count: Float[Array, "B T"]
+    row_sum: Float[Array, "B N T"] | None
+    key_sum: Float[Array, "B T K H"] | None
+    key_count: Float[Array, "B T"] | None
 
 
 def forward(
@@ -108,12 +109,14 @@ def corrected_dquery(
     """
     if recipe.dq_centre == "none":
         return total.dquery
+    sums = total.row_sum, total.key_sum, total.key_count
+    row_sum, key_sum, key_count = (x for x in sums if x is not None)
     B, T, N, H = total.dquery.shape
     on_dlogits = recipe.dlogits_scale
     if recipe.gradient_scale_at == "logits":
         on_dlogits *= scale
-    left = (total.row_sum - dlse * on_dlogits).swapaxes(1, 2)[..., None]
-    centre = divide_or_zero(total.key_sum, total.key_count[..., None, None])
+    left = (row_sum - dlse * on_dlogits).swapaxes(1, 2)[..., None]
+    centre = divide_or_zero(key_sum, key_count[..., None, None])
     centre = jnp.repeat(centre, N // centre.shape[2], axis=2)
     return total.dquery - left * centre * _at_end(recipe, scale)
 
