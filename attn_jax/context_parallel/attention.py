@@ -219,6 +219,9 @@ def _attention_fwd(static: Static, *arrays):
 
 def _attention_bwd(static: Static, residuals, cotangents):
     made_by = ring if static.backward_by == "ring" else gather
+    # Else XLA sees the forward pass's messages in these, and keeps what came in them:
+    # all keys, on every device.
+    residuals = lax.optimization_barrier(residuals)
     found = made_by.backward(static, *residuals, *cotangents)
     return found + (None, None)
 
