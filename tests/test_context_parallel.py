@@ -128,6 +128,17 @@ def test_heads_may_be_gathered_a_few_at_a_time():
     chex.assert_trees_all_equal(*(run(*given) for run in runs))
 
 
+def test_x64_mode_and_checkpoints_change_no_bit():
+    given = arrays((B, S, N, H), KEY, jnp.bfloat16)
+    attend = sharded(2, "ring", "zigzag", is_causal=True)
+    want = both_passes(attend)(*given)
+    chex.assert_trees_all_equal(both_passes(jax.checkpoint(attend))(*given), want)
+    with jax.enable_x64(True):
+        got = both_passes(attend)(*given)
+    assert [x.dtype for x in got] == [x.dtype for x in want]
+    chex.assert_trees_all_equal(got, want)
+
+
 def test_two_runs_give_the_same_bits():
     given = arrays((B, S, N, H), KEY, jnp.bfloat16)
     run = both_passes(sharded(8, "ring", "contiguous", is_causal=True))
