@@ -12,6 +12,7 @@ from jax.extend.core import jaxprs_in_params
 
 from attn_jax import context_parallel, emulator
 from attn_jax.context_parallel import merge, ring, schedule
+from attn_jax.context_parallel.blocks import Emulated
 from attn_jax.context_parallel.layouts import shard_runs
 from attn_jax.formats import BF16
 from attn_jax.mask import Mask
@@ -91,10 +92,17 @@ def test_a_simulation_has_the_devices_bits(strategy, layout):
     chex.assert_trees_all_equal(*(run(*given) for run in runs))
 
 
-@pytest.mark.parametrize("name", ["ring_flash_attn", "te_ring"])
-def test_a_simulation_has_the_bits_of_the_emulators_ring(name):
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("ring_flash_attn", {}),
+        ("te_ring", {}),
+        ("flash2", dict(ring_merge="carry", ring_accumulator=Step(BF16))),
+    ],
+)
+def test_a_simulation_has_the_bits_of_the_emulators_ring(name, changes):
     given = arrays((B, S, N, H), KEY, jnp.bfloat16)
-    recipe = dataclasses.replace(RECIPES[name], block_kv=4, ring_size=W)
+    recipe = dataclasses.replace(RECIPES[name], block_kv=4, ring_size=W, **changes)
     options = dict(is_causal=True, recipe=recipe)
     got = both_passes(simulated(W, "ring", "contiguous", **options))(*given)
     attend = functools.partial(
@@ -307,6 +315,7 @@ def test_lse_far_apart_are_merged(way):
     recipe = dataclasses.replace(EXACT_FP32, ring_merge=way)
     lse = np.float32([-50, 60, -200, 300, -np.inf, -np.inf, 7, 5])
     other = np.float32([60, -50, 300, -200, -np.inf, 2, -np.inf, 5])
+    query = jnp.zeros((1, len(lse), 1, 1))
     parts = [
         (
             jnp.where(np.isneginf(x), 0.0, value)[None, :, None, None],
@@ -315,15 +324,21 @@ def test_lse_far_apart_are_merged(way):
         for value, x in ((1.0, lse), (3.0, other))
     ]
 
+    class Given(Emulated):
+        """Whose forward pass gives what it is handed for keys."""
+
+        def forward(self, query, key, value, mask):
+            return parts[int(key[0, 0, 0, 0])]
+
     def visit(add, so_far):
-        for part in parts:
-            so_far = add(so_far, part)
+        for number in range(2):
+            key = jnp.full((1, 1, 1, 1), float(number))
+            so_far = add(so_far, merge.Keys(query, key, key, Mask()))
         return so_far
 
-    query = jnp.zeros((1, len(lse), 1, 1))
-    nothing = merge.nothing_yet(query, 1, jnp.float32)
     with jax.debug_nans(True):
-        out, merged = merge.over_parts(visit, nothing, recipe)
+        block = Given(recipe, 1.0)
+        out, merged = merge.over_parts(visit, block, query, query, query)
     want = [3, 1, 3, 1, 0, 3, 1, 2]
     # A few roundings of numbers of that size.
     np.testing.assert_allclose(out[0, :, 0, 0], want, rtol=4 * 2.0**-23)
@@ -371,7 +386,6 @@ def test_what_does_not_fit_is_refused_in_one_line(options, says, as_users_call_i
     [
         dict(dq_centre="row"),
         dict(delta_source="p_dp"),
-        dict(ring_merge="carry"),
         dict(scaled_query=Step(BF16)),
     ],
 )

@@ -6,6 +6,7 @@ three draws, in which correct code reached 1.009 (out, dQ, dV) and 1.146 (dK); 1
 partial results reached 1.05 to 5.2, 16-bit sums 1.3 for each doubling of the ring.
 """
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -35,7 +36,8 @@ def problem(family: str):
 @functools.cache
 def errors(family: str, shards: int, how=simulated, **options):
     inputs, exact = problem(family)
-    attend = how(shards, "ring", "zigzag", is_causal=True, recipe=ATTN_JAX, **options)
+    options = {"recipe": ATTN_JAX} | options
+    attend = how(shards, "ring", "zigzag", is_causal=True, **options)
     dlse = np.zeros((SEEDS, inputs.query.shape[2], LENGTH), np.float32)
     return rms_errors(both_passes(attend)(*inputs, dlse), exact)
 
@@ -66,6 +68,14 @@ def test_it_is_that_of_one_device(family, shards, how):
     found = growth(family, shards, how)
     assert {k: v for k, v in found.items() if k in GATE and v > GATE[k]} == {}
     assert found["lse"] <= LSE_GATE
+
+
+def test_a_carried_maximum_and_sum_keep_lse():
+    """Beside one device that visits as many blocks: those of 64 shards of 8 keys."""
+    recipe = dataclasses.replace(ATTN_JAX, ring_merge="carry", block_kv=8)
+    alone, found = (errors("normal", n, recipe=recipe) for n in (1, 64))
+    assert {k: v for k, v in GATE.items() if found[k] > v * alone[k]} == {}
+    assert found["lse"] <= 1.05 * alone["lse"]
 
 
 def test_16_bit_partial_results_cost_one_step():

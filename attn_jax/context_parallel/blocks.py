@@ -48,6 +48,16 @@ class Block(Protocol):
         """(O, LSE) of these keys, unrounded; 0 and -inf where they are hidden."""
         ...
 
+    def carry_on(
+        self, state: Any, query: Array, key: Array, value: Array, mask: Mask
+    ) -> tuple[Array, ...]:
+        """(m, l, A) with these keys, for ring_merge 'carry'; None: of none before."""
+        ...
+
+    def finished(self, state: tuple[Array, ...], query: Array) -> tuple[Array, Array]:
+        """(O, LSE) of what was carried over all keys."""
+        ...
+
     def backward(
         self,
         query: Array,
@@ -95,6 +105,20 @@ class Emulated:
     def forward(self, query, key, value, mask):
         return partial.forward(
             query, key, value, recipe=self._alone, scale=self.scale, mask=mask
+        )
+
+    def carry_on(self, state, query, key, value, mask):
+        return partial.carry_on(
+            *(state, query, key, value),
+            recipe=self._alone,
+            scale=self.scale,
+            mask=mask,
+        )
+
+    def finished(self, state, query):
+        m, l, total = state  # noqa: E741
+        return partial.finished(
+            (m, l, total), query, recipe=self._alone, scale=self.scale
         )
 
     def backward(self, query, key, value, dout, lse, excess, centre, mask):
@@ -155,6 +179,12 @@ class Kernels:
         from attn_jax.kernels import partial as kernels
 
         return kernels.forward(query, key, value, scale=self.scale, mask=mask)
+
+    def carry_on(self, state, query, key, value, mask):
+        raise NotImplementedError("the kernels hand over O and LSE: merge by 'lse'")
+
+    def finished(self, state, query):
+        raise NotImplementedError("the kernels hand over O and LSE: merge by 'lse'")
 
     def backward(self, query, key, value, dout, lse, excess, centre, mask):
         from attn_jax.kernels import partial as kernels

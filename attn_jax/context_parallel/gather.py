@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from attn_jax.context_parallel.blocks import carrier
 from attn_jax.context_parallel.layouts import from_layout, to_layout
 from attn_jax.context_parallel.local import (
     Local,
@@ -33,7 +32,7 @@ from attn_jax.context_parallel.meeting import (
     add_backward,
     add_forward,
 )
-from attn_jax.context_parallel.merge import nothing_yet, over_parts
+from attn_jax.context_parallel.merge import over_parts
 from attn_jax.context_parallel.schedule import Schedule, gathered, schedule
 from attn_jax.emulator.partial import Partial
 from attn_jax.varying import varying_alike
@@ -98,14 +97,10 @@ def _forward(static: Static, x: Local) -> tuple[Array, Array]:
     def visit(add, so_far):
         for source in meetings.sources(rank):
             shard = meetings.shard(source)
-            so_far = add_forward(
-                *(static.block, meetings.schedule, add, so_far, shard), rank, source
-            )
+            so_far = add_forward(meetings.schedule, add, so_far, shard, rank, source)
         return so_far
 
-    nothing = nothing_yet(x.query, x.value.shape[-1], carrier(static.block))
-    nothing = varying_alike(nothing, x)[0]
-    return over_parts(visit, nothing, static.block.recipe)
+    return over_parts(visit, static.block, x.query, x.value, x)
 
 
 def _backward(static: Static, x: Local, rows: Rows) -> Partial:

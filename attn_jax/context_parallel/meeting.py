@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from attn_jax.context_parallel.blocks import Block
-from attn_jax.context_parallel.merge import Add, RowArrays, kept
+from attn_jax.context_parallel.merge import Add, Keys, RowArrays, kept
 from attn_jax.context_parallel.schedule import Call, Schedule
 from attn_jax.emulator.partial import Partial
 from attn_jax.emulator.sums import read, write
@@ -66,7 +66,6 @@ class Rows(NamedTuple):
 
 
 def add_forward(
-    block: Block,
     schedule: Schedule,
     add: Add,
     so_far: RowArrays,
@@ -84,8 +83,8 @@ def add_forward(
     def run(plan: tuple[Call, ...], offset, so_far, shard: Shard):
         for number, call in enumerate(plan):
             part, mask = shard.of(call, offset[number])
-            found = block.forward(part.query, part.key, part.value, mask)
-            rows = add(tuple(read(x, rows_axis(x), *call.query) for x in so_far), found)
+            keys = Keys(part.query, part.key, part.value, mask)
+            rows = add(tuple(read(x, rows_axis(x), *call.query) for x in so_far), keys)
             so_far = tuple(
                 write(old, new, rows_axis(old), call.query[0])
                 for old, new in zip(so_far, rows, strict=True)

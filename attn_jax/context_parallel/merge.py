@@ -5,6 +5,7 @@ With O and L so far and O_h, L_h of the next part (recipe_schema, A RING):
     'lse'       L' = log(e^L + e^L_h)      O' = e^(L - L') O + e^(L_h - L') O_h
     'sigmoid'   O' = O - s(L_h - L) (O - O_h)        L' = L - log s(L - L_h)
     'two_pass'  L over all parts first; then O' = O + e^(L_h - L) O_h
+    'carry'     no merge: the running maximum and sum, and A, go on from part to part
 
 Every exponent is at most 0: an LSE may exceed another by any number. A part that a
 query sees nothing of (L_h = -inf) changes nothing, whatever came before, and the first
@@ -12,42 +13,79 @@ that it sees something of is taken as it is.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
+from attn_jax.context_parallel.blocks import Block, carrier
 from attn_jax.formats import round_to
+from attn_jax.mask import Mask
 from attn_jax.recipe_schema import Recipe, Step
+from attn_jax.varying import varying_alike
 
 Rows = tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]
 # Arrays of rows, [B, T, N, D] or [B, N, T], with one part after the other added.
 RowArrays = tuple[Any, ...]
-Add = Callable[[RowArrays, Rows], RowArrays]
+
+
+class Keys(NamedTuple):
+    """Some queries and some keys, and who sees whom."""
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K D"]
+    mask: Mask
+
+
+Add = Callable[[RowArrays, Keys], RowArrays]
 Visit = Callable[[Add, RowArrays], RowArrays]
 
 
-def over_parts(visit: Visit, nothing: Rows, recipe: Recipe) -> Rows:
-    """O and LSE over all parts, which `visit(add, so_far)` brings one by one."""
+def over_parts(
+    visit: Visit,
+    block: Block,
+    query: Float[Array, "B T N H"],
+    value: Float[Array, "B S K D"],
+    like: Any,
+) -> Rows:
+    """O and LSE of `query` over all parts, which `visit(add, so_far)` brings one by
+    one. `like` varies over the mesh axes that the parts vary over."""
+    recipe = block.recipe
+    nothing = nothing_yet(query, value.shape[-1], carrier(block))
+    (out, lse), _ = varying_alike(nothing, like)
+    if recipe.ring_merge == "carry":
+        # m = -inf, l = 0, A = 0.
+        start = lse, jnp.zeros_like(lse), out
+        start, _ = varying_alike(start, like)
+        return block.finished(visit(_carrying(block), start), query)
     if recipe.ring_merge != "two_pass":
 
-        def add(rows, part):
-            return merged((rows[0], rows[1]), part, recipe)
+        def add(rows, keys):
+            return merged((rows[0], rows[1]), block.forward(*keys), recipe)
 
-        out, lse = visit(add, nothing)
+        out, lse = visit(add, (out, lse))
         return out, lse
-    out, lse = nothing
 
-    def add_lse(rows, part):
-        return (merged_lse(rows[0], part[1], recipe),)
+    def add_lse(rows, keys):
+        return (merged_lse(rows[0], block.forward(*keys)[1], recipe),)
 
-    def add_weighted(rows, part):
-        return weighted(rows[0], rows[1], part, recipe), rows[1]
+    def add_weighted(rows, keys):
+        return weighted(rows[0], rows[1], block.forward(*keys), recipe), rows[1]
 
     (lse,) = visit(add_lse, (lse,))
     out, lse = visit(add_weighted, (out, lse))
     return out, lse
+
+
+def _carrying(block: Block) -> Add:
+    """Keys are added to (m, l, A) without a merge."""
+
+    def add(rows, keys):
+        return block.carry_on(rows, *keys)
+
+    return add
 
 
 def nothing_yet(query: Float[Array, "B T N H"], columns: int, dtype) -> Rows:

@@ -11,7 +11,6 @@ from itertools import pairwise
 from jax import lax
 from jaxtyping import Array
 
-from attn_jax.context_parallel.blocks import carrier
 from attn_jax.context_parallel.local import (
     Local,
     Static,
@@ -22,7 +21,7 @@ from attn_jax.context_parallel.local import (
     unpacked,
 )
 from attn_jax.context_parallel.meeting import add_backward, add_forward
-from attn_jax.context_parallel.merge import Rows, kept, nothing_yet, over_parts
+from attn_jax.context_parallel.merge import Rows, kept, over_parts
 from attn_jax.varying import varying_alike
 
 
@@ -41,15 +40,11 @@ def forward(static: Static, x: Local) -> Rows:
             ahead = both if after is None else _moved(both, static, after - hop)
             source = (rank - hop) % shards
             shard = x.meets(*unpacked(both, x.key.shape[-1]), source)
-            so_far = add_forward(
-                static.block, meetings, add, so_far, shard, rank, source, hop
-            )
+            so_far = add_forward(meetings, add, so_far, shard, rank, source, hop)
             both = ahead
         return so_far
 
-    nothing = nothing_yet(x.query, x.value.shape[-1], carrier(static.block))
-    nothing = varying_alike(nothing, x)[0]
-    return over_parts(visit, nothing, static.block.recipe)
+    return over_parts(visit, static.block, x.query, x.value, x)
 
 
 def backward(

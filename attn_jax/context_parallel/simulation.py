@@ -21,7 +21,6 @@ from attn_jax.context_parallel.attention import (
     check_parts,
     checked,
 )
-from attn_jax.context_parallel.blocks import carrier
 from attn_jax.context_parallel.layouts import (
     Layout,
     check_length,
@@ -44,7 +43,7 @@ from attn_jax.context_parallel.meeting import (
     add_forward,
     rows_axis,
 )
-from attn_jax.context_parallel.merge import kept, nothing_yet, over_parts
+from attn_jax.context_parallel.merge import kept, over_parts
 from attn_jax.context_parallel.schedule import Schedule, gathered
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
@@ -132,15 +131,12 @@ def _simulated_fwd(static: Static, *arrays):
             rank, source = pair
             mine = meetings.of_queries(so_far, rank)
             shard = meetings.shard(rank, source)
-            mine = add_forward(
-                static.block, meetings.schedule, add, mine, shard, rank, source
-            )
+            mine = add_forward(meetings.schedule, add, mine, shard, rank, source)
             return meetings.with_queries(so_far, mine, rank), None
 
         return lax.scan(meet, so_far, meetings.pairs)[0]
 
-    nothing = nothing_yet(x.query, x.value.shape[-1], carrier(static.block))
-    exact, lse = over_parts(visit, nothing, static.block.recipe)
+    exact, lse = over_parts(visit, static.block, x.query, x.value, x)
     for_delta = partial.kept_for_delta(exact, static.block.recipe)
     return (returned(static, exact), lse), (x, lse, for_delta)
 

@@ -57,6 +57,51 @@ def forward(
     return x.ungroup(out), lse.reshape(B, K * G, T)
 
 
+Carried = tuple[Float[Array, "B N T"], Float[Array, "B N T"], Float[Array, "B T N D"]]
+
+
+def carry_on(
+    state: Carried | None,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+    *,
+    recipe: Recipe,
+    scale: float,
+    mask: Mask = Mask(),
+) -> Carried:
+    """(m, l, A) after these keys too, for ring_merge 'carry'; A is rounded to
+    `ring_accumulator`. None stands for no key so far."""
+    x = Operands(Static(recipe, scale, None, None), query, key, value, None, None, mask)
+    B, K, G, T, _ = x.shape
+    before = blocks.start(x, value.shape[-1])
+    if state is not None:
+        m, l, total = state  # noqa: E741
+        m, l = (y.reshape(B, K, G, T, 1) for y in (m, l))  # noqa: E741
+        before = blocks.State(m, l, x.group(total))
+    after = blocks.add_keys(x, before)
+    total = rounded(after.total, recipe.ring_accumulator)
+    m, l = (y.reshape(B, K * G, T) for y in after[:2])  # noqa: E741
+    return m, l, x.ungroup(total)
+
+
+def finished(
+    state: Carried, query: Float[Array, "B T N H"], *, recipe: Recipe, scale: float
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
+    """O and LSE of what was carried over all keys, as of `forward`."""
+    m, l, total = state  # noqa: E741
+    B, T, N, D = total.shape
+    none = jnp.zeros((B, 1, N, query.shape[-1]), query.dtype)
+    x = Operands(
+        Static(recipe, scale, None, None),
+        *(query, none, jnp.zeros((B, 1, N, D), query.dtype)),
+        *(None, None, Mask()),
+    )
+    m, l = (y.reshape(B, N, 1, T, 1) for y in (m, l))  # noqa: E741
+    out, lse = blocks.finish(x, blocks.State(m, l, x.group(total)))
+    return x.ungroup(out), lse.reshape(B, N, T)
+
+
 def backward(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
