@@ -94,7 +94,7 @@ def nothing_compiles(monkeypatch):
         (["--preset=small", "--precision=fp32"], ["--attention-inputs=bf16"]),
         (["--model.heads=3"], ["--model.heads 3"]),
         (["--data.resolution=30"], ["--model.patch 8"]),
-        (["--mesh.seq=2"], ["context parallelism"]),
+        (["--mesh.seq=2", "--attn=xla"], ["--mesh.seq 2", "--attn=pallas"]),
         (["--mesh.tensor=4"], ["--mesh.tensor 4", "heads"]),
         (["--mesh.fsdp=3", "--batch-size=33"], ["8 devices"]),
         (["--mesh.data=5", "--batch-size=35"], ["8 devices"]),

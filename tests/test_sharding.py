@@ -20,6 +20,7 @@ from train.precision import make_policy
 from train.presets import PRESETS
 from train.sharding import make_mesh, put_batch, rows_of_process
 from train.step import compile_step, make_train_step
+from train.validate import validate
 
 # Every mesh is compared with one device, in whichever worker.
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -50,9 +51,9 @@ def batches_of(count: int):
 
 
 @functools.cache
-def losses_on(mesh: MeshConfig, device_count: int, steps: int = 3):
+def losses_on(mesh: MeshConfig, device_count: int, steps: int = 3, **changes):
     """Loss of each step, the final state, and the compiled program."""
-    config = dataclasses.replace(CONFIG, mesh=mesh)
+    config = dataclasses.replace(CONFIG, mesh=mesh, **changes)
     parts = assemble(config, jax.devices()[:device_count])
     step = make_train_step(parts.parts, parts.optimizer, parts.attention_fn)
     losses, compiled = [], None
@@ -84,6 +85,54 @@ def test_mesh_gives_the_loss_of_one_device(sizes):
     ]
     assert len(moments) == 2  # mean and mean square
     assert {leaf.sharding for leaf in moments} == {kernel.sharding}
+
+
+@pytest.mark.parametrize(
+    ("how", "devices"),
+    [
+        ("zigzag", 2),
+        pytest.param("all-gather", 4, marks=pytest.mark.thorough),
+        pytest.param("ulysses", 2, marks=pytest.mark.thorough),
+    ],
+)
+def test_tokens_spread_over_devices_give_the_loss_of_one(how, devices):
+    changes = dict(attn="emulated", recipe="exact_fp32", context_parallel=how)
+    mesh = MeshConfig(data=2, seq=devices)
+    losses, _, compiled = losses_on(mesh, 2 * devices, **changes)
+    alone, _, _ = losses_on(MeshConfig(), 1, **changes)
+    # As above, and parts of attention are merged in FP32.
+    np.testing.assert_allclose(losses, alone, rtol=1e-6)
+    if how == "zigzag":
+        assert "collective-permute" in compiled.as_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (dict(attn="xla"), "needs --attn=pallas or --attn=emulated"),
+        (dict(shadow="reference"), "needs --mesh.seq 1"),
+        (
+            dict(context_parallel="zigzag"),
+            "a multiple of 16, as with --model.text-leng",
+        ),
+    ],
+)
+def test_tokens_that_cannot_be_spread_are_refused(changes, says):
+    config = dataclasses.replace(
+        CONFIG, **(dict(attn="emulated", mesh=MeshConfig(seq=8)) | changes)
+    )
+    with pytest.raises(UsageError, match=says) as caught:
+        validate(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_heads_that_ulysses_cannot_deal_out_are_refused():
+    mesh = MeshConfig(data=1, seq=4)
+    config = dataclasses.replace(
+        CONFIG, attn="emulated", mesh=mesh, context_parallel="ulysses"
+    )
+    with pytest.raises(UsageError, match="do not divide the 2 heads of query"):
+        assemble(config, jax.devices()[:4])
 
 
 def test_data_parallel_program_gathers_nothing():

@@ -27,7 +27,7 @@ from train.data.tokenizer import Tokenizer
 from train.model import AttentionFn
 from train.optimizer import make_optimizer
 from train.precision import Policy, make_policy
-from train.sharding import check_widths, make_mesh
+from train.sharding import batch_shards, check_widths, make_mesh
 from train.state import (
     ModelParts,
     TrainState,
@@ -91,7 +91,11 @@ def assemble(config: Config, devices: list[Any] | None = None) -> Assembly:
     check_widths(mesh, config.model.width, hidden)
     attention = resolve_attention(config, mesh.devices.flat[0])
     function = make_attention(attention, policy)
-    check_attention(config, function, policy.attention)
+    attention_fn = shard_attention(function, mesh, policy.attention)
+    if attention.parallel is None:
+        check_attention(config, function, policy.attention)
+    else:  # It communicates, which it can on a mesh alone.
+        check_attention(config, attention_fn, policy.attention, batch_shards(mesh))
     tokenizer = make_tokenizer(config.model.tokenizer, config.model.text_length)
     parts = make_parts(config, policy, tokenizer.vocab_size)
     optimizer = make_optimizer(config)
@@ -101,7 +105,7 @@ def assemble(config: Config, devices: list[Any] | None = None) -> Assembly:
         mesh=mesh,
         tokenizer=tokenizer,
         attention=attention,
-        attention_fn=shard_attention(function, mesh, policy.attention),
+        attention_fn=attention_fn,
         parts=parts,
         optimizer=optimizer,
         shardings=state_shardings(parts, optimizer, mesh),

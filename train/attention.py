@@ -16,17 +16,32 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from attn_jax import RECIPES, dot_product_attention
+from attn_jax import RECIPES, context_parallel, dot_product_attention
 from attn_jax.api import Implementation
 from attn_jax.formats import FP16
 from attn_jax.recipe import Recipe
-from train.config import Attention, Config, UsageError, head_dim, image_tokens
+from train.config import (
+    Attention,
+    Config,
+    ContextParallel,
+    UsageError,
+    head_dim,
+    image_tokens,
+)
 from train.model import AttentionFn
 from train.precision import Policy
 
 # Stands for no name of `RECIPES`, but for the recipe that the kernels declare for the
 # run's shapes.
 KERNELS_RECIPE = "kernels"
+# Strategy and layout. No token is masked here, so none has to be moved for a layout.
+_PARALLEL: dict[ContextParallel, tuple[context_parallel.Strategy, Any]] = {
+    "contiguous": ("ring", "contiguous"),
+    "zigzag": ("ring", "zigzag"),
+    "striped": ("ring", "striped"),
+    "all-gather": ("all_gather", "contiguous"),
+    "ulysses": ("ulysses", "contiguous"),
+}
 # Parts of custom-call names by which the compiled program shows its attention.
 _MARKS = {"pallas": "mosaic_gpu", "cudnn": "fmha"}
 
@@ -40,12 +55,15 @@ class ResolvedAttention:
       implementation: name given to `attn_jax.dot_product_attention`.
       recipe: name of the emulated recipe, or `KERNELS_RECIPE`, if emulated.
       note: the line to say where this is not what was requested, else None.
+      parallel: how it works on the devices that tokens are spread over; None: they
+        are not.
     """
 
     requested: Attention
     implementation: Implementation
     recipe: str | None
     note: str | None
+    parallel: ContextParallel | None = None
 
 
 def has_kernels(device: Any) -> bool:
@@ -68,6 +86,13 @@ def resolve_attention(config: Config, device: Any) -> ResolvedAttention:
       UsageError: the implementation or the recipe does not exist here, or the kernels
         have no such head dim.
     """
+    found = _resolved(config, device)
+    if config.mesh.seq == 1:
+        return found
+    return dataclasses.replace(found, parallel=config.context_parallel)
+
+
+def _resolved(config: Config, device: Any) -> ResolvedAttention:
     name = config.attn
     if name == "cudnn" and device.platform != "gpu":
         raise UsageError(
@@ -149,6 +174,23 @@ def make_attention(
     if recipe is not None and policy.attention == jnp.float16:
         recipe = recipe.with_inputs(FP16)
 
+    def in_parts(query: Array, key: Array, value: Array) -> Array:
+        assert resolved.parallel is not None
+        strategy, layout = _PARALLEL[resolved.parallel]
+        out, _ = context_parallel.attention(
+            query,
+            key,
+            value,
+            axis_name="seq",
+            strategy=strategy,
+            layout=layout,
+            implementation="pallas"
+            if resolved.implementation == "pallas"
+            else "emulated",
+            recipe=recipe,
+        )
+        return out
+
     def attention(query: Array, key: Array, value: Array) -> Array:
         out = dot_product_attention(
             query,
@@ -159,7 +201,7 @@ def make_attention(
         )
         return cast(Array, out)
 
-    return attention
+    return attention if resolved.parallel is None else in_parts
 
 
 def shard_attention(
@@ -168,7 +210,9 @@ def shard_attention(
     """Rounds query, key and value to the format `kind` and runs an attention function
     of them on each device's own rows and heads.
 
-    `more` places what it takes beside query, key and value.
+    `more` places what it takes beside query, key and value. Where the mesh spreads
+    tokens a device has some of them, and the function communicates
+    (`ResolvedAttention.parallel`).
 
     A kernel is opaque to XLA's partitioner, which would gather its inputs onto every
     device; inside `shard_map` each device calls it on its part. The barriers keep
@@ -176,7 +220,8 @@ def shard_attention(
     whatever the implementation. Rounding lies before them, where XLA joins it to what
     made the three: behind them it would read FP32 arrays once more.
     """
-    spec = P(("data", "fsdp"), None, "tensor", None)
+    tokens = "seq" if mesh.shape["seq"] > 1 else None
+    spec = P(("data", "fsdp"), tokens, "tensor", None)
     mapped = jax.shard_map(
         attention,
         mesh=mesh,
@@ -198,15 +243,17 @@ def shard_attention(
     return attention_fn
 
 
-def check_attention(config: Config, attention: AttentionFn, kind: Any) -> None:
-    """Traces the attention on the run's shapes and their format, so that it can refuse
-    them early.
+def check_attention(
+    config: Config, attention: AttentionFn, kind: Any, batch: int = 1
+) -> None:
+    """Traces the attention on the run's shapes and their format, `batch` examples, so
+    that it can refuse them early.
 
     Raises:
       UsageError: with the reason the library gives.
     """
     length = config.model.text_length + image_tokens(config)
-    shape = (1, length, config.model.heads, head_dim(config))
+    shape = (batch, length, config.model.heads, head_dim(config))
     one = jax.ShapeDtypeStruct(shape, kind)
     try:
         jax.eval_shape(attention, one, one, one)

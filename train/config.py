@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Attention = Literal["pallas", "baseline", "emulated", "reference", "xla", "cudnn"]
+ContextParallel = Literal["contiguous", "zigzag", "striped", "all-gather", "ulysses"]
 PresetName = Literal["tiny", "small", "small-long", "base", "base-long", "large"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
 Shadow = Literal["none", "reference", "xla", "emulated"]
@@ -97,7 +98,7 @@ class MeshConfig:
     tensor: int = 1
     """Devices over which heads and hidden units are spread."""
     seq: int = 1
-    """Devices over which tokens are spread."""
+    """Devices over which tokens are spread (see --context-parallel)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +162,8 @@ class Config:
     """Starting values of all other options; tiny trains on a CPU in minutes."""
     recipe: str | None = None
     """Name of the emulated algorithm, with --attn=emulated; kernels if not given."""
+    context_parallel: ContextParallel = "contiguous"
+    """Attention over --mesh.seq devices: a ring on tokens dealt so, or one of two."""
     precision: Precision = "fp32"
     """Of everything but attention; 16-bit policies but bf16_pure keep fp32 weights."""
     attention_inputs: AttentionInputs = "compute"

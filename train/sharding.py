@@ -1,8 +1,8 @@
 """Several processes, the device mesh, and where each array lies on it.
 
 Mesh axes: `data` copies the model, `fsdp` spreads weights and optimiser state (and
-the batch with them), `tensor` spreads heads and hidden units, `seq` is reserved for
-tokens. The partitioner of XLA derives the communication from these placements.
+the batch with them), `tensor` spreads heads and hidden units, `seq` spreads tokens in
+attention. The partitioner of XLA derives the communication from these placements.
 """
 
 import os

@@ -2,7 +2,13 @@
 
 import math
 
-from train.config import Config, UsageError, attention_format, flatten
+from train.config import (
+    Config,
+    UsageError,
+    attention_format,
+    flatten,
+    image_tokens,
+)
 
 _SIXTEEN_BIT_ATTENTION = ("pallas", "cudnn")
 _AT_LEAST_ONE = (
@@ -88,10 +94,7 @@ def validate(config: Config) -> None:
     if config.optimizer.static_loss_scale is not None and config.precision != "fp16":
         raise UsageError("--optimizer.static-loss-scale needs --precision=fp16")
     if mesh.seq > 1:
-        raise UsageError(
-            f"--mesh.seq {mesh.seq} needs context parallelism, which this version "
-            "does not have: use --mesh.seq 1"
-        )
+        _validate_context_parallel(config)
     if model.heads % mesh.tensor:
         raise UsageError(
             f"--model.heads {model.heads} cannot be spread over --mesh.tensor "
@@ -155,6 +158,26 @@ def _validate_processes(config: Config) -> None:
     works = 0 <= number < count
     what = f"lie in [0, {count}), --distributed.processes being {count}"
     check_number("distributed.process_id", number, works, what)
+
+
+def _validate_context_parallel(config: Config) -> None:
+    devices, how = config.mesh.seq, config.context_parallel
+    if config.attn not in ("pallas", "emulated"):
+        raise UsageError(
+            f"--mesh.seq {devices} needs --attn=pallas or --attn=emulated, not "
+            f"--attn={config.attn}"
+        )
+    if config.shadow != "none":
+        raise UsageError(f"--shadow={config.shadow} needs --mesh.seq 1")
+    tokens = config.model.text_length + image_tokens(config)
+    parts = devices * (2 if how == "zigzag" else 1)
+    if tokens % parts:
+        longer = config.model.text_length + -tokens % parts
+        raise UsageError(
+            f"{tokens} tokens (--model.text-length and patches) cannot be spread over "
+            f"--mesh.seq {devices} with --context-parallel={how}: they must be a "
+            f"multiple of {parts}, as with --model.text-length {longer}"
+        )
 
 
 def _validate_attention(config: Config) -> None:

@@ -18,6 +18,7 @@ from analysis.experiments import (
     memory,
     precision,
     random_cases,
+    ring,
     saturation,
     sequence_length,
     speed,
@@ -83,6 +84,7 @@ EXPERIMENTS = {
         saturation.SUMMARY, saturation.add_arguments, saturation.run
     ),
     "bias": Experiment(bias.SUMMARY, bias.add_arguments, bias.run),
+    "ring": Experiment(ring.SUMMARY, ring.add_arguments, ring.run),
     "census": Experiment(census.SUMMARY, census.add_arguments, census.run),
     "training": Experiment(training.SUMMARY, training.add_arguments, training.run),
     "step-speed": Experiment(

@@ -15,7 +15,7 @@ from attn_jax.emulator.tiles import Operands, divide_or_zero, finite_shift
 from attn_jax.mask import slice_tile
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """What the backward pass knows of each query, axes [B, K, G, T, H or 1]."""
 
     dout: Array
@@ -23,11 +23,11 @@ class _Rows(NamedTuple):
     excess: Array  # delta - dLSE
     scale: Array | None = None  # r of dS as dQ's operand [B, K, 1, 1, 1], None for 1
 
-    def of(self, share: Operands) -> "_Rows":
+    def of(self, share: Operands) -> "Rows":
         """The rows of the queries that a device of the ring has."""
         queries = share.origin[0], share.shape[3]
         dout, lse, excess = (read(rows, 3, *queries) for rows in self[:3])
-        return _Rows(dout, lse, excess, self.scale)
+        return Rows(dout, lse, excess, self.scale)
 
 
 class _Sums(NamedTuple):
@@ -55,7 +55,7 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
     # The LSE of a query that sees nothing is a constant, whatever its cotangent.
     dlse = dlse.astype(static.carrier).reshape(lse.shape)
     dlse = jnp.where(jnp.isneginf(lse), 0.0, dlse)
-    rows = _Rows(dout, lse, jnp.zeros_like(lse))
+    rows = Rows(dout, lse, jnp.zeros_like(lse))
     if recipe.delta_source == "p_dp":
         delta = _delta_from_probabilities(before, rows)
     else:
@@ -86,7 +86,7 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
         x, centre = with_centred_keys(x)
         correction = -expected * centre
     if recipe.ring_size == 1:
-        sums = _sum_tiles(x, rows, _no_sums(x))
+        sums = sum_tiles(x, rows, no_sums(x))
     else:
         sums = _sum_hops(x, rows, at_end)
     dquery, dkey, dvalue = sums.dquery, sums.dkey, sums.dvalue
@@ -96,7 +96,7 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
     if recipe.ring_size == 1:
         dquery = dquery if correction is None else dquery - correction
         dquery, dkey = dquery * at_end, dkey * at_end
-        dkey, dvalue = _over_group(x, dkey, "dkey"), _over_group(x, dvalue, "dvalue")
+        dkey, dvalue = over_group(x, dkey, "dkey"), over_group(x, dvalue, "dvalue")
     elif correction is not None:
         dquery = dquery - correction * at_end
     if x.query_scale is not None:
@@ -111,7 +111,7 @@ def gradients(x: Operands, lse, for_delta, row_centre, dout, dlse):
     )
 
 
-def _probability(x: Operands, rows: _Rows, q_start, kv_start, block_q, block_kv):
+def _probability(x: Operands, rows: Rows, q_start, kv_start, block_q, block_kv):
     """P of one tile before any rounding of its own, and the soft cap's slope."""
     at = q_start, kv_start
     logits, slope = x.logits(q_start, kv_start, block_q, block_kv)
@@ -131,10 +131,10 @@ def _dprobability(x: Operands, dout, v, *at):
     return x.round(product, "dprobability", *at)
 
 
-def _delta_from_probabilities(x: Operands, rows: _Rows):
+def _delta_from_probabilities(x: Operands, rows: Rows):
     """rowsum(P dP), in a pass over the keys of its own."""
 
-    def over_keys(x: Operands, rows: _Rows, delta):
+    def over_keys(x: Operands, rows: Rows, delta):
         def step(delta, start, size):
             at = 0, start
             p, _ = _probability(x, rows, 0, start, x.shape[3], size)
@@ -155,7 +155,7 @@ def _delta_from_probabilities(x: Operands, rows: _Rows):
     return over_hops(x, hop, zero)
 
 
-def _no_sums(x: Operands, *, of_hops: bool = False) -> _Sums:
+def no_sums(x: Operands, *, of_hops: bool = False) -> _Sums:
     """Zeros for sums over tiles; `of_hops`: over the results of hops."""
 
     def zeros(like):
@@ -172,7 +172,7 @@ def _no_sums(x: Operands, *, of_hops: bool = False) -> _Sums:
     )
 
 
-def _over_group(x: Operands, sums: Array, site: str) -> Array:
+def over_group(x: Operands, sums: Array, site: str) -> Array:
     """[B, K, S, H] of the sums dK g, or dV, that query heads may have of their own."""
     if x.recipe.group_gradient is None:
         return sums
@@ -181,15 +181,15 @@ def _over_group(x: Operands, sums: Array, site: str) -> Array:
     return functools.reduce(jnp.add, jnp.unstack(rounded, axis=2))
 
 
-def _sum_hops(x: Operands, rows: _Rows, scale: float) -> _Sums:
+def _sum_hops(x: Operands, rows: Rows, scale: float) -> _Sums:
     """Sums of the hops' own results, dQ and dK of each with its scale."""
 
     def hop(total: _Sums, share: Operands) -> _Sums:
         at_query, at_key = (3, share.origin[0]), (2, share.origin[1])
-        part = _no_sums(share)._replace(dbias=total.dbias)
-        part = _sum_tiles(share, rows.of(share), part)
+        part = no_sums(share)._replace(dbias=total.dbias)
+        part = sum_tiles(share, rows.of(share), part)
 
-        of_group = functools.partial(_over_group, share)
+        of_group = functools.partial(over_group, share)
 
         def add(old, new, axis, start, site):
             new = share.round(new, "ring_gradient_partial", site=site)
@@ -206,10 +206,10 @@ def _sum_hops(x: Operands, rows: _Rows, scale: float) -> _Sums:
             part.dbias,
         )
 
-    return over_hops(x, hop, _no_sums(x, of_hops=True))
+    return over_hops(x, hop, no_sums(x, of_hops=True))
 
 
-def _sum_tiles(x: Operands, rows: _Rows, sums: _Sums) -> _Sums:
+def sum_tiles(x: Operands, rows: Rows, sums: _Sums) -> _Sums:
     recipe = x.recipe
     # Blocks of queries change no dQ, and dK and dV only where additions round; a
     # carrier-wide accumulator takes all queries in one product.
@@ -231,7 +231,7 @@ def _sum_tiles(x: Operands, rows: _Rows, sums: _Sums) -> _Sums:
 
 
 def _add_tile(
-    x: Operands, rows: _Rows, kv_start, block_kv, sums: _Sums, q_start, block_q
+    x: Operands, rows: Rows, kv_start, block_kv, sums: _Sums, q_start, block_q
 ):
     recipe = x.recipe
     at = q_start, kv_start

@@ -10,6 +10,7 @@ from attn_jax.emulator.sums import dot, read, walk
 from attn_jax.emulator.tiles import Operands, divide_or_zero
 from attn_jax.formats import NumberFormat, round_to
 from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
+from attn_jax.varying import varying_alike
 
 
 def with_centred_keys(x: Operands) -> tuple[Operands, Array]:
@@ -39,11 +40,22 @@ def _into_range(key, fmt: NumberFormat):
 
 def mean_centre(x: Operands):
     """Mean of the keys that a query may see, broadcastable to [B, K, G, T, H]."""
+    if x.mask.is_empty:
+        return x.key.mean(2)[:, :, None, None]
+    return divide_or_zero(*seen_keys(x))
+
+
+def seen_keys(x: Operands) -> tuple[Array, Array]:
+    """Sum and number of the keys that `mean_centre` is the mean of.
+
+    Those of parts of the keys add up to those of all. Broadcastable to [B, K, G, T, H].
+    """
     mask = x.mask
     if mask.is_empty:
-        return x.key.mean(2)[:, :, None, None]
+        total = x.key.sum(2)[:, :, None, None]
+        return total, jnp.full((1,) * 5, x.key_length, x.static.carrier)
     if mask.is_interval:
-        return _mean_over_intervals(x)
+        return _seen_in_intervals(x)
 
     def step(state, start, size):
         total, count = state
@@ -57,13 +69,12 @@ def mean_centre(x: Operands):
     B, K, G, T, H = x.shape
     heads = 1 if mask.dense is None or mask.dense.shape[1] == 1 else G
     total = jnp.zeros((B, K, heads, T, H), x.static.carrier)
-    start = total, total[..., :1]
-    total, count = walk(step, start, x.key_length, x.recipe.backward_block_kv)
-    return divide_or_zero(total, count)
+    start = varying_alike((total, total[..., :1]), x.key)[0]
+    return walk(step, start, x.key_length, x.recipe.backward_block_kv)
 
 
-def _mean_over_intervals(x: Operands):
-    """One mean for each block of queries, over the keys that any of them sees."""
+def _seen_in_intervals(x: Operands):
+    """The same for all of a block of queries, of the keys that any of them sees."""
     B, K, G, T, H = x.shape
     block = min(x.recipe.backward_block_q or T, T)
     start, stop = x.mask.interval(T, x.key_length)
@@ -80,5 +91,7 @@ def _mean_over_intervals(x: Operands):
     index = jnp.stack([start, stop])[:, :, None, :, None]
     low, high = (jnp.take_along_axis(sums, i, 2) for i in index)
     count = (stop - start).astype(x.static.carrier)[:, None, :, None]
-    mean = jnp.repeat(divide_or_zero(high - low, count), block, 2)[:, :, :T]
-    return mean[:, :, None]
+    total, count = (
+        jnp.repeat(x, block, 2)[:, :, None, :T] for x in (high - low, count)
+    )
+    return total, count

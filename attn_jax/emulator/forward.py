@@ -9,6 +9,7 @@ from jax import Array
 
 from attn_jax.emulator.sums import read, walk
 from attn_jax.emulator.tiles import Operands, divide_or_zero, finite_shift
+from attn_jax.varying import varying_alike
 
 
 class State(NamedTuple):
@@ -38,7 +39,7 @@ def start(x: Operands, columns: int, with_sink=True) -> State:
     if x.sinks is not None:
         m = jnp.where(with_sink, x.sinks, m)
         l = jnp.where(with_sink, x.recipe.probability_scale, l)  # noqa: E741
-    return State(m, l, total)
+    return varying_alike(State(m, l, total), x.query)[0]
 
 
 def add_keys(x: Operands, state: State) -> State:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_jax.formats import FP64
+from attn_jax.varying import varying_alike
 
 # (running sum, number of the first product in the chunk just added) -> rounded sum.
 RoundSum = Callable[[Any, Any], Any]
@@ -64,7 +65,7 @@ def dot(
 
     sizes = dict(zip(left + right, x.shape[1:] + y.shape[1:]))
     total = jnp.zeros([sizes[axis] for axis in result], x.dtype)
-    return walk(add, total, x.shape[0], chunk)
+    return walk(add, varying_alike(total, x, y)[0], x.shape[0], chunk)
 
 
 def row_sum(x, chunk: int | None = None, keep: RoundSum | None = None):

@@ -70,8 +70,12 @@ def backward_dkv(
     band: Band = Band(None, None),
     soft_cap: float | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
+    wide: bool = False,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K D"]]:
-    """(dK, dV). Tiles are transposed: keys down the rows, queries along the columns."""
+    """(dK, dV). Tiles are transposed: keys down the rows, queries along the columns.
+
+    With `wide` they are the accumulators in FP32, for those who add up parts of them.
+    """
     batch, _, query_heads, head_dim = query.shape
     value_dim = value.shape[-1]
     key_heads = key.shape[2]
@@ -266,6 +270,14 @@ def backward_dkv(
                 plgpu.copy_smem_to_gmem(v_tile, dv_gmem.at[kv_slice])
                 plgpu.wait_smem_to_gmem(0)
 
+            if wide:
+                for gmem, own_columns, x in (
+                    (dk_gmem, head_part, dk * scale),
+                    (dv_gmem, value_part, dv),
+                ):
+                    place = gmem.at[b, pl.ds(first_row, rows), kv_head]
+                    own(place, own_columns)[...] = x
+                return
             # The results take the place of K and V, once nobody reads those.
             if split > 1:
                 meet()
@@ -316,12 +328,20 @@ def backward_dkv(
         for dim in (head_dim, value_dim)
         for lead in ((teams, rows), (stages, columns))
     )
+
+    def result_type(dim: int) -> jax.ShapeDtypeStruct:
+        if not wide:
+            return jax.ShapeDtypeStruct((*key.shape[:3], dim), dtype)
+        # A plain store, which does not stop at an array's end.
+        shape = batch, tile_count * tiling.tile, key_heads, dim
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
     row_block = plgpu.SMEM((stages, columns), jnp.float32)
     free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
     team_here = plgpu.Barrier(num_arrivals=split, num_barriers=teams)
     dk, dv = plgpu.kernel(
         attention_backward_dkv,
-        out_type=[jax.ShapeDtypeStruct(x.shape, dtype) for x in (key, value)],
+        out_type=[result_type(dim) for dim in (head_dim, value_dim)],
         scratch_types=[
             (k_tiles, v_tiles, q_blocks, dout_blocks, row_block, row_block),
             (

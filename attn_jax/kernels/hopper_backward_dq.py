@@ -102,6 +102,7 @@ def backward_dq(
     bias: Float[Array, "#B #N T S"] | None = None,
     row_centre: Float32[Array, "B T N H"] | None = None,
     numbers: Range | None = None,
+    wide: bool = False,
 ) -> Float[Array, "B T N H"]:
     """dQ. `centre` has one row for all queries (C = 1), one for each `tiling.rows`, or
     one for each query (C = T, with `mask`); `row_centre`, in its place, one for each
@@ -110,10 +111,12 @@ def backward_dq(
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
     rows are real. With `mask` it is that and `band` which say what is seen, and
-    `is_causal` is False; LSE is +inf for queries that see nothing.
+    `is_causal` is False; LSE is +inf for queries that see nothing. With `wide` dQ is
+    the accumulator in FP32, for those who add up parts of it.
     """
     return _over_keys(
         *(query, key, value, dout, (lse, delta, dlse), centre, row_centre, numbers),
+        wide=wide,
         query_count=query_count,
         key_count=key_count,
         scale=scale,
@@ -164,6 +167,7 @@ def _over_keys(
     query, key, value, dout, rows_of, centre, row_centre, numbers: Range | None,
     *, query_count: int, key_count: int, scale: float, is_causal: bool, tiling: Tiling,
     mask: Rules | None, band: Band, soft_cap: float | None, bias: Array | None,
+    wide: bool = False,
 ) -> Array:  # fmt: skip
     """`backward_dq` or, where `rows_of` is LSE alone, `backward_delta`."""
     batch, _, query_heads, head_dim = query.shape
@@ -394,6 +398,9 @@ def _over_keys(
                 dq, ds_sum = dq * first * second, ds_sum * of_sum
             if has_centre:
                 dq = centred(dq, ds_sum)
+            if wide:
+                result_gmem[b, pl.ds(first_row, rows), n] = dq * scale
+                return
             q_tile[...] = (dq * scale).astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_tile, result_gmem.at[q_slice])
@@ -429,8 +436,11 @@ def _over_keys(
         half_ready = plgpu.Barrier(num_barriers=half_slots)
         half_free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=half_slots)
     out_type = jax.ShapeDtypeStruct(query.shape, dtype)
+    # Plain stores do not stop at an array's end.
+    if wide:
+        shape = batch, tile_rows, query_heads, head_dim
+        out_type = jax.ShapeDtypeStruct(shape, jnp.float32)
     if makes_delta:
-        # A plain store, which does not stop at an array's end.
         out_type = jax.ShapeDtypeStruct((batch, query_heads, tile_rows), jnp.float32)
         attention_backward_dq.__name__ = "attention_backward_delta"
     copies = 2 + len(rows_of) + (centre is not None)

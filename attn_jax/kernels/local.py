@@ -108,7 +108,7 @@ def forward(query, key, value, *arrays, static: Static, more, residual):
     if static.soft_cap is not None:
         options["soft_cap"] = static.soft_cap
     query_count, key_count = query.shape[1], key.shape[1]
-    query, key, value = map(_pad_sequence, (query, key, value))
+    query, key, value = map(pad_sequence, (query, key, value))
     keeps_numbers = residual and static.keeps_numbers
     half = static.half_weights(differentiated=residual)
     numbers = None
@@ -165,11 +165,11 @@ def backward(
     # see the rounded one: rows of dS would no longer sum to zero.
     dout = lax.optimization_barrier(dout.astype(dtype))
     unpadded_key = key
-    query, key, value, dout = map(_pad_sequence, (query, key, value, dout))
+    query, key, value, dout = map(pad_sequence, (query, key, value, dout))
     excess = dout_squares = None
     if scaled or made == "fused" and chosen.delta_source != "p_dp":
-        padded_low = None if low is None else _pad_sequence(low)
-        sums = hopper_row_sums.row_sums(_pad_sequence(out), padded_low, dout)
+        padded_low = None if low is None else pad_sequence(low)
+        sums = hopper_row_sums.row_sums(pad_sequence(out), padded_low, dout)
         excess, dout_squares = (x[:, :, :query_count] for x in sums)
     elif chosen.delta_source != "p_dp":
         wide_out = out.astype(jnp.float32)
@@ -355,7 +355,7 @@ def mean_key(
     return (sums / seen[:, None, None]).swapaxes(1, 2)
 
 
-def _pad_sequence(x: Float[Array, "B L N H"]) -> Float[Array, "B M N H"]:
+def pad_sequence(x: Float[Array, "B L N H"]) -> Float[Array, "B M N H"]:
     """Adds zero rows up to what TMA reads; the kernels mask them or cut them off."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % SEQUENCE_MULTIPLE), (0, 0), (0, 0)))
 

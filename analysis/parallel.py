@@ -1,0 +1,56 @@
+"""Problems of context parallelism: inputs whose parts cancel, and sizes of errors."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from attn_jax.audit.error import correctly_rounded
+from attn_jax.audit.inputs import FAMILIES, Inputs, Shape, make_inputs
+from attn_jax.formats import BF16
+from attn_jax.reference import Golden
+
+# Beside those of `audit.inputs`.
+CANCELLING = "cancelling"
+ALTERNATING = "alternating"
+_OWN = (ALTERNATING, CANCELLING)
+CHOICES = (*FAMILIES, *_OWN)
+_DOCUMENTS = 16
+_KEY_MEANS = (8.0, -8.0, 6.0, 10.0)
+
+
+def draw(family: str, seed: int, length: int, head_dim: int, heads: int = 2) -> Inputs:
+    """One draw, [1, length, heads, head_dim] each, BF16 numbers.
+
+    Beside the families of `audit.inputs` (whose dO is N(0, 1)):
+      alternating  V has a mean of 10 and -10 in turns, sixteen in all: the outputs of
+                   parts cancel in that of the whole
+      cancelling   the same; four columns of K have means, and dO has one, too: sums of
+                   dS over parts do not vanish, those over all keys do
+
+    Raises ValueError for a family that does not exist.
+    """
+    shape = Shape(1, length, length, heads, heads, head_dim)
+    if family not in _OWN:
+        return make_inputs(family, seed, shape)
+    plain = make_inputs("normal", seed, shape)
+    q, k, v, dout = (x.astype(np.float32) for x in plain)
+    document = np.arange(length) // max(length // _DOCUMENTS, 1)
+    v += 10.0 * (1 - 2 * (document % 2))[:, None, None]
+    if family == CANCELLING:
+        k[..., : len(_KEY_MEANS)] += np.asarray(_KEY_MEANS, np.float32)
+        dout += 0.3
+    dtype = plain.query.dtype
+    return Inputs(*(correctly_rounded(x, BF16).astype(dtype) for x in (q, k, v, dout)))
+
+
+def rms_errors(results: Sequence, exact: Golden) -> dict[str, float]:
+    """RMS of the differences of (out, LSE, dQ, dK, dV) from the exact results."""
+    fields = {"out": "out", "lse": "lse", "dq": "dquery", "dk": "dkey", "dv": "dvalue"}
+    return {
+        name: _rms(np.asarray(x).astype(np.float64) - getattr(exact, field))
+        for x, (name, field) in zip(results, fields.items(), strict=True)
+    }
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))

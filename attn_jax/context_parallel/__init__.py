@@ -1,0 +1,23 @@
+"""Attention over sequences that are cut between devices, forward and backward."""
+
+from attn_jax.context_parallel.attention import STRATEGIES, Strategy, attention
+from attn_jax.context_parallel.layouts import (
+    LAYOUTS,
+    Layout,
+    from_layout,
+    order,
+    to_layout,
+)
+from attn_jax.context_parallel.simulation import simulate
+
+__all__ = [
+    "LAYOUTS",
+    "STRATEGIES",
+    "Layout",
+    "Strategy",
+    "attention",
+    "from_layout",
+    "order",
+    "simulate",
+    "to_layout",
+]

@@ -1,0 +1,220 @@
+"""Block-level attention: what context parallelism asks of an implementation.
+
+A block takes some queries and some keys that one `Mask` describes. It leaves O and LSE
+in FP32 (or FP64) forward, and takes LSE and delta of whole rows backward.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from attn_jax import emulator
+from attn_jax.emulator import partial
+from attn_jax.emulator.partial import Partial
+from attn_jax.formats import carrier_dtype
+from attn_jax.mask import Mask
+from attn_jax.recipe_schema import Recipe
+
+# The mean over all devices of what each has.
+MeanOverDevices = Callable[[Array], Array]
+
+
+@runtime_checkable
+class Block(Protocol):
+    """One way to compute parts of attention; hashable, compiled in.
+
+    `recipe` says what is rounded where between parts (its `ring_*` fields, `lse`,
+    `gradient`), and `scale` is that of the logits.
+    """
+
+    @property
+    def recipe(self) -> Recipe: ...
+
+    @property
+    def scale(self) -> float: ...
+
+    def attention(
+        self, query: Array, key: Array, value: Array, mask: Mask, out_dtype: Any
+    ) -> tuple[Array, Array]:
+        """(out, LSE) of all keys at once, differentiable: the plain implementation."""
+        ...
+
+    def forward(
+        self, query: Array, key: Array, value: Array, mask: Mask
+    ) -> tuple[Array, Array]:
+        """(O, LSE) of these keys, unrounded; 0 and -inf where they are hidden."""
+        ...
+
+    def carry_on(
+        self, state: Any, query: Array, key: Array, value: Array, mask: Mask
+    ) -> tuple[Array, ...]:
+        """(m, l, A) with these keys, for ring_merge 'carry'; None: of none before."""
+        ...
+
+    def finished(self, state: tuple[Array, ...], query: Array) -> tuple[Array, Array]:
+        """(O, LSE) of what was carried over all keys."""
+        ...
+
+    def backward(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        dout: Array,
+        lse: Array,
+        excess: Array,
+        centre: Array | None,
+        mask: Mask,
+    ) -> Partial:
+        """What these keys bring to the gradients; `excess` is delta - dLSE."""
+        ...
+
+    def nothing(self, query: Array, key: Array, value: Array) -> Partial:
+        """What no keys bring to them."""
+        ...
+
+    def centre(self, key: Array, mean: MeanOverDevices) -> Array | None:
+        """What `backward` has to know of all keys, from this device's."""
+        ...
+
+    def dquery(self, total: Partial, dlse: Array, centre: Array | None) -> Array:
+        """dQ of whole rows, before its last rounding. `total` is the sum of their
+        parts, `dlse` is 0 where LSE is -inf."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Emulated:
+    """A recipe's roundings in plain JAX, on any device."""
+
+    recipe: Recipe
+    scale: float
+
+    def attention(self, query, key, value, mask, out_dtype):
+        return emulator.attention(
+            *(query, key, value),
+            recipe=self._alone,
+            mask=mask,
+            scale=self.scale,
+            out_dtype=out_dtype,
+        )
+
+    def forward(self, query, key, value, mask):
+        return partial.forward(
+            query, key, value, recipe=self._alone, scale=self.scale, mask=mask
+        )
+
+    def carry_on(self, state, query, key, value, mask):
+        return partial.carry_on(
+            *(state, query, key, value),
+            recipe=self._alone,
+            scale=self.scale,
+            mask=mask,
+        )
+
+    def finished(self, state, query):
+        m, l, total = state  # noqa: E741
+        return partial.finished(
+            (m, l, total), query, recipe=self._alone, scale=self.scale
+        )
+
+    def backward(self, query, key, value, dout, lse, excess, centre, mask):
+        del centre
+        return partial.backward(
+            *(query, key, value, dout, lse, excess),
+            recipe=self._alone,
+            scale=self.scale,
+            mask=mask,
+        )
+
+    def nothing(self, query, key, value):
+        B, T, N, H = query.shape
+        K, dtype = key.shape[2], carrier(self)
+        return Partial(
+            *_zeros(self, query, key, value),
+            row_sum=jnp.zeros((B, N, T), dtype),
+            key_sum=jnp.zeros((B, T, K, H), dtype),
+            key_count=jnp.zeros((B, T), dtype),
+        )
+
+    def centre(self, key, mean):
+        """None: the keys that a query sees are counted as they come."""
+        del key, mean
+        return None
+
+    def dquery(self, total, dlse, centre):
+        del centre
+        return partial.corrected_dquery(
+            total, dlse, recipe=self.recipe, scale=self.scale
+        )
+
+    @property
+    def _alone(self) -> Recipe:
+        """What the recipe says of one device."""
+        return dataclasses.replace(self.recipe, ring_size=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The Pallas kernels (`kernels.partial`).
+
+    `recipe` says what happens between parts; within them the kernels do what they do.
+    dQ's cure takes the mean of all keys, hidden or not, on whatever device.
+    """
+
+    recipe: Recipe
+    scale: float
+
+    def attention(self, query, key, value, mask, out_dtype):
+        from attn_jax.kernels import attention as kernels  # Imported on use: slow.
+
+        return kernels.attention(
+            query, key, value, scale=self.scale, mask=mask, out_dtype=out_dtype
+        )
+
+    def forward(self, query, key, value, mask):
+        from attn_jax.kernels import partial as kernels
+
+        return kernels.forward(query, key, value, scale=self.scale, mask=mask)
+
+    def carry_on(self, state, query, key, value, mask):
+        raise NotImplementedError("the kernels hand over O and LSE: merge by 'lse'")
+
+    def finished(self, state, query):
+        raise NotImplementedError("the kernels hand over O and LSE: merge by 'lse'")
+
+    def backward(self, query, key, value, dout, lse, excess, centre, mask):
+        from attn_jax.kernels import partial as kernels
+
+        found = kernels.backward(
+            *(query, key, value, dout, lse, excess, centre),
+            scale=self.scale,
+            mask=mask,
+        )
+        dquery, dkey, dvalue = found
+        return Partial(dquery, dkey, dvalue, None, None, None)
+
+    def nothing(self, query, key, value):
+        dquery, dkey, dvalue = _zeros(self, query, key, value)
+        return Partial(dquery, dkey, dvalue, None, None, None)
+
+    def centre(self, key, mean):
+        return mean(key.astype(jnp.float32).mean(axis=1))
+
+    def dquery(self, total, dlse, centre):
+        # Rows of dS sum to dLSE, and that much too much has been subtracted.
+        group = total.dquery.shape[2] // centre.shape[1]
+        own = jnp.repeat(centre, group, axis=1)[:, None]
+        return total.dquery + self.scale * dlse.swapaxes(1, 2)[..., None] * own
+
+
+def carrier(block: Block) -> jnp.dtype:
+    """The type of what goes from part to part."""
+    return jnp.dtype(carrier_dtype(block.recipe.carrier))
+
+
+def _zeros(block: Block, *arrays: Array) -> list[Array]:
+    return [jnp.zeros(x.shape, carrier(block)) for x in arrays]

@@ -1,0 +1,168 @@
+"""Each device gathers all keys and values, a few heads at a time.
+
+The forward pass is one call for each run of positions over all keys in their order, so
+that it rounds as one device alone would and merges nothing (striped shards, whose
+positions are no neighbours, meet the gathered shards one by one and merge). What a mask
+hides the kernels skip, by their lists of blocks; the emulator computes and hides it.
+
+In the backward pass each device has what its queries bring to all dK and dV, in FP32;
+they are added up and dealt out by one reduce-scatter. (Llama 3, arXiv 2407.21783,
+section 3.3.2, gathers keys likewise.)
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from attn_jax.context_parallel.layouts import from_layout, to_layout
+from attn_jax.context_parallel.local import (
+    Local,
+    Static,
+    gradients,
+    packed,
+    rows_of,
+    sent,
+    unpacked,
+)
+from attn_jax.context_parallel.meeting import (
+    Rows,
+    Shard,
+    add_backward,
+    add_forward,
+)
+from attn_jax.context_parallel.merge import over_parts
+from attn_jax.context_parallel.schedule import Schedule, gathered, schedule
+from attn_jax.emulator.partial import Partial
+from attn_jax.varying import varying_alike
+
+
+def forward(static: Static, x: Local) -> tuple[Array, Array]:
+    """O, not yet rounded by `output`, and LSE of this device's queries."""
+    groups = [_forward(static, part) for part in _by_heads(static, x)]
+    outs, lses = zip(*groups, strict=True)
+    return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=1)
+
+
+def backward(
+    static: Static, x: Local, lse: Array, for_delta: Array, dout: Array, dlse: Array
+) -> tuple[Array, ...]:
+    """dQ, dK and dV of this device's arrays, rounded once."""
+    centre = static.block.centre(x.key, lambda y: lax.pmean(y, static.axis))
+    rows, dlse = rows_of(static.block, dout, dlse, lse, for_delta, centre)
+    stride, groups = _query_stride(static, x), _by_heads(static, x)
+    parts = []
+    for number, part in enumerate(groups):
+        heads = slice(number * stride, (number + 1) * stride)
+        own = Rows(
+            *(rows.dout[:, :, heads], rows.lse[:, heads], rows.excess[:, heads]),
+            None if centre is None else jnp.split(centre, len(groups), axis=1)[number],
+        )
+        parts.append(_backward(static, part, own))
+
+    # Heads are axis 2 of all but what counts keys, which is the same for all.
+    def joined(name: str) -> Any:
+        found = [getattr(part, name) for part in parts]
+        if name == "key_count" or found[0] is None:
+            return found[0]
+        return jnp.concatenate(found, axis=1 if name == "row_sum" else 2)
+
+    total = Partial(*map(joined, Partial._fields))
+    return gradients(static.block, total, rows, dlse, (x.query, x.key, x.value))
+
+
+def _by_heads(static: Static, x: Local) -> list[Local]:
+    """`head_stride` key heads and their query heads at a time."""
+    heads = x.key.shape[2]
+    stride, of_query = static.head_stride or heads, _query_stride(static, x)
+    return [
+        x._replace(
+            query=x.query[:, :, n * of_query : (n + 1) * of_query],
+            key=x.key[:, :, n * stride : (n + 1) * stride],
+            value=x.value[:, :, n * stride : (n + 1) * stride],
+        )
+        for n in range(heads // stride)
+    ]
+
+
+def _query_stride(static: Static, x: Local) -> int:
+    heads = x.key.shape[2]
+    return (static.head_stride or heads) * (x.query.shape[2] // heads)
+
+
+def _forward(static: Static, x: Local) -> tuple[Array, Array]:
+    rank, meetings = lax.axis_index(static.axis), _Meetings(static, x)
+
+    def visit(add, so_far):
+        for source in meetings.sources(rank):
+            shard = meetings.shard(source)
+            so_far = add_forward(meetings.schedule, add, so_far, shard, rank, source)
+        return so_far
+
+    return over_parts(visit, static.block, x.query, x.value, x)
+
+
+def _backward(static: Static, x: Local, rows: Rows) -> Partial:
+    rank, meetings = lax.axis_index(static.axis), _Meetings(static, x)
+    total = varying_alike(static.block.nothing(x.query, x.key, x.value), x)[0]
+    found = []
+    for source in meetings.sources(rank):
+        total, *part = add_backward(
+            *(static.block, meetings.schedule, total, meetings.shard(source), rows),
+            *(rank, source),
+        )
+        found.append(packed(*part))
+    sums = sent(static, meetings.in_layout(found, rank))
+    scattered = lax.psum_scatter(
+        sums, static.axis, scatter_dimension=1, tiled=True
+    ).astype(total.dquery.dtype)
+    dkey, dvalue = unpacked(scattered, x.key.shape[-1])
+    return total._replace(dkey=dkey, dvalue=dvalue)
+
+
+class _Meetings:
+    """The gathered keys as one source, in their order, or shard by shard."""
+
+    def __init__(self, static: Static, x: Local):
+        self.static, self.x = static, x
+        shards = static.shards
+        self.lengths = [y.shape[1] * shards for y in (x.query, x.key)]
+        arguments = static.layout, shards, *self.lengths, static.rules.band
+        alone = gathered(*arguments)
+        self.in_order = alone is not None
+        self.schedule: Schedule = schedule(*arguments) if alone is None else alone
+        both = lax.all_gather(packed(x.key, x.value), static.axis, axis=1, tiled=True)
+        self.ids = x.key_ids
+        if self.in_order:
+            both = from_layout(both, shards, static.layout)
+            if self.ids is not None:
+                ids = self.ids.swapaxes(0, 1).reshape(len(x.query), -1)
+                self.ids = from_layout(ids, shards, static.layout)
+        self.both = both
+
+    def sources(self, rank) -> list:
+        """Shards to meet, in the order of a ring's hops."""
+        if self.in_order:
+            return [0]
+        return [(rank - hop) % self.static.shards for hop in range(self.static.shards)]
+
+    def shard(self, source) -> Shard:
+        x, both, ids = self.x, self.both, self.ids
+        if not self.in_order:
+            local = x.key.shape[1]
+            both = lax.dynamic_slice_in_dim(both, source * local, local, axis=1)
+            ids = None if ids is None else ids[source]
+        key, value = unpacked(both, x.key.shape[-1])
+        return Shard(x.query, key, value, x.query_ids, ids)
+
+    def in_layout(self, found: list[Array], rank) -> Array:
+        """What all shards' keys gain, shard after shard, from what each source does."""
+        if self.in_order:
+            return to_layout(found[0], self.static.shards, self.static.layout)
+        # That of shard c is number rank - c.
+        stacked = jnp.stack(found, axis=1)
+        shards = self.static.shards
+        numbers = (rank - jnp.arange(shards, dtype=jnp.int32)) % shards
+        stacked = jnp.take(stacked, numbers, axis=1)
+        return stacked.reshape(len(stacked), -1, *stacked.shape[3:])

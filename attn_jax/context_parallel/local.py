@@ -1,0 +1,120 @@
+"""What is compiled into a call on one device, and what all strategies share."""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from attn_jax.context_parallel.blocks import Block
+from attn_jax.context_parallel.layouts import Layout
+from attn_jax.context_parallel.meeting import Rows, Shard
+from attn_jax.context_parallel.schedule import Schedule, schedule
+from attn_jax.emulator import partial
+from attn_jax.emulator.partial import Partial
+from attn_jax.formats import BF16, FP16, NumberFormat, round_to
+from attn_jax.mask import Mask
+
+Pass = Literal["ring", "all_gather"]
+# Formats of 16 bits, and the types that carry them.
+WIRES = {BF16: jnp.bfloat16, FP16: jnp.float16}
+
+
+class Static(NamedTuple):
+    """The hashable part of a call.
+
+    Attributes:
+      axis: mesh axis over which sequences are cut into `shards`.
+      forward_by, backward_by: how keys come to queries in each pass.
+      wire: format of dK and dV on their way between devices; None: the carrier's.
+      head_stride: key heads that are gathered at once; None: all.
+      out_dtype: of the output.
+    """
+
+    block: Block
+    axis: str
+    shards: int
+    layout: Layout
+    forward_by: Pass
+    backward_by: Pass
+    is_causal: bool
+    window: tuple[int | None, int | None] | None
+    wire: NumberFormat | None
+    head_stride: int | None
+    out_dtype: np.dtype
+
+    @property
+    def rules(self) -> Mask:
+        """The mask but for its ids, in positions of the whole sequence."""
+        return Mask(is_causal=self.is_causal, window=self.window)
+
+    def schedule(self, query: Array, key: Array) -> Schedule:
+        """Of one device's arrays."""
+        return self.of_whole(*(x.shape[1] * self.shards for x in (query, key)))
+
+    def of_whole(self, query_length: int, key_length: int) -> Schedule:
+        """Of whole sequences."""
+        return schedule(
+            self.layout, self.shards, query_length, key_length, self.rules.band
+        )
+
+
+class Local(NamedTuple):
+    """One device's arrays; `key_ids` are those of all shards, [W, B, S]."""
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K D"]
+    query_ids: Int[Array, "B T"] | None
+    key_ids: Int[Array, "W B S"] | None
+
+    def meets(self, key: Array, value: Array, source) -> Shard:
+        """This device's queries and the keys of a shard."""
+        ids = None if self.key_ids is None else self.key_ids[source]
+        return Shard(self.query, key, value, self.query_ids, ids)
+
+
+def returned(static: Static, out: Array) -> Array:
+    """The merged O as it is returned: rounded as `output` says, unless wide."""
+    if static.out_dtype.itemsize < 4:
+        out = partial.rounded(out, static.block.recipe.output)
+    return out.astype(static.out_dtype)
+
+
+def rows_of(
+    block: Block, dout, dlse, lse, for_delta, centre: Array | None
+) -> tuple[Rows, Array]:
+    """What the backward pass knows of rows, and dLSE without that of empty ones."""
+    # The LSE of a query that sees nothing is a constant, whatever its cotangent.
+    dlse = jnp.where(jnp.isneginf(lse), 0.0, dlse.astype(lse.dtype))
+    delta = partial.delta(dout, for_delta, block.recipe)
+    return Rows(dout, lse, delta - dlse, centre), dlse
+
+
+def gradients(
+    block: Block, total: Partial, rows: Rows, dlse: Array, inputs
+) -> tuple[Array, ...]:
+    """dQ, dK and dV of the summed parts, each rounded once as `gradient` says."""
+    dquery = block.dquery(total, dlse, rows.centre)
+    found = dquery, total.dkey, total.dvalue
+    return tuple(
+        partial.rounded(x, block.recipe.gradient).astype(given.dtype)
+        for x, given in zip(found, inputs, strict=True)
+    )
+
+
+def packed(key: Array, value: Array) -> Array:
+    """Two arrays as one, that one message carries."""
+    return jnp.concatenate([key, value], axis=-1)
+
+
+def unpacked(both: Array, key_columns: int) -> tuple[Array, Array]:
+    """The inverse of `packed`."""
+    return both[..., :key_columns], both[..., key_columns:]
+
+
+def sent(static: Static, sums: Array) -> Array:
+    """Sums of gradients as they travel."""
+    if static.wire is None:
+        return sums
+    return round_to(sums, static.wire).astype(WIRES[static.wire])

@@ -1,0 +1,174 @@
+"""A shard's queries meet a shard's keys: calls of block-level attention, and sums.
+
+What meets what is data of the `Schedule`; a hidden pair costs nothing. Nothing here is
+communicated: `ring`, `gather` and `simulation` bring the arrays together.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from attn_jax.context_parallel.blocks import Block
+from attn_jax.context_parallel.merge import Add, Keys, RowArrays, kept
+from attn_jax.context_parallel.schedule import Call, Schedule
+from attn_jax.emulator.partial import Partial
+from attn_jax.emulator.sums import read, write
+from attn_jax.mask import Mask
+from attn_jax.recipe_schema import Step
+from attn_jax.varying import varying_alike
+
+
+class Shard(NamedTuple):
+    """What a meeting has: the queries of one shard and the keys of one.
+
+    The ids are of packed documents, or None.
+    """
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K D"]
+    query_ids: Int[Array, "B T"] | None = None
+    key_ids: Int[Array, "B S"] | None = None
+
+    def of(self, call: Call, offset: Array) -> tuple["Shard", Mask]:
+        """The entries that a call is about, and its mask."""
+        q, k = call.query, call.key
+        ids = (None, None)
+        if self.query_ids is not None and self.key_ids is not None:
+            ids = read(self.query_ids, 1, *q), read(self.key_ids, 1, *k)
+        part = Shard(
+            *(read(self.query, 1, *q), read(self.key, 1, *k), read(self.value, 1, *k)),
+            *ids,
+        )
+        batch = self.query.shape[:1]
+        mask = Mask(
+            is_causal=call.is_causal,
+            window=call.window,
+            query_segment_ids=ids[0],
+            key_value_segment_ids=ids[1],
+            query_offset=jnp.broadcast_to(offset, batch) if call.shifted else None,
+        )
+        return part, mask
+
+
+class Rows(NamedTuple):
+    """What the backward pass knows of whole rows."""
+
+    dout: Float[Array, "B T N D"]
+    lse: Float[Array, "B N T"]
+    excess: Float[Array, "B N T"]  # delta - dLSE
+    centre: Float[Array, "B K H"] | None = None  # of all keys, as the block wants it
+
+
+def add_forward(
+    schedule: Schedule,
+    add: Add,
+    so_far: RowArrays,
+    shard: Shard,
+    rank,
+    source,
+    hop: int | None = None,
+) -> RowArrays:
+    """`so_far` with what the queries see of the keys of `source`, call after call.
+
+    `rank` and `source` may be traced; `hop`, if known, is rank - source mod W, and only
+    the plans of that hop are compiled.
+    """
+
+    def run(plan: tuple[Call, ...], offset, so_far, shard: Shard):
+        for number, call in enumerate(plan):
+            part, mask = shard.of(call, offset[number])
+            keys = Keys(part.query, part.key, part.value, mask)
+            rows = add(tuple(read(x, rows_axis(x), *call.query) for x in so_far), keys)
+            so_far = tuple(
+                write(old, new, rows_axis(old), call.query[0])
+                for old, new in zip(so_far, rows, strict=True)
+            )
+        return so_far
+
+    return _choose(schedule, run, (so_far, shard), rank, source, hop)
+
+
+def add_backward(
+    block: Block,
+    schedule: Schedule,
+    so_far: Partial,
+    shard: Shard,
+    rows: Rows,
+    rank,
+    source,
+    hop: int | None = None,
+) -> tuple[Partial, Float[Array, "B S K H"], Float[Array, "B S K D"]]:
+    """The queries' sums with the keys of `source`, and what these keys gain.
+
+    The queries' sums are all of `so_far` but dkey and dvalue, which stay as they are.
+    Rounds each part to `ring_gradient_partial` and dQ to `ring_gradient_accumulator`.
+    """
+    recipe = block.recipe
+
+    def add(total: Array, part: Array, axis: int, start: int, step: Step) -> Array:
+        part = kept(part, recipe.ring_gradient_partial)
+        new = kept(read(total, axis, start, part.shape[axis]) + part, step)
+        return write(total, new, axis, start)
+
+    def run(plan: tuple[Call, ...], offset, so_far: Partial, shard, rows: Rows):
+        dkey = jnp.zeros(shard.key.shape, so_far.dquery.dtype)
+        dvalue = jnp.zeros(shard.value.shape, so_far.dquery.dtype)
+        step = recipe.ring_gradient_accumulator
+        for number, call in enumerate(plan):
+            part, mask = shard.of(call, offset[number])
+
+            def of_rows(x: Array, entries=call.query) -> Array:
+                return read(x, rows_axis(x), *entries)
+
+            found = block.backward(
+                *(part.query, part.key, part.value),
+                *(of_rows(rows.dout), of_rows(rows.lse), of_rows(rows.excess)),
+                rows.centre,
+                mask,
+            )
+            first, size = call.query
+            sums = {"dquery": add(so_far.dquery, found.dquery, 1, first, step)}
+            for name in ("row_sum", "key_sum", "key_count"):
+                old, more = getattr(so_far, name), getattr(found, name)
+                if old is None:
+                    continue
+                more = read(old, rows_axis(old), first, size) + more
+                sums[name] = write(old, more, rows_axis(old), first)
+            so_far = so_far._replace(**sums)
+            dkey = add(dkey, found.dkey, 1, call.key[0], step)
+            dvalue = add(dvalue, found.dvalue, 1, call.key[0], step)
+        return so_far, dkey, dvalue
+
+    return _choose(schedule, run, (so_far, shard, rows), rank, source, hop)
+
+
+def _choose(schedule: Schedule, run: Callable, operands: tuple, rank, source, hop):
+    """run(plan, offsets, *operands) for the plan of a meeting."""
+    numbers = schedule.plan if hop is None else schedule.at_hop(hop)
+    used = np.unique(numbers)
+    offset = jnp.asarray(schedule.offset)[rank, source]
+    branches = [
+        functools.partial(_alike, functools.partial(run, schedule.plans[number]))
+        for number in used
+    ]
+    if len(used) == 1:
+        return branches[0](offset, *operands)
+    places = jnp.asarray(np.searchsorted(used, numbers).astype(np.int32))
+    place = places[rank, source] if hop is None else places[rank]
+    return lax.switch(place, branches, offset, *operands)
+
+
+def _alike(run: Callable, *operands):
+    """Branches return one type, the mesh axes that it varies over included."""
+    return varying_alike(run(*operands), operands)[0]
+
+
+def rows_axis(x: Array) -> int:
+    """Axis of the queries: the last of [B, N, T] and [B, T], else the second."""
+    return x.ndim - 1 if x.ndim < 4 else 1

@@ -1,0 +1,271 @@
+"""Context parallelism of any size on one device: the same meetings, one by one.
+
+What devices would do at the same time is done in turn, hop by hop, with the same calls
+and the same roundings in the same order. So a ring of 64 or 512 can be studied without
+so many devices. Nothing is communicated, and a hidden meeting takes no time.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from attn_jax.context_parallel.attention import (
+    Implementation,
+    Width,
+    check_parts,
+    checked,
+)
+from attn_jax.context_parallel.layouts import (
+    Layout,
+    check_length,
+    from_layout,
+    to_layout,
+)
+from attn_jax.context_parallel.local import (
+    Static,
+    gradients,
+    packed,
+    returned,
+    rows_of,
+    sent,
+    unpacked,
+)
+from attn_jax.context_parallel.meeting import (
+    Rows,
+    Shard,
+    add_backward,
+    add_forward,
+    rows_axis,
+)
+from attn_jax.context_parallel.merge import kept, over_parts
+from attn_jax.context_parallel.schedule import Schedule, gathered
+from attn_jax.emulator import partial
+from attn_jax.emulator.partial import Partial
+from attn_jax.emulator.sums import read, write
+from attn_jax.recipe import Recipe
+
+Simulated = Literal["ring", "all_gather", "all_gather+ring", "ulysses"]
+
+
+def simulate(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+    *,
+    shards: int,
+    strategy: Simulated = "ring",
+    layout: Layout = "contiguous",
+    is_causal: bool = False,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    query_segment_ids: Int[Array, "B T"] | None = None,
+    key_value_segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+    recipe: Recipe | None = None,
+    partials: Width = "fp32",
+    wire: Width = "fp32",
+    out_dtype: Any = None,
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
+    """What `attention` returns on `shards` devices, and its gradients, on one.
+
+    Takes and returns whole sequences, in the order of their positions. All else means
+    what it means there; `ring+ulysses` computes what `ring` does with the shards of its
+    ring axis. The reduce-scatter of `all_gather` adds the
+    devices' sums in their order and, where the wire is narrow, rounds after each
+    addition (what NCCL does is not known here).
+
+    Raises ValueError and NotImplementedError as `attention` does.
+    """
+    given = checked(
+        *(query, key, value, query_segment_ids, key_value_segment_ids),
+        strategy=strategy,
+        layout=layout,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        scale=scale,
+        implementation=implementation,
+        recipe=recipe,
+        partials=partials,
+        wire=wire,
+        out_dtype=out_dtype,
+    )
+    if strategy == "ring+ulysses":
+        raise ValueError(
+            "'ring+ulysses' rounds as 'ring' does with the shards of its ring axis: "
+            "simulate that"
+        )
+    for name, x in (("query", query), ("key", key)):
+        check_length(name, x.shape[1], shards, layout)
+    arrays = query, key, value, query_segment_ids, key_value_segment_ids
+    if strategy == "ulysses" or shards == 1:
+        mask = dataclasses.replace(
+            given.mask,
+            query_segment_ids=query_segment_ids,
+            key_value_segment_ids=key_value_segment_ids,
+        )
+        return given.block.attention(query, key, value, mask, given.out_dtype)
+    static = given.static("", shards, strategy, None)
+    check_parts(static.block, query, key, value)
+    laid_out = (None if x is None else to_layout(x, shards, layout) for x in arrays)
+    out, lse = cast(tuple[Array, Array], _simulated(static, *laid_out))
+    return from_layout(out, shards, layout), from_layout(lse, shards, layout, axis=2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _simulated(static: Static, *arrays: Any) -> tuple[Array, Array]:
+    return _simulated_fwd(static, *arrays)[0]
+
+
+def _simulated_fwd(static: Static, *arrays):
+    x = Shard(*arrays)
+    meetings = _Meetings.of(static, x, static.forward_by)
+
+    def visit(add, so_far):
+        def meet(so_far, pair):
+            rank, source = pair
+            mine = meetings.of_queries(so_far, rank)
+            shard = meetings.shard(rank, source)
+            mine = add_forward(meetings.schedule, add, mine, shard, rank, source)
+            return meetings.with_queries(so_far, mine, rank), None
+
+        return lax.scan(meet, so_far, meetings.pairs)[0]
+
+    exact, lse = over_parts(visit, static.block, x.query, x.value, x)
+    for_delta = partial.kept_for_delta(exact, static.block.recipe)
+    return (returned(static, exact), lse), (x, lse, for_delta)
+
+
+def _simulated_bwd(static: Static, residuals, cotangents):
+    (x, lse, for_delta), (dout, dlse) = residuals, cotangents
+    block, recipe = static.block, static.block.recipe
+    meetings = _Meetings.of(static, x, static.backward_by)
+    centre = block.centre(x.key, lambda mean: mean)
+    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, centre)
+    zero = block.nothing(x.query, x.key, x.value)
+
+    def meet(carry, pair):
+        total, sums = carry
+        rank, source = pair
+        of_rows = rows.dout, rows.lse, rows.excess
+        dout, lse, excess = meetings.of_queries(of_rows, rank)
+        mine, dkey, dvalue = add_backward(
+            block,
+            meetings.schedule,
+            Partial(*meetings.of_queries(total, rank)),
+            meetings.shard(rank, source),
+            Rows(dout, lse, excess, centre),
+            rank,
+            source,
+        )
+        new = packed(dkey, dvalue)
+        new = kept(
+            read(sums, 1, source * new.shape[1], new.shape[1]) + new,
+            recipe.ring_gradient_accumulator,
+        )
+        if meetings.sends:
+            new = sent(static, new).astype(new.dtype)
+        total = meetings.with_queries(total, mine, rank)
+        return (Partial(*total), write(sums, new, 1, source * new.shape[1])), None
+
+    start = zero, packed(zero.dkey, zero.dvalue)
+    total, sums = lax.scan(meet, start, meetings.pairs)[0]
+    if meetings.in_order:
+        sums = to_layout(sums, static.shards, static.layout)
+    dkey, dvalue = unpacked(sums, x.key.shape[-1])
+    total = total._replace(dkey=dkey, dvalue=dvalue)
+    found = gradients(block, total, rows, dlse, (x.query, x.key, x.value))
+    return found + (None, None)
+
+
+_simulated.defvjp(_simulated_fwd, _simulated_bwd)
+
+
+class _Meetings(NamedTuple):
+    """Who meets whom in one pass, and the arrays, in the layout's order.
+
+    Attributes:
+      pairs: (shard of the queries, source of the keys) [meetings] each, in turn.
+      in_order: all keys are one source, in the order of their positions.
+      sends: whether sums of dK and dV ever leave a device.
+    """
+
+    schedule: Schedule
+    pairs: tuple[Array, Array]
+    arrays: Shard
+    shards: int
+    in_order: bool
+    sends: bool
+
+    @classmethod
+    def of(cls, static: Static, x: Shard, how: str) -> "_Meetings":
+        shards, lengths = static.shards, (x.query.shape[1], x.key.shape[1])
+        found = None
+        if how == "all_gather":
+            arguments = static.layout, shards, *lengths, static.rules.band
+            found = gathered(*arguments)
+        if found is not None:
+            key, value, ids = (
+                None if y is None else from_layout(y, shards, static.layout)
+                for y in (x.key, x.value, x.key_ids)
+            )
+            assert key is not None and value is not None
+            x = x._replace(key=key, value=value, key_ids=ids)
+            pairs = [(rank, 0) for rank in range(shards)]
+            return cls(found, _columns(pairs), x, shards, True, True)
+        found = static.of_whole(*lengths)
+        hops = [hop for hop in range(shards) if found.is_live(hop)]
+        pairs = [
+            (rank, (rank - hop) % shards)
+            for hop in hops
+            for rank in range(shards)
+            if found.plans[found.plan[rank, (rank - hop) % shards]]
+        ]
+        if how == "all_gather":
+            # A device adds all that it has before anything is sent.
+            pairs.sort(key=lambda pair: (pair[0], (pair[0] - pair[1]) % shards))
+        return cls(found, _columns(pairs), x, shards, False, hops != [0])
+
+    def shard(self, rank, source) -> Shard:
+        """The arrays of one meeting."""
+        x = self.arrays
+        T = x.query.shape[1] // self.shards
+        S = x.key.shape[1] // (1 if self.in_order else self.shards)
+
+        def part(y: Array | None, start, size: int):
+            return None if y is None else read(y, 1, start, size)
+
+        return Shard(
+            read(x.query, 1, rank * T, T),
+            read(x.key, 1, source * S, S),
+            read(x.value, 1, source * S, S),
+            part(x.query_ids, rank * T, T),
+            part(x.key_ids, source * S, S),
+        )
+
+    def of_queries(self, arrays, rank) -> tuple[Any, ...]:
+        """The rows of one shard's queries. dK and dV, which have none, are cut too."""
+
+        def rows(y: Array) -> Array:
+            size = y.shape[rows_axis(y)] // self.shards
+            return read(y, rows_axis(y), rank * size, size)
+
+        return tuple(None if y is None else rows(y) for y in arrays)
+
+    def with_queries(self, arrays, parts, rank) -> tuple[Any, ...]:
+        return tuple(
+            None
+            if y is None
+            else write(y, part, rows_axis(y), rank * part.shape[rows_axis(y)])
+            for y, part in zip(arrays, parts, strict=True)
+        )
+
+
+def _columns(pairs: list[tuple[int, int]]) -> tuple[Array, Array]:
+    table = np.asarray(pairs, np.int32).reshape(-1, 2)
+    return jnp.asarray(table[:, 0]), jnp.asarray(table[:, 1])

@@ -1,0 +1,134 @@
+"""Attention over some of the keys, for those who put the parts together themselves.
+
+The kernels of `attention`, but that O, dQ, dK and dV are FP32, and that LSE and delta,
+of whole rows, are given. For Hopper, for now. Where it rounds is said in
+`hopper_forward`, `hopper_backward_dq` and `hopper_backward_dkv`: O has P in FP16, as
+where attention is differentiated; dS has the inputs' format.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from attn_jax.kernels import (
+    architecture,
+    hopper_backward_dkv,
+    hopper_backward_dq,
+    local,
+    tuning,
+    visibility,
+)
+from attn_jax.kernels.attention import unsupported as unsupported_whole
+from attn_jax.kernels.options import Options
+from attn_jax.kernels.visibility import Band, Rules
+from attn_jax.mask import Mask
+from attn_jax.varying import varying_alike
+
+_OPTIONS = Options("mean", half_dq=False, delta_source="o", half_weights=True)
+
+
+def unsupported(query: Array, key: Array, value: Array, scale: float) -> str | None:
+    """Why the kernels cannot take parts of these, in one line, or None if they can."""
+    if architecture.chosen() != "hopper":
+        return (
+            "parts of a sequence have kernels for Hopper (H100, H200), not for "
+            f"{architecture.chosen().capitalize()}; use implementation='emulated'"
+        )
+    if scale <= 0:
+        return f"kernels for parts take a scale above 0, not {scale}; negate the query"
+    return unsupported_whole(query, key, value)
+
+
+def forward(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+    *,
+    scale: float,
+    mask: Mask = Mask(),
+) -> tuple[Float32[Array, "B T N D"], Float32[Array, "B N T"]]:
+    """O of these keys alone, unrounded, and LSE; 0 and -inf where none is seen."""
+    static, rules = _static(query, key, value, scale, mask)
+    names = () if rules is None else rules._asdict()
+    given = (
+        {} if rules is None else {n: x for n, x in zip(names, rules) if x is not None}
+    )
+    out, lse = local.forward(
+        *(query, key, value, *given.values()),
+        static=static,
+        more=tuple((name, "") for name in given),
+        residual=False,
+    )
+    out, lse, _ = varying_alike(out, lse, query)
+    return out, lse
+
+
+def backward(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+    dout: Float[Array, "B T N D"],
+    lse: Float32[Array, "B N T"],
+    excess: Float32[Array, "B N T"],
+    centre: Float32[Array, "B K H"],
+    *,
+    scale: float,
+    mask: Mask = Mask(),
+) -> tuple[
+    Float32[Array, "B T N H"], Float32[Array, "B S K H"], Float32[Array, "B S K D"]
+]:
+    """What these keys bring to dQ, and what dK and dV of them are.
+
+    `lse` and `excess` (delta - dLSE) are those of whole rows. Each part of dQ is less
+    rowsum(rounded dS) * centre, which over all keys comes to dLSE * centre in exact
+    arithmetic: whoever adds them up adds scale * dLSE * centre.
+    """
+    static, rules = _static(query, key, value, scale, mask)
+    query_count, key_count = query.shape[1], key.shape[1]
+    options: dict = {} if rules is None else {"mask": rules, "band": static.band}
+    options |= {
+        "query_count": query_count,
+        "key_count": key_count,
+        "scale": scale,
+        "is_causal": static.is_causal,
+    }
+    # P = exp(S - LSE) of rows that see nothing is to be 0.
+    lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
+    rows = dout.astype(query.dtype), lse, excess
+    query, key, value, dout = map(local.pad_sequence, (query, key, value, rows[0]))
+    operands = query, key, value, dout, *rows[1:]
+    dquery = hopper_backward_dq.backward_dq(
+        *(*operands, jnp.zeros_like(excess), centre[:, :, None]),
+        tiling=static.tilings.backward_dq,
+        wide=True,
+        **options,
+    )
+    dkey, dvalue = hopper_backward_dkv.backward_dkv(
+        *operands, tiling=static.tilings.backward_dkv, wide=True, **options
+    )
+    dquery, dkey, dvalue, _ = varying_alike(dquery, dkey, dvalue, query)
+    return dquery, dkey, dvalue
+
+
+def _static(query, key, value, scale, mask) -> tuple[local.Static, Rules | None]:
+    by_itself = visibility.is_static(mask)
+    rules = None
+    if not by_itself:
+        rules = visibility.rules(mask, query.shape[0], query.shape[1], key.shape[1])
+    tilings = tuning.configuration(
+        *("hopper", query.shape[-1], value.shape[-1], key.shape[1]),
+        is_causal=mask.is_causal,
+        listed=not by_itself,
+    )
+    static = local.Static(
+        target="hopper",
+        dtype=jnp.dtype(query.dtype),
+        scale=scale,
+        is_causal=mask.is_causal and by_itself,
+        band=Band(None, None) if by_itself else Band(*mask.band),
+        soft_cap=None,
+        out_dtype=jnp.dtype(jnp.float32),
+        backward="two_kernels",
+        tilings=tilings,
+        options=_OPTIONS,
+    )
+    return static, rules

@@ -1,0 +1,420 @@
+"""Context parallelism computes attention: every strategy, layout and mask, in FP64."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from attn_jax import context_parallel, emulator
+from attn_jax.context_parallel import merge, ring, schedule
+from attn_jax.context_parallel.blocks import Emulated
+from attn_jax.context_parallel.layouts import shard_runs
+from attn_jax.formats import BF16
+from attn_jax.mask import Mask
+from attn_jax.recipe import ATTN_JAX, EXACT_FP32, EXACT_FP64, RECIPES, Step
+from tests.parallel_runs import arrays, both_passes, exact, sharded, simulated
+
+B, T, S, N, K, H = 2, 16, 32, 4, 2, 4
+W = 4
+QUERY, KEY = (B, T, N, H), (B, S, K, H)
+FP64 = dataclasses.replace(
+    EXACT_FP64, dq_centre="mean", block_kv=4, backward_block_kv=4
+)
+# Sums of at most B T N terms of size one to ten, each rounded a few times.
+BOUND = 100 * B * T * N * 2.0**-53
+
+
+def documents(length: int, size: int):
+    """Documents of a length that no shard's border is a multiple of."""
+    return jnp.asarray((np.arange(length) // size)[None].repeat(B, 0), jnp.int32)
+
+
+MASKS = {
+    "causal": dict(is_causal=True),
+    "window": dict(local_window_size=(5, 9)),
+    "packed": dict(
+        is_causal=True,
+        local_window_size=(11, None),
+        ids=(documents(T, 5), documents(S, 5)),
+    ),
+}
+# Strategies that have the other's arithmetic in a pass are run under one mask each.
+CASES = [
+    *(("ring", layout, mask) for layout in ("zigzag", "striped") for mask in MASKS),
+    ("ring", "contiguous", "packed"),
+    pytest.param("ring", "contiguous", "window", marks=pytest.mark.thorough),
+    *(("all_gather", layout, "packed") for layout in context_parallel.LAYOUTS),
+    ("all_gather", "zigzag", "window"),
+    ("all_gather+ring", "zigzag", "causal"),
+    pytest.param("all_gather+ring", "striped", "packed", marks=pytest.mark.thorough),
+    ("ulysses", "zigzag", "packed"),
+    ("ulysses", "striped", "causal"),
+    ("ring+ulysses", "zigzag", "packed"),
+    ("ring+ulysses", "contiguous", "causal"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "layout", "mask"), CASES)
+def test_the_sequence_may_be_cut(strategy, layout, mask, x64):
+    options = MASKS[mask]
+    shards = 2 if "ulysses" in strategy else W
+    # A causal mask on equal lengths: whole shards are hidden, seen, or neither.
+    query = (B, S, N, H) if mask == "causal" else QUERY
+    given = arrays(query, KEY, jnp.float64)
+    run = both_passes(sharded(shards, strategy, layout, recipe=FP64, **options))
+    chex.assert_trees_all_close(
+        run(*given), exact(given, **options), rtol=BOUND, atol=BOUND
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout"),
+    [
+        ("ring", "zigzag"),
+        ("ring", "striped"),
+        ("all_gather+ring", "zigzag"),
+        pytest.param("all_gather", "striped", marks=pytest.mark.thorough),
+        pytest.param("all_gather", "zigzag", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_simulation_has_the_devices_bits(strategy, layout):
+    given = arrays((B, S, N, H), KEY, jnp.bfloat16)
+    recipe = dataclasses.replace(ATTN_JAX, block_kv=4, backward_block_kv=4)
+    options = dict(is_causal=True, recipe=recipe)
+    runs = (
+        both_passes(how(W, strategy, layout, **options)) for how in (sharded, simulated)
+    )
+    chex.assert_trees_all_equal(*(run(*given) for run in runs))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("ring_flash_attn", {}),
+        ("te_ring", {}),
+        ("flash2", dict(ring_merge="carry", ring_accumulator=Step(BF16))),
+    ],
+)
+def test_a_simulation_has_the_bits_of_the_emulators_ring(name, changes):
+    given = arrays((B, S, N, H), KEY, jnp.bfloat16)
+    recipe = dataclasses.replace(RECIPES[name], block_kv=4, ring_size=W, **changes)
+    options = dict(is_causal=True, recipe=recipe)
+    got = both_passes(simulated(W, "ring", "contiguous", **options))(*given)
+    attend = functools.partial(
+        emulator.attention, recipe=recipe, mask=Mask(is_causal=True)
+    )
+    want = both_passes(attend)(*given)
+    # LSE is merged in arrays of another shape: the last ulps of exp and log are free.
+    ulps = 2 * (W - 1) * 2.0**-23 * np.abs(want[1]).max()
+    np.testing.assert_allclose(got[1], want[1], rtol=0, atol=ulps)
+    chex.assert_trees_all_equal(got[0], want[0])
+    chex.assert_trees_all_equal(got[3:], want[3:])
+
+
+@pytest.mark.parametrize("strategy", context_parallel.STRATEGIES[:4])
+def test_one_shard_is_the_plain_implementation(strategy):
+    given = arrays((B, S, N, H), KEY, jnp.bfloat16)
+    options = dict(recipe=ATTN_JAX, is_causal=True)
+    got = both_passes(sharded(1, strategy, "zigzag", **options))(*given)
+    attend = functools.partial(
+        emulator.attention, recipe=ATTN_JAX, mask=Mask(is_causal=True)
+    )
+    chex.assert_trees_all_equal(got, both_passes(attend)(*given))
+
+
+def test_heads_may_be_gathered_a_few_at_a_time():
+    given = arrays((B, S, N, H), KEY, jnp.bfloat16)
+    runs = (
+        both_passes(sharded(2, "all_gather", "zigzag", is_causal=True, head_stride=n))
+        for n in (None, 1)
+    )
+    chex.assert_trees_all_equal(*(run(*given) for run in runs))
+
+
+def test_x64_mode_and_checkpoints_change_no_bit():
+    given = arrays((B, S, N, H), KEY, jnp.bfloat16)
+    attend = sharded(2, "ring", "zigzag", is_causal=True)
+    want = both_passes(attend)(*given)
+    chex.assert_trees_all_equal(both_passes(jax.checkpoint(attend))(*given), want)
+    with jax.enable_x64(True):
+        got = both_passes(attend)(*given)
+    assert [x.dtype for x in got] == [x.dtype for x in want]
+    chex.assert_trees_all_equal(got, want)
+
+
+def test_two_runs_give_the_same_bits():
+    given = arrays((B, S, N, H), KEY, jnp.bfloat16)
+    run = both_passes(sharded(8, "ring", "contiguous", is_causal=True))
+    chex.assert_trees_all_equal(run(*given), run(*given))
+
+
+# ------------------------------------------------------------------- who meets whom
+
+BANDS = [(None, None), (None, 0), (3, 0), (2, 5), (0, 0), (None, 2), (40, None)]
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("layout", context_parallel.LAYOUTS)
+def test_every_visible_pair_is_in_one_call(layout, band):
+    for shards, lengths in ((1, (4, 8)), (2, (8, 16)), (3, (12, 12)), (4, (16, 8))):
+        found = schedule.schedule(layout, shards, *lengths, band)
+        seen = np.zeros(lengths, int)
+        where = [
+            [_positions(length, shards, layout, r) for r in range(shards)]
+            for length in lengths
+        ]
+        for rank, source in np.ndindex(shards, shards):
+            calls = found.plans[found.plan[rank, source]]
+            for call, offset in zip(calls, found.offset[rank, source]):
+                visible = _visible(call, offset)
+                assert visible.any()
+                q = where[0][rank][call.query[0] :][: call.query[1]]
+                k = where[1][source][call.key[0] :][: call.key[1]]
+                seen[np.ix_(q, k)] += visible
+        left, right = band
+        mask = Mask(
+            is_causal=right == 0,
+            window=(left, None if right == 0 else right),
+        )
+        want = mask.materialise(*lengths)
+        np.testing.assert_array_equal(
+            seen, np.ones(lengths, int) if want is None else want[0, 0]
+        )
+
+
+def _positions(length, shards, layout, shard):
+    runs = shard_runs(length, shards, layout, shard)
+    return np.concatenate([r.start + r.stride * np.arange(r.size) for r in runs])
+
+
+def _visible(call, offset):
+    shape = call.query[1], call.key[1]
+    given = jnp.asarray([offset], jnp.int32) if call.shifted else None
+    mask = Mask(call.is_causal, call.window, query_offset=given)
+    found = mask.materialise(*shape)
+    return np.ones(shape, bool) if found is None else np.asarray(found[0, 0])
+
+
+def test_causal_work_is_skipped_and_balanced():
+    """Work is what calls compute: pairs of queries and keys that they are about."""
+
+    def work(layout):
+        found = schedule.schedule(layout, 8, 64, 64, (None, 0))
+        return np.array(
+            [
+                [
+                    sum(c.query[1] * c.key[1] for c in found.plans[plan])
+                    for plan in found.at_hop(hop)
+                ]
+                for hop in range(8)
+            ]
+        )
+
+    # At every hop after the first each device has half of what all pairs would be.
+    assert (work("zigzag")[1:] == 8 * 8 // 2).all()
+    # The first device meets nobody's keys but its own, the last everybody's.
+    assert (np.count_nonzero(work("contiguous"), axis=0) == np.arange(1, 9)).all()
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize(
+    ("options", "hops"),
+    [({}, 4), (dict(is_causal=True, local_window_size=(2, None)), 2)],
+)
+def test_keys_and_gradients_travel_no_further_than_they_are_seen(options, hops):
+    x = jax.ShapeDtypeStruct((B, S, K, H), jnp.bfloat16)
+    attend = sharded(W, "ring", "contiguous", **options)
+
+    def loss(q, k, v):
+        return attend(q, k, v)[0].astype(jnp.float32).sum()
+
+    def messages(function):
+        found = list(equations(jax.make_jaxpr(function)(x, x, x).jaxpr))
+        sent = [e.invars[0].aval for e in found if e.primitive.name == "ppermute"]
+        return [str(aval.dtype) for aval in sent], found
+
+    forward, _ = messages(attend)
+    assert forward == ["bfloat16"] * (hops - 1)  # K and V in one
+    both, found = messages(jax.grad(loss, (0, 1, 2)))
+    assert both.count("bfloat16") == 2 * (hops - 1)
+    # dK and dV in one, in FP32, and home.
+    assert both.count("float32") == hops
+    if options:
+        # Where nothing is seen a branch computes nothing.
+        (cond, *_) = [e for e in found if e.primitive.name == "cond"]
+        branches = [list(equations(b.jaxpr)) for b in cond.params["branches"]]
+        products = [
+            sum(e.primitive.name == "dot_general" for e in branch)
+            for branch in branches
+        ]
+        assert min(products) == 0 < max(products)
+
+
+# ------------------------------------------- bugs that others had, each one a test
+
+
+def test_gradients_see_each_shards_own_keys(x64, monkeypatch):
+    """diffusers issue 14265: the backward pass used the first hop's keys again. The
+    forward pass was right, so only gradients on three or more shards tell."""
+    given = arrays((B, S, N, H), KEY, jnp.float64)
+
+    run = sharded(W, "ring", "contiguous", recipe=FP64)
+    right = both_passes(run)(*given)
+    chex.assert_trees_all_close(right, exact(given), rtol=BOUND, atol=BOUND)
+    monkeypatch.setattr(ring, "_moved", lambda x, static, steps: x)
+    wrong = both_passes(sharded(W, "ring", "contiguous", recipe=FP64))(*given)
+    assert np.abs(np.asarray(wrong[3] - right[3])).max() > 0.1
+
+
+def test_lse_is_fp32_and_natural():
+    """jax.nn's is in the inputs' format, Pallas's examples' in base 2."""
+    given = arrays((B, S, N, H), KEY, jnp.bfloat16)
+    for strategy in ("ring", "all_gather"):
+        lse = jax.jit(sharded(W, strategy, "zigzag"))(*given[:3])[1]
+        assert lse.dtype == jnp.float32
+        # Logits and sums of S terms in FP32, W - 1 merges.
+        bound = (S + 4 * W) * 2.0**-23 * 8
+        np.testing.assert_allclose(lse, exact(given)[1], rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_rows_that_no_shard_shows_anything(strategy):
+    given = arrays((B, S, N, H), KEY, jnp.float32)
+    lonely = documents(S, 5).at[:, 3].set(99)
+    run = sharded(2, strategy, "zigzag", ids=(lonely, documents(S, 5)))
+    with jax.debug_nans(True):
+        out, lse, dq, dk, dv = both_passes(run)(*given)
+    assert not out[:, 3].any() and not dq[:, 3].any()
+    assert np.isneginf(lse[:, :, 3]).all()
+    assert all(np.isfinite(x).all() for x in (out, dq, dk, dv))
+
+
+def test_arrays_may_be_views_of_others():
+    """PyTorch's context parallelism had wrong losses from K and V in other strides."""
+    given = arrays((B, S, N, H), KEY, jnp.bfloat16)
+    attend = sharded(W, "ring", "zigzag", is_causal=True)
+    transposed = [x.swapaxes(1, 2) for x in given[:3]]
+    got = jax.jit(lambda *x: attend(*(y.swapaxes(1, 2) for y in x)))(*transposed)
+    chex.assert_trees_all_equal(got, jax.jit(attend)(*given[:3]))
+
+
+@pytest.mark.parametrize("way", ["lse", "sigmoid", "two_pass"])
+def test_lse_far_apart_are_merged(way):
+    """exp(LSE - LSE') overflows FP32 at 88; with both -inf their difference is NaN."""
+    recipe = dataclasses.replace(EXACT_FP32, ring_merge=way)
+    lse = np.float32([-50, 60, -200, 300, -np.inf, -np.inf, 7, 5])
+    other = np.float32([60, -50, 300, -200, -np.inf, 2, -np.inf, 5])
+    query = jnp.zeros((1, len(lse), 1, 1))
+    parts = [
+        (
+            jnp.where(np.isneginf(x), 0.0, value)[None, :, None, None],
+            jnp.asarray(x)[None, None],
+        )
+        for value, x in ((1.0, lse), (3.0, other))
+    ]
+
+    class Given(Emulated):
+        """Whose forward pass gives what it is handed for keys."""
+
+        def forward(self, query, key, value, mask):
+            return parts[int(key[0, 0, 0, 0])]
+
+    def visit(add, so_far):
+        for number in range(2):
+            key = jnp.full((1, 1, 1, 1), float(number))
+            so_far = add(so_far, merge.Keys(query, key, key, Mask()))
+        return so_far
+
+    with jax.debug_nans(True):
+        block = Given(recipe, 1.0)
+        out, merged = merge.over_parts(visit, block, query, query, query)
+    want = [3, 1, 3, 1, 0, 3, 1, 2]
+    # A few roundings of numbers of that size.
+    np.testing.assert_allclose(out[0, :, 0, 0], want, rtol=4 * 2.0**-23)
+    want = [60, 60, 300, 300, -np.inf, 2, 7, 5 + np.log(2)]
+    np.testing.assert_allclose(merged[0, 0], want, rtol=4 * 2.0**-23)
+
+
+# --------------------------------------------------------------------- bad arguments
+
+
+def _call(query=(1, 4, 4, 8), key=(1, 4, 2, 8), shards=2, strategy="ring", **options):
+    given = dict(layout="contiguous", recipe=ATTN_JAX) | options
+    q, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (query, key))
+    run = sharded(shards, strategy, given.pop("layout"), **given)
+    grown = (
+        jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * shards, *x.shape[2:]), x.dtype)
+        for x in (q, k, k)
+    )
+    jax.eval_shape(run, *grown)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(layout="snake"), "layout must be one of contiguous, zigzag, striped"),
+        (dict(strategy="star"), "strategy must be one of ring, all_gather"),
+        (dict(query=(1, 3, 4, 8), layout="zigzag"), "needs a multiple of 4 positions"),
+        (dict(shards=4, strategy="ulysses"), "deals heads to 4 devices"),
+        (dict(head_stride=1), "head_stride must divide the 2 key heads"),
+        (dict(strategy="all_gather", head_stride=3), "got 3 under 'all_gather'"),
+        (dict(partials="bf16"), "partials must be 'fp32' or '16-bit'"),
+        (dict(wire="16-bit", recipe=EXACT_FP32), "wire='16-bit' is for recipes of"),
+        (dict(recipe="flash2"), "recipe must be a Recipe"),
+        (dict(scale=float("nan")), "scale must be a finite"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(options, says, as_users_call_it):
+    with pytest.raises(ValueError, match=says) as caught:
+        _call(**options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(dq_centre="row"),
+        dict(delta_source="p_dp"),
+        dict(scaled_query=Step(BF16)),
+    ],
+)
+def test_a_recipe_without_parts_is_refused_in_one_line(changes):
+    with pytest.raises(NotImplementedError, match=list(changes)[0]) as caught:
+        _call(recipe=dataclasses.replace(ATTN_JAX, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_lengths_that_do_not_divide_are_refused_in_one_line(as_users_call_it):
+    x = jnp.zeros((1, 12, 2, 8), jnp.bfloat16)
+    for function in (
+        lambda: context_parallel.to_layout(x, 8, "contiguous"),
+        lambda: context_parallel.from_layout(x, 3, "zigzag", axis=3),
+        lambda: context_parallel.simulate(x, x, x, shards=4, layout="zigzag"),
+    ):
+        with pytest.raises(ValueError, match="needs a multiple of") as caught:
+            function()
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="no axis 'ring' here"):
+        context_parallel.attention(x, x, x, axis_name="ring")
+    with pytest.raises(ValueError, match=r"takes \(ring axis, Ulysses axis\)"):
+        context_parallel.attention(x, x, x, axis_name="a", strategy="ring+ulysses")
+
+
+@pytest.mark.parametrize("layout", context_parallel.LAYOUTS)
+def test_a_layout_is_undone(layout):
+    x = jnp.arange(2 * 24 * 3).reshape(2, 24, 3)
+    moved = context_parallel.to_layout(x, 4, layout)
+    np.testing.assert_array_equal(moved, x[:, context_parallel.order(24, 4, layout)])
+    back = context_parallel.from_layout(moved, 4, layout)
+    np.testing.assert_array_equal(back, x)

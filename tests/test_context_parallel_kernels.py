@@ -1,0 +1,174 @@
+"""Context parallelism on the Hopper kernels, without a GPU: parts that the interpreter
+computes, and programs compiled for four H200s."""
+
+import functools
+import importlib
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from attn_jax import context_parallel, reference
+from attn_jax.audit.error import unit_error
+from attn_jax.audit.inputs import Shape, make_inputs
+from attn_jax.formats import BF16
+from attn_jax.kernels import partial
+from attn_jax.kernels.architecture import made_for
+from attn_jax.kernels.internals import interpreted
+from attn_jax.mask import Mask
+from tests import gpu_compiler
+from tests.child_process import in_child_process
+from tests.gpu_compiler import Program, h200_mesh
+
+TIME_LIMIT = 240  # seconds; a case takes six to ten alone on a core
+T, N, K, H = 256, 2, 1, 64
+COLLECTIVES = (
+    *("all-gather", "all-reduce", "all-to-all", "collective-permute"),
+    "reduce-scatter",
+)
+
+
+@pytest.fixture(scope="module")
+def compile_extra() -> None:
+    pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
+
+
+def _on_any_device():
+    """The check for a GPU is not what is tested."""
+    checks = importlib.import_module("attn_jax.context_parallel.attention")
+    return patch.object(checks, "_kernels_refusal", lambda *given: None)
+
+
+def _inputs(family: str):
+    dlse = np.random.default_rng(1).standard_normal((1, N, T)).astype(np.float32)
+    return *make_inputs(family, 0, Shape(1, T, T, N, K, H)), dlse
+
+
+def _interpreted(family: str, layout: str, documents: np.ndarray | None):
+    """(out, LSE, dQ, dK, dV) of two shards."""
+    ids = {}
+    if documents is not None:
+        names = "query_segment_ids", "key_value_segment_ids"
+        ids = dict.fromkeys(names, jnp.asarray(documents))
+
+    @jax.jit
+    def both(query, key, value, dout, dlse):
+        attend = functools.partial(
+            context_parallel.simulate,
+            shards=2,
+            layout=layout,
+            is_causal=True,
+            implementation="pallas",
+            **ids,
+        )
+        results, pullback = jax.vjp(attend, query, key, value)
+        return *results, *pullback((dout, dlse))
+
+    with _on_any_device(), made_for("hopper"), interpreted():
+        return jax.device_get(both(*_inputs(family)))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "packed"),
+    [
+        ("uniform", "zigzag", False),
+        pytest.param("normal", "striped", True, marks=pytest.mark.thorough),
+        pytest.param("normal", "contiguous", False, marks=pytest.mark.thorough),
+    ],
+)
+def test_parts_of_the_kernels_are_put_together(family, layout, packed):
+    documents = np.arange(T, dtype=np.int32)[None] // 100 if packed else None
+    out, lse, *gradients = in_child_process(
+        _interpreted, family, layout, documents, seconds=TIME_LIMIT
+    )
+    mask = Mask(
+        is_causal=True, query_segment_ids=documents, key_value_segment_ids=documents
+    )
+    exact = reference.golden(*_inputs(family), mask=mask)
+    # The bar of the kernels themselves.
+    wanted = exact.out, exact.dquery, exact.dkey, exact.dvalue
+    for got, want in zip((out, *gradients), wanted, strict=True):
+        assert unit_error(got, want, BF16) <= 1.7
+    # Logits of size ten at the most, of H products, and sums of T terms.
+    np.testing.assert_allclose(lse, exact.lse, rtol=0, atol=10 * (H + T) * 2.0**-24)
+
+
+def _compiled(strategy: str, layout: str) -> Program:
+    mesh = h200_mesh((4,), ("seq",), (AxisType.Auto,))
+    spec = P(None, "seq")
+
+    def local(query, key, value):
+        def loss(*inputs):
+            out, _ = context_parallel.attention(
+                *inputs,
+                axis_name="seq",
+                strategy=strategy,
+                layout=layout,
+                is_causal=True,
+                implementation="pallas",
+            )
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.grad(loss, (0, 1, 2))(query, key, value)
+
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False
+    )
+    sharding = NamedSharding(mesh, spec)
+    query, key = (
+        jax.ShapeDtypeStruct((1, 4096, heads, 64), "bfloat16", sharding=sharding)
+        for heads in (4, 2)
+    )
+    with _on_any_device():
+        return gpu_compiler.partitioned(run, query, key, key)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("compile_extra")
+@pytest.mark.parametrize(
+    ("strategy", "layout", "messages"),
+    [
+        # Forward three of K and V; backward as many, and dK and dV four times, of which
+        # XLA may send some as one. Seven, if what the forward pass got were kept.
+        ("ring", "zigzag", {"collective-permute": (8, 3 + 3 + 4)}),
+        # K and V in each pass.
+        ("all_gather", "contiguous", {"all-gather": (2, 2), "reduce-scatter": (1, 1)}),
+    ],
+)
+def test_a_program_for_gpus_sends_what_it_must(strategy, layout, messages):
+    program = in_child_process(_compiled, strategy, layout, seconds=TIME_LIMIT)
+    counts = {name: program.count(name) for name in COLLECTIVES}
+    # The mean of K, for the centre of dQ's cure.
+    wanted = dict.fromkeys(COLLECTIVES, (0, 0)) | {"all-reduce": (1, 1)} | messages
+    assert {
+        name: count
+        for name, count in counts.items()
+        if not wanted[name][0] <= count <= wanted[name][1]
+    } == {}
+    assert "mosaic" in program.hlo
+
+
+def _wide_gradients(head_dim: int) -> Program:
+    query = jax.ShapeDtypeStruct((1, 1000, 4, head_dim), "bfloat16")
+    key = jax.ShapeDtypeStruct((1, 1100, 2, head_dim), "bfloat16")
+    rows = jax.ShapeDtypeStruct((1, 4, 1000), "float32")
+    centre = jax.ShapeDtypeStruct((1, 2, head_dim), "float32")
+    run = functools.partial(partial.backward, scale=0.1, mask=Mask(is_causal=True))
+    return gpu_compiler.compiled(run, query, key, key, query, rows, rows, centre)
+
+
+@pytest.mark.usefixtures("compile_extra")
+@pytest.mark.parametrize(
+    "head_dim", [128, pytest.param(64, marks=pytest.mark.thorough)]
+)
+def test_gradients_in_fp32_spill_nothing(head_dim):
+    program = in_child_process(_wide_gradients, head_dim, seconds=TIME_LIMIT)
+    assert {k.name: k.spilled_bytes for k in program.kernels} == {
+        "attention_backward_dq": 0,
+        "attention_backward_dkv": 0,
+    }
+    assert not any(k.serialised for k in program.kernels)
