@@ -2,7 +2,6 @@
 computes, and programs compiled for four H200s."""
 
 import functools
-import importlib
 from unittest.mock import patch
 
 import jax
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from attn_jax import context_parallel, reference
 from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
+from attn_jax.context_parallel import sharded
 from attn_jax.formats import BF16
 from attn_jax.kernels import partial
 from attn_jax.kernels.architecture import made_for
@@ -39,8 +39,7 @@ def compile_extra() -> None:
 
 def _on_any_device():
     """The check for a GPU is not what is tested."""
-    checks = importlib.import_module("attn_jax.context_parallel.attention")
-    return patch.object(checks, "_kernels_refusal", lambda *given: None)
+    return patch.object(sharded, "_kernels_refusal", lambda *given: None)
 
 
 def _inputs(family: str):

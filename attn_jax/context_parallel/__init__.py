@@ -1,6 +1,5 @@
 """Attention over sequences that are cut between devices, forward and backward."""
 
-from attn_jax.context_parallel.attention import STRATEGIES, Strategy, attention
 from attn_jax.context_parallel.layouts import (
     LAYOUTS,
     Layout,
@@ -8,6 +7,7 @@ from attn_jax.context_parallel.layouts import (
     order,
     to_layout,
 )
+from attn_jax.context_parallel.sharded import STRATEGIES, Strategy, attention
 from attn_jax.context_parallel.simulation import simulate
 
 __all__ = [

@@ -15,12 +15,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from attn_jax.context_parallel.attention import (
-    Implementation,
-    Width,
-    check_parts,
-    checked,
-)
 from attn_jax.context_parallel.layouts import (
     Layout,
     check_length,
@@ -45,6 +39,12 @@ from attn_jax.context_parallel.meeting import (
 )
 from attn_jax.context_parallel.merge import kept, over_parts
 from attn_jax.context_parallel.schedule import Schedule, gathered
+from attn_jax.context_parallel.sharded import (
+    Implementation,
+    Width,
+    check_parts,
+    checked,
+)
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
 from attn_jax.emulator.sums import read, write
