@@ -55,8 +55,14 @@ _STYLES: dict[str, tuple[str, str]] = {
     "init": (_INDIGO, "v"),
 }
 # Of all other names, in the order of their appearance in a figure.
-_OTHERS = (_GREEN, _ORANGE, _SKY, _PINK, _INDIGO, _OLIVE, _WINE, _RED, _BLUE, _BLACK)
-_OTHER_MARKERS = "osd^v"
+# Ten that readers without red or green tell apart, then ten tints and shades of them,
+# which come with another marker since those readers may not.
+_OTHERS = (
+    *(_GREEN, _ORANGE, _SKY, _PINK, _INDIGO, _OLIVE, _WINE, _RED, _BLUE, _BLACK),
+    *("#66C9AB", "#8F6200", "#2A7FAE", "#E3B5CF", "#8A80C4"),
+    *("#5C5C1F", "#BD7F9F", "#EA9F66", "#69ABD2", "#777777"),
+)
+_OTHER_MARKERS, _SAME_MARKER = "osd^v", 10
 # Where an interval that reaches zero ends on a logarithmic axis, as a share of y.
 _SHORTEST = 0.1
 _ENDS = ("low", "high")
@@ -130,15 +136,15 @@ def styles(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Colour and marker of every series of a figure.
 
     Names that have none of their own get colours that nobody else has there, in their
-    order, and past the last colour the first again, with another marker.
+    order, with another marker from ten to ten; past the last colour comes the first.
     """
     names = list(dict.fromkeys(names))
     taken = {_STYLES[name][0] for name in names if name in _STYLES}
     free = [colour for colour in _OTHERS if colour not in taken] or list(_OTHERS)
     looks = {name: _STYLES[name] for name in names if name in _STYLES}
     for place, name in enumerate(name for name in names if name not in _STYLES):
-        turn, at = divmod(place, len(free))
-        looks[name] = free[at], _OTHER_MARKERS[turn % len(_OTHER_MARKERS)]
+        marker = place // _SAME_MARKER % len(_OTHER_MARKERS)
+        looks[name] = free[place % len(free)], _OTHER_MARKERS[marker]
     return {name: {"color": c, "marker": m} for name, (c, m) in looks.items()}
 
 
