@@ -1,0 +1,124 @@
+"""Context parallelism on the kernels, on a Hopper GPU: parts of any number of shards,
+put together on one card, against FP64, and one shard against the plain kernels."""
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from attn_jax import context_parallel, reference
+from attn_jax.audit.error import unit_error
+from attn_jax.audit.inputs import Shape, make_inputs
+from attn_jax.formats import BF16
+from attn_jax.kernels.attention import attention
+from attn_jax.mask import Mask
+
+pytestmark = pytest.mark.gpu(capability="9.0")
+
+T, N, K = 4096, 4, 2
+DOCUMENTS = np.searchsorted([700, 1500, 1501, 3300], np.arange(T), "right")
+DOCUMENTS = DOCUMENTS.astype(np.int32)[None]
+
+
+def _inputs(family: str, head_dim: int):
+    dlse = np.random.default_rng(1).standard_normal((1, N, T)).astype(np.float32)
+    return *make_inputs(family, 0, Shape(1, T, T, N, K, head_dim)), dlse
+
+
+def _results(attend, inputs):
+    """(out, LSE, dQ, dK, dV), twice: to the same last bit."""
+
+    @jax.jit
+    def both(query, key, value, dout, dlse):
+        results, pullback = jax.vjp(attend, query, key, value)
+        return *results, *pullback((dout, dlse))
+
+    first = jax.device_get(both(*inputs))
+    chex.assert_trees_all_equal(first, jax.device_get(both(*inputs)))
+    return first
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "masked"),
+    [
+        ("ring", "zigzag", "causal"),
+        ("ring", "striped", "causal"),
+        ("ring", "contiguous", "window"),
+        ("ring", "zigzag", "documents"),
+        ("all_gather", "zigzag", "causal"),
+        ("all_gather+ring", "contiguous", "full"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("family", "shards", "head_dim"),
+    [("normal", 8, 128), ("uniform", 8, 64), ("sink", 4, 128)],
+)
+def test_shards_are_as_good_as_one_device(
+    family, shards, head_dim, strategy, layout, masked
+):
+    inputs = _inputs(family, head_dim)
+    ids = jnp.asarray(DOCUMENTS) if masked == "documents" else None
+    window = (300, 40) if masked == "window" else None
+    is_causal = masked in ("causal", "documents")
+    out, lse, *gradients = _results(
+        functools.partial(
+            context_parallel.simulate,
+            shards=shards,
+            strategy=strategy,
+            layout=layout,
+            is_causal=is_causal,
+            local_window_size=window,
+            query_segment_ids=ids,
+            key_value_segment_ids=ids,
+            implementation="pallas",
+        ),
+        inputs,
+    )
+    mask = Mask(
+        is_causal=is_causal,
+        window=window,
+        query_segment_ids=ids,
+        key_value_segment_ids=ids,
+    )
+    exact = reference.golden(*inputs, mask=mask)
+    wanted = exact.out, exact.dquery, exact.dkey, exact.dvalue
+    names = "out", "dquery", "dkey", "dvalue"
+    for name, got, want in zip(names, (out, *gradients), wanted, strict=True):
+        # The bar of the kernels themselves.
+        assert unit_error(got, want, BF16) <= 1.7, name
+    # Logits of size 2^7 at the most (`sink`), of H products, and sums of T terms.
+    largest = float(np.abs(exact.lse).max())
+    np.testing.assert_allclose(
+        lse, exact.lse, rtol=0, atol=max(10, largest) * (head_dim + T) * 2.0**-24
+    )
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_one_shard_is_the_plain_kernel(strategy):
+    inputs = _inputs("uniform", 128)
+    mesh = Mesh(np.asarray(jax.devices()[:1]), ("seq",))
+
+    def sharded(*given: Any):
+        attend = functools.partial(
+            context_parallel.attention,
+            axis_name="seq",
+            strategy=strategy,
+            is_causal=True,
+            implementation="pallas",
+        )
+        specs = P(None, "seq"), P(None, None, "seq")
+        run = jax.shard_map(
+            attend, mesh=mesh, in_specs=specs[0], out_specs=specs, check_vma=False
+        )
+        return run(*given)
+
+    def whole(query, key, value):
+        return attention(query, key, value, scale=128**-0.5, mask=Mask(is_causal=True))
+
+    chex.assert_trees_all_equal(_results(sharded, inputs), _results(whole, inputs))
