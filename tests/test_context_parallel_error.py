@@ -70,6 +70,13 @@ def test_it_is_that_of_one_device(family, shards, how):
     assert found["lse"] <= LSE_GATE
 
 
+def test_by_default_lse_does_not_grow_either():
+    found = growth("normal", 8, recipe=None, implementation="emulated")
+    assert {k: v for k, v in found.items() if v > GATE.get(k, 1.05)} == {}
+    merged = growth("normal", 8, recipe=ATTN_JAX)
+    assert merged["lse"] > 1.05
+
+
 def test_a_carried_maximum_and_sum_keep_lse():
     """Beside one device that visits as many blocks: those of 64 shards of 8 keys."""
     recipe = dataclasses.replace(ATTN_JAX, ring_merge="carry", block_kv=8)

@@ -2,6 +2,7 @@
 put together on one card, against FP64, and one shard against the plain kernels."""
 
 import functools
+import math
 from typing import Any
 
 import chex
@@ -90,13 +91,43 @@ def test_shards_are_as_good_as_one_device(
     wanted = exact.out, exact.dquery, exact.dkey, exact.dvalue
     names = "out", "dquery", "dkey", "dvalue"
     for name, got, want in zip(names, (out, *gradients), wanted, strict=True):
-        # The bar of the kernels themselves.
-        assert unit_error(got, want, BF16) <= 1.7, name
+        # The bar of the kernels themselves; dQ has its final rounding, and dS's and
+        # K's, which have three bits more.
+        bar = math.hypot(1, 2 * 2.0**-3) if name == "dquery" else 1.7
+        assert unit_error(got, want, BF16) <= bar, name
     # Logits of size 2^7 at the most (`sink`), of H products, and sums of T terms.
     largest = float(np.abs(exact.lse).max())
     np.testing.assert_allclose(
         lse, exact.lse, rtol=0, atol=max(10, largest) * (head_dim + T) * 2.0**-24
     )
+
+
+@pytest.mark.parametrize("family", ["normal", "sink"])
+def test_no_error_grows_with_the_shards(family):
+    """Against one shard, which is the plain kernels."""
+    inputs = _inputs(family, 128)
+    exact = reference.golden(*inputs, mask=Mask(is_causal=True))
+    wanted = exact.out, exact.lse, exact.dquery, exact.dkey, exact.dvalue
+
+    def errors(shards: int) -> list[float]:
+        attend = functools.partial(
+            context_parallel.simulate,
+            shards=shards,
+            layout="zigzag",
+            is_causal=True,
+            implementation="pallas",
+        )
+        pairs = zip(_results(attend, inputs), wanted, strict=True)
+        return [
+            float(np.sqrt(np.mean((got.astype(np.float64) - want) ** 2)))
+            for got, want in pairs
+        ]
+
+    alone = errors(1)
+    for shards in (2, 4, 8, 16):
+        growth = [a / b for a, b in zip(errors(shards), alone, strict=True)]
+        gate = 1.05, 1.05, 1.05, 1.20, 1.05
+        assert all(x <= y for x, y in zip(growth, gate, strict=True)), growth
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])

@@ -2,6 +2,7 @@
 computes, and programs compiled for four H200s."""
 
 import functools
+import math
 from unittest.mock import patch
 
 import jax
@@ -88,10 +89,12 @@ def test_parts_of_the_kernels_are_put_together(family, layout, packed):
         is_causal=True, query_segment_ids=documents, key_value_segment_ids=documents
     )
     exact = reference.golden(*_inputs(family), mask=mask)
-    # The bar of the kernels themselves.
+    # The bar of the kernels themselves; dQ has its final rounding, and dS's and K's,
+    # which have three bits more.
     wanted = exact.out, exact.dquery, exact.dkey, exact.dvalue
-    for got, want in zip((out, *gradients), wanted, strict=True):
-        assert unit_error(got, want, BF16) <= 1.7
+    bars = 1.7, math.hypot(1, 2 * 2.0**-3), 1.7, 1.7
+    for got, want, bar in zip((out, *gradients), wanted, bars, strict=True):
+        assert unit_error(got, want, BF16) <= bar
     # Logits of size ten at the most, of H products, and sums of T terms.
     np.testing.assert_allclose(lse, exact.lse, rtol=0, atol=10 * (H + T) * 2.0**-24)
 
@@ -169,5 +172,6 @@ def test_gradients_in_fp32_spill_nothing(head_dim):
     assert {k.name: k.spilled_bytes for k in program.kernels} == {
         "attention_backward_dq": 0,
         "attention_backward_dkv": 0,
+        "attention_key_numbers": 0,
     }
     assert not any(k.serialised for k in program.kernels)

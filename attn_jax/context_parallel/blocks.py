@@ -51,7 +51,7 @@ class Block(Protocol):
     def carry_on(
         self, state: Any, query: Array, key: Array, value: Array, mask: Mask
     ) -> tuple[Array, ...]:
-        """(m, l, A) with these keys, for ring_merge 'carry'; None: of none before."""
+        """(m, l, A) with these keys, for ring_merge 'carry'; of none (-inf, 0, 0)."""
         ...
 
     def finished(self, state: tuple[Array, ...], query: Array) -> tuple[Array, Array]:
@@ -181,10 +181,16 @@ class Kernels:
         return kernels.forward(query, key, value, scale=self.scale, mask=mask)
 
     def carry_on(self, state, query, key, value, mask):
-        raise NotImplementedError("the kernels hand over O and LSE: merge by 'lse'")
+        from attn_jax.kernels import partial as kernels
+
+        scale = self.scale
+        return kernels.carry_on(state, query, key, value, scale=scale, mask=mask)
 
     def finished(self, state, query):
-        raise NotImplementedError("the kernels hand over O and LSE: merge by 'lse'")
+        from attn_jax.kernels import partial as kernels
+
+        del query
+        return kernels.finished(state)
 
     def backward(self, query, key, value, dout, lse, excess, centre, mask):
         from attn_jax.kernels import partial as kernels

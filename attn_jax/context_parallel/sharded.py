@@ -83,12 +83,12 @@ def attention(
         the sequence is sharded over both, in that order, and laid out for the first.
 
     Where it rounds: as `recipe` says of one device, and between parts as its `ring_*`
-    fields do, by default not at all: O of a part and its LSE are FP32, merged in FP32
-    (`merge`), delta is taken from the merged O, dQ, and dK and dV on their way, are
-    summed in FP32 and rounded once. Merging LSE rounds it each time (2.4 times one
-    device's error at W = 64, some 1e-6); with ring_merge 'carry' the emulator carries
-    maximum and sum instead. The centre that the cure of dQ takes (`dq_centre`
-    "mean") is the mean over the keys of all shards that a query can see.
+    fields do, by default not at all: the running maximum, sum and weighted sum go on
+    from part to part in FP32 (ring_merge 'carry'; 'lse' rounds LSE at each merge, 2.4
+    times one device's error at W = 64, some 1e-6), delta is taken from the finished O,
+    dQ, and dK and dV on their way, are summed in FP32 and rounded once. The centre that
+    the cure of dQ takes (`dq_centre` "mean") is the mean over the keys of all shards
+    that a query can see.
 
     Args:
       scale: of the logits; 1 / sqrt(H) if None.
@@ -96,11 +96,12 @@ def attention(
         the mean of all keys as dQ's centre, hidden or not; `emulated`, a recipe in
         plain JAX, any device. A named one runs or raises. None: `pallas` where it can
         run and no recipe is given.
-      recipe: of `emulated`; `ATTN_JAX` if None. Its ring_size is ignored: the mesh has
-        it.
+      recipe: of `emulated`; `ATTN_JAX` with ring_merge 'carry' if None. Its ring_size
+        is ignored: the mesh has it.
       partials: "16-bit" rounds what a part hands over, O, dQ, dK and dV, to the
         inputs' format, as kernels do that return nothing else: the error grows by one
-        step, more where parts cancel. For comparison.
+        step, more where parts cancel. For comparison. Parts are then merged by 'lse'
+        where nothing else is asked for.
       wire: "16-bit" sends the sums of dK and dV in the inputs' format: half of the
         bytes, an error that grows as sqrt(W).
       head_stride: of `all_gather` passes, how many key heads are gathered at once; all
@@ -289,6 +290,8 @@ def checked(
     if recipe is None:
         half = query.dtype == jnp.float16
         recipe = ATTN_JAX.with_inputs(FP16) if half else ATTN_JAX
+        if partials != "16-bit":  # Which is of the O that parts have.
+            recipe = dataclasses.replace(recipe, ring_merge="carry")
     block = kind(_recipe(recipe, partials), scale)
     return Checked(
         *(block, layout, mask, _wire(block.recipe, wire)),

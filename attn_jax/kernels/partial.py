@@ -3,7 +3,9 @@
 The kernels of `attention`, but that O, dQ, dK and dV are FP32, and that LSE and delta,
 of whole rows, are given. For Hopper, for now. Where it rounds is said in
 `hopper_forward`, `hopper_backward_dq` and `hopper_backward_dkv`: O has P in FP16, as
-where attention is differentiated; dS has the inputs' format.
+where attention is differentiated, and dQ has dS and K in FP16, each scaled into its
+range by a power of two for the part. From part to part go the running maximum m, sum l
+and weighted sum A of whole rows, in FP32: no LSE is rounded but that of a part.
 """
 
 import jax.numpy as jnp
@@ -18,12 +20,17 @@ from attn_jax.kernels import (
     visibility,
 )
 from attn_jax.kernels.attention import unsupported as unsupported_whole
+from attn_jax.kernels.hopper_key_numbers import key_numbers
+from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.options import Options
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
 from attn_jax.varying import varying_alike
 
-_OPTIONS = Options("mean", half_dq=False, delta_source="o", half_weights=True)
+_OPTIONS = Options("mean", delta_source="o", half_weights=True)
+State = tuple[
+    Float32[Array, "B N T"], Float32[Array, "B N T"], Float32[Array, "B T N D"]
+]
 
 
 def unsupported(query: Array, key: Array, value: Array, scale: float) -> str | None:
@@ -62,6 +69,44 @@ def forward(
     return out, lse
 
 
+def carry_on(
+    state: State,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+    *,
+    scale: float,
+    mask: Mask = Mask(),
+) -> State:
+    """(m, l, A) after these keys, too: with O and L of them alone,
+
+        m' = max(m, L)    l' = e^(m - m') l + e^(L - m')
+                          A' = e^(m - m') A + e^(L - m') O
+
+    Before any keys m is -inf, l and A are 0.
+    """
+    out, lse = forward(query, key, value, scale=scale, mask=mask)
+    m, l, total = state  # noqa: E741
+    larger = jnp.maximum(m, lse)
+    # Where nothing is seen yet any maximum will do: its factors are e^(-inf).
+    finite = jnp.where(jnp.isneginf(larger), 0.0, larger)
+    before, now = jnp.exp(m - finite), jnp.exp(lse - finite)
+    l = before * l + now  # noqa: E741
+    before, now = (x.swapaxes(1, 2)[..., None] for x in (before, now))
+    return larger, l, before * total + now * out
+
+
+def finished(
+    state: State,
+) -> tuple[Float32[Array, "B T N D"], Float32[Array, "B N T"]]:
+    """O = A / l and LSE = m + log l of whole rows; 0 and -inf where none is seen."""
+    m, l, total = state  # noqa: E741
+    seen = l > 0
+    l = jnp.where(seen, l, 1.0)  # noqa: E741
+    lse = jnp.where(seen, m + jnp.log(l), -jnp.inf)
+    return total / l.swapaxes(1, 2)[..., None], lse
+
+
 def backward(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -93,12 +138,13 @@ def backward(
     }
     # P = exp(S - LSE) of rows that see nothing is to be 0.
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
-    rows = dout.astype(query.dtype), lse, excess
-    query, key, value, dout = map(local.pad_sequence, (query, key, value, rows[0]))
-    operands = query, key, value, dout, *rows[1:]
+    dout = dout.astype(query.dtype)
+    query, key, value, dout = map(local.pad_sequence, (query, key, value, dout))
+    operands = query, key, value, dout, lse, excess
     dquery = hopper_backward_dq.backward_dq(
         *(*operands, jnp.zeros_like(excess), centre[:, :, None]),
         tiling=static.tilings.backward_dq,
+        numbers=_range(key, value, dout, excess, key_count),
         wide=True,
         **options,
     )
@@ -107,6 +153,16 @@ def backward(
     )
     dquery, dkey, dvalue, _ = varying_alike(dquery, dkey, dvalue, query)
     return dquery, dkey, dvalue
+
+
+def _range(key, value, dout, excess, key_count: int) -> Range | None:
+    """The powers of two of the part: |dS| <= |dO| |V| + |excess|, by norms."""
+    inputs = local.INPUTS[jnp.dtype(key.dtype)]
+    if not _OPTIONS.halves_dq(inputs, "hopper"):
+        return None
+    numbers, _ = key_numbers(key, value, key_count, inputs, half=False)
+    squares = jnp.square(dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    return range_of(numbers, squares, excess, key, centred=False)
 
 
 def _static(query, key, value, scale, mask) -> tuple[local.Static, Rules | None]:
