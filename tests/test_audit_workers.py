@@ -76,7 +76,7 @@ def _lasts(path):
     return []
 
 
-def _ends(connection, x64):
+def _ends(connection, modes):
     os._exit(1)
 
 

@@ -26,15 +26,19 @@ import jax.numpy as jnp
 from attn_jax import emulator
 from attn_jax.audit import programs
 from attn_jax.audit.alone import ALONE
+from attn_jax.audit.inputs import Shape
 from attn_jax.audit.measure import Measured, measured
 from attn_jax.audit.problem import Problem
 from attn_jax.formats import BF16, NumberFormat, Rounding
 from attn_jax.recipe import (
+    ATTN_JAX,
     EAGER_OP_BY_OP,
     EXACT_FP32,
     FLASH2,
     JAX_NN,
     RECIPES,
+    RING_FLASH_ATTN,
+    TE_RING,
     Recipe,
     Step,
 )
@@ -94,10 +98,27 @@ _ALTERED: dict[str, tuple[Recipe, dict[str, Any]]] = {
     ),
 }
 """Recipes with a change, which are candidates of their own."""
+# What rings round between their devices; one in FP32 throughout rounds as one device
+# does. Where all keys are gathered forward there is one part, whose out is rounded.
+_16_BITS = dict(ring_partial=_CAST, ring_gradient_partial=_CAST)
+_GATHERED = dict(ring_partial=_WIDE, ring_gradient_partial=_CAST, delta_source="o")
+_RINGS: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
+    ("ring of {}", RING_FLASH_ATTN, {}),
+    ("keys gathered forward, ring of {}", RING_FLASH_ATTN, _GATHERED),
+    ("ring of {}", TE_RING, {}),
+    ("parts in 16 bits, ring of {}", ATTN_JAX, _16_BITS),
+    ("keys gathered forward, parts in 16 bits, ring of {}", ATTN_JAX, _GATHERED),
+)
 # How much nearer than the recipe itself a change of it has to be.
 _SUSPECT = 0.7
 # Casts that candidates are named by, too.
-_IN_WORDS = {"scaled_query": "query rounded after scaling"}
+_IN_WORDS = {
+    "scaled_query": "query rounded after scaling",
+    "ring_partial": "out of parts in 16 bits",
+    "ring_accumulator": "merged out in 16 bits",
+    "ring_gradient_partial": "gradients of parts in 16 bits",
+    "ring_gradient_accumulator": "sums of gradients in 16 bits",
+}
 # What nobody can leave out.
 _UNAVOIDABLE = ("output", "gradient", "lse")
 
@@ -123,9 +144,10 @@ def profile(found: Mapping[str, Mapping[str, Measured]]) -> dict:
     }
 
 
-def candidates(inputs: NumberFormat) -> dict[str, Recipe]:
+def candidates(inputs: NumberFormat, shards: int = 1) -> dict[str, Recipe]:
     """Recipes by name that a kernel for such inputs may follow: those of the library
-    on one device and in no 8-bit format, and changes of `flash2`."""
+    on one device and in no 8-bit format, changes of `flash2` and, if the sequence is
+    cut between `shards`, rings of so many that round between devices."""
     plain = {
         name: recipe
         for name, recipe in RECIPES.items()
@@ -137,10 +159,25 @@ def candidates(inputs: NumberFormat) -> dict[str, Recipe]:
     for what, (base, changes) in _ALTERED.items():
         name = f"{base.name} ({what})"
         plain[name] = dataclasses.replace(base, name=name, **changes)
+    for what, base, changes in _RINGS if shards > 1 else ():
+        one = of_size(dataclasses.replace(base, **changes), shards, what)
+        plain[one.name] = one
     return {
         name: recipe if recipe is EXACT_FP32 else recipe.with_inputs(inputs)
         for name, recipe in plain.items()
     }
+
+
+def of_size(recipe: Recipe, shards: int, what: str = "ring of {}") -> Recipe:
+    """The recipe on a ring of so many devices, named so."""
+    name = f"{recipe.name} ({what.format(shards)})"
+    return dataclasses.replace(recipe, name=name, ring_size=shards)
+
+
+def runs_on(recipe: Recipe, shape: Shape) -> bool:
+    """Whether the recipe's ring divides the lengths."""
+    lengths = shape.query_length, shape.key_length
+    return all(length % recipe.ring_size == 0 for length in lengths)
 
 
 def _bits(recipe: Recipe) -> list[int]:

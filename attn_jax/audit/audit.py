@@ -63,7 +63,7 @@ class Audit:
         return {
             "target": self.target.name,
             "code": self.code,
-            "adapter": _plain(vars(self.target.adapter)),
+            "adapter": _adapter(self.target),
             "dtype": self.dtype,
             "groups": [
                 [list(dataclasses.astuple(g.shape)), g.mask, list(g.families)]
@@ -74,6 +74,14 @@ class Audit:
             "looks": list(self.looks),
             "x64": bool(jax.config.read("jax_enable_x64")),
         }
+
+
+def _adapter(target: Target) -> dict[str, Any]:
+    fields = _plain(vars(target.adapter))
+    if fields["shards"] == 1:
+        # As before there were several: folders of that time are taken up.
+        del fields["shards"]
+    return fields
 
 
 def _plain(x: Any) -> Any:
@@ -157,9 +165,9 @@ def carry_out(
         {name: attribution.profile(found) for name, found in predicted.items()},
     )
     fit = fits[0] if fits else None
-    algorithms = (fit.candidate,) if fit and fit.fits else verdict.PLAIN
-    for group in measured:
-        predictions.begin(algorithms, group)
+    by_group = {group: _algorithms(audit, fit, group) for group in measured}
+    for group, names in by_group.items():
+        predictions.begin(names, group)
     priced = {}
     if fit and fit.fits:
         poorest = _poorest(audit, rows)
@@ -169,7 +177,8 @@ def carry_out(
         looks = {name: finish() for name, finish in looking.items()}
     cells = []
     for group in audit.groups:
-        names = {*algorithms, SAME_FORMAT} if group in measured else ()
+        algorithms = by_group.get(group, ())
+        names = {*algorithms, SAME_FORMAT} if algorithms else ()
         known = predictions.of(names, group)
         cells += _judged(audit, group, rows[group], known, algorithms)
     costs = [(problem, _costs(*begun)) for problem, begun in priced.items()]
@@ -193,6 +202,14 @@ def carry_out(
     ]
     findings = in_order(verdict.together(found, more_found, cells))
     return Result(cells, fits, costs, looks, findings)
+
+
+def _algorithms(audit: Audit, fit: Fit | None, group: Group) -> Sequence[str]:
+    """What a target is judged by on a group: the recipe that fits, or plain ones."""
+    if fit and fit.fits:
+        if attribution.runs_on(audit.recipes[fit.candidate], group.shape):
+            return (fit.candidate,)
+    return verdict.PLAIN
 
 
 def _again(
@@ -281,7 +298,8 @@ def _finding(row: Row) -> Finding:
 
 def _runner(audit: Audit, group: Group) -> Runner:
     problem = group.problems(audit.dtype)[0]
-    return Runner(audit.target.on(problem), gradients=audit.gradients)
+    attend, shards = audit.target.on(problem), audit.target.adapter.shards
+    return Runner(attend, gradients=audit.gradients, shards=shards)
 
 
 def _measure(audit: Audit, group: Group) -> Iterator[Row]:

@@ -8,25 +8,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from attn_jax.audit import workers
+from attn_jax.audit import attribution, workers
 from attn_jax.audit.bar import progress_bar
 from attn_jax.audit.inputs import FAMILIES, Shape
 from attn_jax.audit.parts import cores
 from attn_jax.audit.problem import DTYPES, MASKS
 from attn_jax.audit.run import audit_attention
 from attn_jax.audit.table import print_report
-from attn_jax.audit.target import Adapter, TargetError
+from attn_jax.audit.target import Adapter, TargetError, resolve
 from attn_jax.audit.workers import NotStartedError
 from attn_jax.canaries import CanaryError
 from attn_jax.command import Parser
-from attn_jax.recipe import RECIPES
+from attn_jax.recipe import RECIPES, Recipe
 from attn_jax.store import StoreError
 
 DESCRIPTION = """\
 Says how far an attention function is from exact, forward and backward, why, and whether
 that is a fault. TARGET is xla, cudnn, pallas, emulated, reference, attention_mgpu,
-emulated:RECIPE, tokamax:IMPLEMENTATION or package.module:function, whose signature is
-jax.nn.dot_product_attention's; the options of the second group describe another one.
+emulated:RECIPE, tokamax:IMPLEMENTATION, context_parallel:STRATEGY or
+package.module:function, whose signature is jax.nn.dot_product_attention's; the options
+of the second group describe another one.
 Ends with 0 if the function is trustworthy, with 4 if it is not, with 2 if the command
 cannot be carried out, and with 130 if it is interrupted."""
 
@@ -162,7 +163,33 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="given to every call; JSON, or a text",
     )
+    add(
+        *("--shards",),
+        type=_devices,
+        default=1,
+        metavar="N",
+        help="devices that it cuts the sequence between: it may refuse lengths that "
+        "they do not divide, and rings of so many are among the recipes; "
+        "context_parallel takes so many, all if not given",
+    )
     return made
+
+
+def _devices(text: str) -> int:
+    if not text.isdecimal() or text == "0":
+        raise argparse.ArgumentTypeError(f"a number from 1 is wanted, not {text!r}")
+    return int(text)
+
+
+def _against(names: Sequence[str] | None, shards: int) -> list[Recipe] | None:
+    """Rings are of as many devices as the target's, where that is known."""
+    if names is None:
+        return None
+    found = [RECIPES[name] for name in names]
+    return [
+        attribution.of_size(x, shards) if x.ring_size > 1 and shards > 1 else x
+        for x in found
+    ]
 
 
 def _among(names) -> str:
@@ -182,26 +209,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lse_base=options.lse_base,
         renamed=dict(options.rename),
         more=dict(options.argument),
+        shards=options.shards,
     )
     folder = options.out
     if folder is None:
         folder = Path("runs") / "audit" / re.sub(r"[^\w.-]+", "-", options.target)
     # Several processes share a GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    processes = options.processes
-    if processes is None:
-        processes = workers.number(cores())
     try:
+        target = resolve(options.target, adapter)
+        shards = target.adapter.shards
+        processes = options.processes
+        if processes is None:
+            processes = workers.number(cores())
+            # Several would each hold all devices, and wait for one another there.
+            processes = min(processes, 1) if shards > 1 else processes
         with progress_bar() as tell:
             report = audit_attention(
-                options.target,
+                target,
                 shapes=options.shapes,
                 dtype=options.dtype,
                 families=options.families,
                 masks=options.masks,
                 gradients=not options.no_gradients,
-                against=options.against and [RECIPES[name] for name in options.against],
-                adapter=adapter,
+                against=_against(options.against, shards),
                 folder=folder,
                 fresh=options.fresh,
                 processes=processes,

@@ -32,6 +32,12 @@ class Shape:
     def key(self) -> tuple[int, int, int, int]:
         return self.batch, self.key_length, self.key_heads, self.head_dim
 
+    def is_cut(self, shards: int) -> bool:
+        """Whether any layout cuts the sequence into so many equal parts: zigzag deals
+        two chunks to each."""
+        parts = 2 * shards if shards > 1 else 1
+        return self.query_length % parts == 0 == self.key_length % parts
+
 
 class Inputs(NamedTuple):
     """query and dout [B, T, N, H], key and value [B, S, K, H]."""

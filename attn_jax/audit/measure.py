@@ -30,8 +30,9 @@ class Outcome(NamedTuple):
     """What became of a target on a problem.
 
     Attributes:
-      status: "not taken", it has no argument for this; "failed", it raised or gave
-        something that is no attention; "out of memory".
+      status: "not taken", it has no argument for this, or cannot cut such lengths
+        between its devices; "failed", it raised or gave something that is no attention;
+        "out of memory".
       reason: why, in one line; "" where it was measured.
       results: what it gave.
       no_gradients: why there are no gradients though they were wanted; "" otherwise.
@@ -67,11 +68,13 @@ class Measured(NamedTuple):
 
 class Runner:
     """A function under a mask and scale, which problems of one shape are run on: in
-    the mode that the process is in, compiled once. What it raises is caught and said.
+    the mode that the process is in, compiled once. What it raises is caught and said;
+    it cuts the sequence between `shards` devices.
     """
 
-    def __init__(self, attend: Attend, *, gradients: bool = True):
+    def __init__(self, attend: Attend, *, gradients: bool = True, shards: int = 1):
         self._attend, self._wanted = attend, (True, False) if gradients else (False,)
+        self._shards = shards
         self._no_gradients = ""
 
     def begin(self, problem: Problem, pool: concurrent.futures.Executor) -> None:
@@ -93,7 +96,7 @@ class Runner:
             try:
                 found = programs.run(self._attend, problem.arrays, gradients=wanted)
             except Exception as error:  # A function of somebody's may raise anything.
-                status, reason = _refusal(error, problem)
+                status, reason = _refusal(error, problem, self._shards)
                 if status != "out of memory" and wanted:
                     self._no_gradients = reason
                     continue
@@ -103,12 +106,15 @@ class Runner:
         raise AssertionError("the last program returns")
 
 
-def _refusal(error: Exception, problem: Problem) -> tuple[Status, str]:
+def _refusal(error: Exception, problem: Problem, shards: int) -> tuple[Status, str]:
     reason = said(error)
     if "RESOURCE_EXHAUSTED" in str(error):
         return "out of memory", reason
-    # Many refuse a mask so. Where there is none there is nothing to refuse.
-    refuses = isinstance(error, ValueError) and problem.mask not in ("full", "causal")
+    # Many refuse a mask so, and lengths that cannot be cut. Where there is neither
+    # there is nothing to refuse.
+    refusable = problem.mask not in ("full", "causal")
+    refusable = refusable or not problem.shape.is_cut(shards)
+    refuses = refusable and isinstance(error, ValueError)
     if refuses or isinstance(error, NotImplementedError):
         return "not taken", reason
     return "failed", reason

@@ -115,7 +115,14 @@ def _not_run(what: str, reason: str) -> Finding:
 def merge(target: Target, problem: Problem) -> Iterator[Row]:
     """One row for each number of parts and result."""
     keys = problem.shape.key_length
-    parts = tuple(n for n in _PARTS if keys % n == 0)
+    shards = target.adapter.shards
+    parts = tuple(
+        n
+        for n in _PARTS
+        if keys % n == 0
+        and problem.shape.is_cut(shards)
+        and dataclasses.replace(problem.shape, key_length=keys // n).is_cut(shards)
+    )
     if not target.has_lse or not parts:
         return
     found = merge_audit(_attend_of(target, problem), problem, parts=parts)

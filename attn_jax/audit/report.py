@@ -20,7 +20,8 @@ result rounded once, so 1 is the best a result in its format can do. Names of re
       batch, query_length, key_length, heads, key_heads, head_dim
                                     int: B, T, S, N, K, H
       status                        "measured", "not taken" (the target does not have
-                                    the arguments), "failed" or "out of memory"
+                                    the arguments, or refuses them), "failed" or "out of
+                                    memory"
       reason                        str, why it was not measured, or ""
       x64                           bool, whether jax_enable_x64 was on
       errors                        object of objects by tensor, empty if not measured:

@@ -34,7 +34,13 @@ from attn_jax.audit.report import (
     Report,
     TensorErrors,
 )
-from attn_jax.audit.target import Adapter, Target, in_one_line, resolve
+from attn_jax.audit.target import (
+    Adapter,
+    Target,
+    TargetError,
+    in_one_line,
+    resolve,
+)
 from attn_jax.audit.workers import Workers
 from attn_jax.recipe import Recipe
 from attn_jax.recipe_checks import check_is_recipe
@@ -89,7 +95,8 @@ def audit_attention(
 
     Raises:
       TypeError: what is no shape.
-      TargetError: there is no such target, or no such argument to rename, or to.
+      TargetError: there is no such target, or no such argument to rename, or to; a
+        recipe of `against` is a ring that the first shape cannot be cut for.
       ValueError: a name of a family, mask or dtype that does not exist; a function that
         cannot be pickled, for `processes`.
       attn_jax.audit.workers.NotStartedError: the main module, or the function's, cannot
@@ -102,7 +109,7 @@ def audit_attention(
     target.check_renamed()
     if dtype not in FORMATS:
         raise ValueError(f"no dtype {dtype!r}; there are {', '.join(FORMATS)}")
-    recipes = dict(attribution.candidates(FORMATS[dtype]))
+    recipes = dict(attribution.candidates(FORMATS[dtype], target.adapter.shards))
     if against is not None:
         plain = {name: recipes[name] for name in verdict.PLAIN}
         for recipe in against:
@@ -110,6 +117,7 @@ def audit_attention(
         recipes = plain | {recipe.name: recipe for recipe in against}
     given = None if shapes is None else [_shape(x) for x in shapes]
     groups = plan(given, families, masks)
+    recipes = _on_first(recipes, groups[0].shape, against or ())
     for group in groups:
         group.problems(dtype)  # Names that do not exist are refused before anything.
     code = fingerprint(target)
@@ -136,6 +144,24 @@ def audit_attention(
     if folder is not None:
         report.write(folder)
     return report
+
+
+def _on_first(
+    recipes: dict[str, Recipe], shape: Shape, wanted: Sequence[Recipe]
+) -> dict[str, Recipe]:
+    """Those that can be compared on the first shape, the wanted among them."""
+    for recipe in wanted:
+        if not attribution.runs_on(recipe, shape):
+            raise TargetError(
+                f"recipe {recipe.name!r} is a ring of {recipe.ring_size}, which does "
+                f"not divide the first shape's {shape.query_length} x "
+                f"{shape.key_length}: give another shape first"
+            )
+    return {
+        name: recipe
+        for name, recipe in recipes.items()
+        if attribution.runs_on(recipe, shape)
+    }
 
 
 def _shape(numbers: Shape | Sequence[SupportsIndex]) -> Shape:

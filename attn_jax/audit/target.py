@@ -64,6 +64,9 @@ class Adapter:
       renamed: the function's names of some of `RENAMEABLE`, such as
         {"is_causal": "causal"}.
       more: arguments by name that every call is given.
+      shards: parts that the function cuts the keys into, one for a device. A ValueError
+        for lengths that twice as many do not divide is then a refusal, not a fault, and
+        rings of so many are among the recipes it is compared with.
     """
 
     layout: Literal["BTNH", "BNTH"] = "BTNH"
@@ -74,6 +77,7 @@ class Adapter:
     lse_base: Literal["e", "2"] = "e"
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shards: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,6 +316,7 @@ def _described(x: Any) -> str:
 # Where named targets live: module, function, arguments. Found by name, since the audit
 # imports no kernel, and others' packages may not be there.
 _OURS = "attn_jax", "dot_product_attention"
+_CUT = "attn_jax.context_parallel"
 _JAX = "jax.nn", "dot_product_attention"
 NAMED: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{
@@ -325,12 +330,13 @@ NAMED: dict[str, tuple[str, str, dict[str, Any]]] = {
 PREFIXES: dict[str, tuple[str, str]] = {
     "tokamax": ("tokamax", "dot_product_attention"),
     "emulated": _OURS,
+    "context_parallel": (_CUT, "dot_product_attention"),
 }
 
 
 def resolve(name: str, adapter: Adapter = Adapter()) -> Target:
     """The target of a name: one of `NAMED`, "tokamax:IMPLEMENTATION",
-    "emulated:RECIPE", or "package.module:function".
+    "emulated:RECIPE", "context_parallel:STRATEGY", or "package.module:function".
 
     Raises:
       TargetError: there is none such, or it cannot be imported.
@@ -343,12 +349,15 @@ def resolve(name: str, adapter: Adapter = Adapter()) -> Target:
         if not module or not function:
             raise TargetError(
                 f"no target {name!r}; there are {', '.join(NAMED)}, "
-                "tokamax:IMPLEMENTATION, emulated:RECIPE and package.module:function"
+                "tokamax:IMPLEMENTATION, emulated:RECIPE, context_parallel:STRATEGY "
+                "and package.module:function"
             )
         if module in PREFIXES:
             more = {"implementation": function}
             if module == "emulated":
                 more = {"implementation": module, "recipe": _recipe(function)}
+            elif module == "context_parallel":
+                more, adapter = _cut(name, function, adapter)
             module, function = PREFIXES[module]
     try:
         found = importlib.import_module(module)
@@ -362,6 +371,34 @@ def resolve(name: str, adapter: Adapter = Adapter()) -> Target:
     if more:
         adapter = dataclasses.replace(adapter, more={**more, **adapter.more})
     return Target(name, found, adapter, resolved=True)
+
+
+def _cut(name: str, strategy: str, adapter: Adapter) -> tuple[dict[str, Any], Adapter]:
+    """Arguments of context parallelism on so many devices as `adapter` says, on all if
+    it says none; a recipe may be given by its name."""
+    known = importlib.import_module(_CUT).STRATEGIES
+    if strategy not in known:
+        raise TargetError(f"no strategy {strategy!r}; there are {', '.join(known)}")
+    given = dict(adapter.more)
+    present = jax.local_device_count()
+    # Resolved once, it says so itself.
+    devices = given.get("shards", adapter.shards if adapter.shards > 1 else present)
+    if devices == 1 or devices > present and not given.get("simulated"):
+        wanted = "several" if devices == 1 else str(devices)
+        number = 8 if devices == 1 else devices
+        raise TargetError(
+            f"{name} needs {wanted} devices, and this process has {present}: split a "
+            f"CPU by XLA_FLAGS=--xla_force_host_platform_device_count={number}, or "
+            f"take them in turn on one by --shards {number} --argument simulated=true"
+        )
+    if isinstance(given.get("recipe"), str):
+        given["recipe"] = _recipe(given["recipe"])
+    ring = devices
+    if strategy == "ring+ulysses":
+        given = {"ulysses": 2} | given
+        ring = max(1, devices // given["ulysses"])
+    more = {"strategy": strategy, "shards": devices}
+    return more, dataclasses.replace(adapter, more=given, shards=ring)
 
 
 def _recipe(name: str) -> Recipe:

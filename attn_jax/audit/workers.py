@@ -24,6 +24,8 @@ from attn_jax.audit.target import in_one_line
 # of the longest problem that is tried by itself hold as much.
 _BYTES = 2**34
 _MOST = 4
+# What a process takes over that its environment does not say.
+_MODES = "jax_enable_x64", "jax_num_cpu_devices"
 # Seconds that one may take to end when it is told to.
 _PATIENCE = 10.0
 
@@ -54,8 +56,8 @@ class Workers(contextlib.AbstractContextManager):
 
     def __init__(self, count: int):
         self.pool = concurrent.futures.ThreadPoolExecutor(count, "workers")
-        # A mode of the caller's thread, not of those that start the processes.
-        self._x64 = bool(jax.config.read("jax_enable_x64"))
+        # Modes of the caller's thread, not of those that start the processes.
+        self._modes = {name: getattr(jax.config, name) for name in _MODES}
         self._mine = threading.local()
         self._lock = threading.Lock()
         self._all: list[_Worker] = []
@@ -85,7 +87,7 @@ class Workers(contextlib.AbstractContextManager):
         if worker is None or not worker.process.is_alive():
             with self._lock:
                 self._check()
-                worker = self._mine.worker = _Worker(self._x64)
+                worker = self._mine.worker = _Worker(self._modes)
                 self._all.append(worker)
         try:
             return worker.call(make)
@@ -100,10 +102,10 @@ class Workers(contextlib.AbstractContextManager):
 
 
 class _Worker:
-    def __init__(self, x64: bool):
+    def __init__(self, modes: dict[str, Any]):
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
-        self.process = context.Process(target=_serve, args=(there, x64), daemon=True)
+        self.process = context.Process(target=_serve, args=(there, modes), daemon=True)
         self.process.start()
         there.close()
         self._began = False
@@ -149,10 +151,12 @@ def _ended(exitcode: int | None) -> str:
     return f"its process ended with exit code {exitcode}"
 
 
-def _serve(connection: Connection, x64: bool) -> None:
+def _serve(connection: Connection, modes: dict[str, Any]) -> None:
     """Until nobody is at the other end. Ctrl-C is for the caller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    jax.config.update("jax_enable_x64", x64)
+    for name, value in modes.items():
+        if value != getattr(jax.config, name):
+            jax.config.update(name, value)
     with contextlib.suppress(EOFError, OSError):
         connection.send(None)
         while True:

@@ -9,6 +9,7 @@ from attn_jax.context_parallel.layouts import (
 )
 from attn_jax.context_parallel.sharded import STRATEGIES, Strategy, attention
 from attn_jax.context_parallel.simulation import simulate
+from attn_jax.context_parallel.whole import dot_product_attention
 
 __all__ = [
     "LAYOUTS",
@@ -16,6 +17,7 @@ __all__ = [
     "Layout",
     "Strategy",
     "attention",
+    "dot_product_attention",
     "from_layout",
     "order",
     "simulate",

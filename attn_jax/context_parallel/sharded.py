@@ -133,11 +133,7 @@ def attention(
             check_length(name, x.shape[1] * dealt, dealt, layout)
         else:
             check_length(name, x.shape[1] * dealt * shards, shards, layout)
-        if x.shape[2] % dealt:
-            raise ValueError(
-                f"strategy {strategy!r} deals heads to {dealt} devices, which do not "
-                f"divide the {x.shape[2]} heads of {name}: use 'ring', or fewer devices"
-            )
+        check_heads(name, x.shape[2], dealt, strategy)
     if head_stride is not None and not (
         "all_gather" in strategy
         and head_stride >= 1
@@ -297,6 +293,15 @@ def checked(
         *(block, layout, mask, _wire(block.recipe, wire)),
         output_dtype(query.dtype if out_dtype is None else out_dtype),
     )
+
+
+def check_heads(name: str, heads: int, dealt: int, strategy: str) -> None:
+    """Raises ValueError, one line, unless the heads can be dealt to so many devices."""
+    if heads % dealt:
+        raise ValueError(
+            f"strategy {strategy!r} deals heads to {dealt} devices, which do not "
+            f"divide the {heads} heads of {name}: use 'ring', or fewer devices"
+        )
 
 
 def check_parts(block: Block, query, key, value) -> None:
