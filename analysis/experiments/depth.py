@@ -277,29 +277,24 @@ def errors(found: Found, exact: Found) -> dict[str, float]:
 def report(rows: Sequence[Row]) -> sweep.Report:
     """Errors and their ratios to one device, by depth, setting and devices."""
     found = summarise(_with_kernels(rows), _BY, ["error"], baseline=("shards", 1))
-    tables, panels = {}, []
+    tables: dict[str, list[Row]] = {}
+    panels = []
     for inputs, layers in dict.fromkeys((r["inputs"], r["layers"]) for r in found):
         for setting in dict.fromkeys(row["setting"] for row in found):
             here = _those(found, inputs=inputs, layers=layers, setting=setting)
             title = f"{setting}, {layers} layers"
-            title += "" if inputs == "fp32" else ", inputs rounded"
-            most = max(row["shards"] for row in here)
-            for column, what in (
-                ("error", "error"),
-                ("error_ratio", "over one device"),
-            ):
-                for W in dict.fromkeys((1, most)):
-                    if column == "error" or W > 1:
-                        tables[f"{title}: {what}, W = {W}"] = pivot(
-                            [
-                                r
-                                for r in _those(here, shards=W)
-                                if r[column] is not None
-                            ],
-                            *(["variant"], "tensor", column),
-                        )
             if inputs == "fp32":
                 panels += [_panel(title, name, here) for name in _SHOWN]
+            else:
+                title += ", inputs rounded"
+            most = max(row["shards"] for row in here)
+            tables[f"{title}: error on one device"] = _table(here, 1, "error")
+            if most > 1:
+                on = f"on {most} devices"
+                tables[f"{title}: error {on}"] = _table(here, most, "error")
+                tables[f"{title}: error {on} over that on one"] = _table(
+                    *(here, most, "error_ratio")
+                )
     return sweep.Report(tables, panels, _claims(found), columns=len(_SHOWN))
 
 
@@ -316,13 +311,11 @@ def _with_kernels(rows: Sequence[Row]) -> list[Row]:
     return [*rows, *copies]
 
 
-def _tabled(rows: Sequence[Row], shards: int, column: str) -> list[Row]:
-    """What a terminal has room for."""
-    return [
-        row
-        for row in _those(rows, shards=shards)
-        if row[column] is not None and row["tensor"] not in _FIRST
-    ]
+def _table(rows: Sequence[Row], shards: int, column: str) -> list[Row]:
+    """A line for each attention; a terminal has no room for the first layer."""
+    shown = [row for row in _those(rows, shards=shards) if row["tensor"] not in _FIRST]
+    known = [row for row in shown if row[column] is not None]
+    return pivot(known, ["variant"], "tensor", column)
 
 
 def _those(rows: Sequence[Row], **values: Any) -> list[Row]:
