@@ -313,7 +313,11 @@ def _with_kernels(rows: Sequence[Row]) -> list[Row]:
 
 def _table(rows: Sequence[Row], shards: int, column: str) -> list[Row]:
     """A line for each attention; a terminal has no room for the first layer."""
-    shown = [row for row in _those(rows, shards=shards) if row["tensor"] not in _FIRST]
+    left_out = set(_FIRST)
+    if column == "error_ratio":
+        # One number may be right by chance, and then a ratio to it is any size.
+        left_out.add("loss")
+    shown = [r for r in _those(rows, shards=shards) if r["tensor"] not in left_out]
     known = [row for row in shown if row[column] is not None]
     return pivot(known, ["variant"], "tensor", column)
 
@@ -345,7 +349,7 @@ def _claims(found: Sequence[Row]) -> list[sweep.Claim]:
             if cut and most > 1:
                 claims.append(_catastrophe(source, name, cut, deep))
             if deep > depths[0]:
-                claims.append(_compounding(source, name, here, depths[0], deep, most))
+                claims.append(_compounding(name, here, depths[0], deep))
     return sorted(claims, key=lambda claim: claim.says)
 
 
@@ -374,9 +378,7 @@ def _catastrophe(
     )
 
 
-def _compounding(
-    source: str, name: str, rows: Sequence[Row], few: int, many: int, most: int
-) -> sweep.Claim:
+def _compounding(name: str, rows: Sequence[Row], few: int, many: int) -> sweep.Claim:
     """By dx, which every layer has gone into; of the rows with the most devices."""
     W = max(row["shards"] for row in rows)
     ends = [
@@ -385,8 +387,8 @@ def _compounding(
     ]
     growth = ends[1] / ends[0] if ends[0] else None
     return sweep.Claim(
-        source,
-        "The error compounds with depth (here: dx by half or more).",
+        "what a catastrophe of deep models would take",
+        "The error compounds with depth (here: that of dx grows by half or more).",
         name,
         f"dx at {few} and {many} layers, W = {W}: {ends[0]:.2e}, {ends[1]:.2e}",
         None if growth is None else growth >= 1.5,
