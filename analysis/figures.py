@@ -45,6 +45,12 @@ _STYLES: dict[str, tuple[str, str]] = {
     "eager_chained": (_GREEN, "^"),
     "flash1_stored": (_INDIGO, "D"),
     "flash2_chained": (_ORANGE, "^"),
+    # Over several devices.
+    "rounded": (_GREY, "s"),
+    "ring_flash_attn": (_ORANGE, "^"),
+    "issue_42": (_PINK, "v"),
+    "llama3": (_SKY, "P"),
+    "te_ring": (_GREEN, "s"),
     # Arms of a training.
     "re-run": (_GREY, "x"),
     "ulp": (_GREY, "s"),

@@ -12,6 +12,7 @@ from analysis.experiments import (
     backward,
     bias,
     census,
+    depth,
     emulator_speed,
     flash_attention_2,
     kernels,
@@ -85,6 +86,7 @@ EXPERIMENTS = {
     ),
     "bias": Experiment(bias.SUMMARY, bias.add_arguments, bias.run),
     "ring": Experiment(ring.SUMMARY, ring.add_arguments, ring.run),
+    "depth": Experiment(depth.SUMMARY, depth.add_arguments, depth.run),
     "census": Experiment(census.SUMMARY, census.add_arguments, census.run),
     "training": Experiment(training.SUMMARY, training.add_arguments, training.run),
     "step-speed": Experiment(

@@ -2,21 +2,8 @@
 
 Context parallelism of W devices, simulated on one (`attn_jax.context_parallel`):
 causal, zigzag, forward and backward, BF16, against FP64. The ratio is the RMS error
-over that of the same kernel on one device. What libraries do comes to three classes, by
-what is kept in 16 bits between devices:
-
-    attn_jax         nothing: FP32 parts, sums and gradients on their way. (So do
-                     MagiAttention with its two FP32 switches and an open change of
-                     FlashAttention-3; kvax for dK and dV)
-    flash2           nothing either, on parts of FlashAttention-2, which the others
-                     below have: its delta is from the rounded O
-    ring_flash_attn  the parts: ring-flash-attention, USP, PyTorch's context
-                     parallelism, tokamax and MaxText; TransformerEngine for JAX in the
-                     forward pass
-    issue_42         its issue #42's own way out: all-gather forward, ring backward
-    llama3           its llama3 variant, and TransformerEngine's all-gather: dK and dV
-                     of devices summed in 16 bits by the reduce-scatter
-    te_ring          the sums: TransformerEngine for PyTorch, point to point
+over that of the same kernel on one device. What libraries do comes to three classes
+(`analysis.libraries`).
 
 Beside the families of `audit.inputs`, two whose parts cancel (`analysis.parallel`).
 """
@@ -33,12 +20,14 @@ import numpy as np
 
 from analysis import parallel, sweep
 from analysis.figures import Panel
+from analysis.libraries import LIBRARIES, Variant, simulated
 from analysis.record import Row
 from analysis.summary import pivot, summarise
 from attn_jax import context_parallel
 from attn_jax.audit.inputs import Inputs
+from attn_jax.context_parallel.simulation import Simulated
 from attn_jax.mask import Mask
-from attn_jax.recipe import RECIPES, Recipe
+from attn_jax.recipe import RECIPES
 from attn_jax.reference import golden
 from train.config import UsageError
 
@@ -54,16 +43,6 @@ _SEEDS = {"toy": 2, "default": 3, "full": 3}
 _LENGTH = {"toy": 64, "default": 2048, "full": 8192}
 _HEAD_DIM = {"toy": 16, "default": 64, "full": 128}
 _BY = ("variant", "family", "tensor", "shards")
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """How devices work together: arguments of `context_parallel.simulate`."""
-
-    recipe: Recipe
-    strategy: str = "ring"
-    partials: str = "fp32"
-    wire: str = "fp32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,22 +75,15 @@ def variants(options: argparse.Namespace) -> dict[str, Variant]:
       UsageError: strategies are given without recipes.
     """
     if options.recipes:
+        strategies: list[Simulated] = options.strategies or ["ring"]
         return {
             f"{name}, {strategy}": Variant(RECIPES[name], strategy)
             for name in options.recipes
-            for strategy in options.strategies or ["ring"]
+            for strategy in strategies
         }
     if options.strategies:
         raise UsageError("--strategies is for --recipes: give some")
-    narrow = RECIPES["ring_flash_attn"]
-    return {
-        "attn_jax": Variant(RECIPES["attn_jax"]),
-        "flash2": Variant(RECIPES["flash2"]),
-        "ring_flash_attn": Variant(narrow),
-        "issue_42": Variant(narrow, "all_gather+ring"),
-        "llama3": Variant(RECIPES["flash2"], "all_gather", "16-bit", "16-bit"),
-        "te_ring": Variant(RECIPES["te_ring"]),
-    }
+    return dict(LIBRARIES)
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -165,22 +137,12 @@ def _program(variant: Variant, shards: int, layout: context_parallel.Layout):
     @jax.jit
     def both(query, key, value, dout):
         def attend(q, k, v):
-            return context_parallel.simulate(
-                *(q, k, v),
-                shards=shards,
-                layout=layout,
-                is_causal=True,
-                **_options(variant),
-            )
+            return simulated(variant, q, k, v, shards=shards, layout=layout)
 
         results, pullback = jax.vjp(attend, query, key, value)
         return *results, *pullback((dout, jax.numpy.zeros_like(results[1])))
 
     return both
-
-
-def _options(variant: Variant) -> dict[str, Any]:
-    return {f.name: getattr(variant, f.name) for f in dataclasses.fields(variant)}
 
 
 def report(rows: Sequence[Row]) -> sweep.Report:
