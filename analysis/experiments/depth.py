@@ -327,9 +327,11 @@ def _those(rows: Sequence[Row], **values: Any) -> list[Row]:
 
 
 def _panel(title: str, tensor: str, rows: Sequence[Row]) -> Panel:
+    # Those of one device may come last (`_with_kernels`), and lines follow the rows.
+    of = sorted(_those(rows, tensor=tensor), key=lambda row: row["shards"])
     return Panel(
         f"{title}: {tensor}",
-        _those(rows, tensor=tensor),
+        of,
         *("shards", "error", "variant", "devices W", "relative error"),
     )
 
