@@ -132,6 +132,16 @@ def test_weight_deviation(run):
 
 
 @pytest.mark.slow
+def test_ring(run):
+    rows = run("04_ring", "where(live, shards=8)")
+    found = {(row["variant"], row["tensor"]): row["rms_ratio"] for row in rows}
+    for tensor in ("out", "dq", "dk", "dv"):
+        assert found["attn_jax", tensor] < 1.2 < found["te_ring", tensor]
+    # The issue's way out mends the forward pass alone.
+    assert found["issue_42", "out"] == pytest.approx(1) and found["issue_42", "dv"] > 1
+
+
+@pytest.mark.slow
 def test_audit_your_kernel(run):
     verdicts = run(
         "05_audit_your_kernel",

@@ -329,7 +329,7 @@ def _those(rows: Sequence[Row], **values: Any) -> list[Row]:
 def _panel(title: str, tensor: str, rows: Sequence[Row]) -> Panel:
     return Panel(
         f"{title}: {tensor}",
-        # Lines join points in the order of the rows.
+        # Those of one device may come last, and lines follow the rows.
         sorted(_those(rows, tensor=tensor), key=lambda row: row["shards"]),
         *("shards", "error", "variant", "devices W", "relative error"),
     )
