@@ -99,6 +99,35 @@ def test_parts_of_the_kernels_are_put_together(family, layout, packed):
     np.testing.assert_allclose(lse, exact.lse, rtol=0, atol=10 * (H + T) * 2.0**-24)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
+def test_parts_of_any_size_are_carried(order):
+    """LSE of parts hundreds apart, above the 88 where FP32's exp ends, and such as see
+    nothing, first, last or all of them."""
+    rng = np.random.default_rng(0)
+    outs = rng.standard_normal((4, 1, 3, 1, 8)).astype(np.float32)
+    hidden = -np.inf
+    lses = np.float32(
+        [[0, 200, hidden], [1, -300, hidden], [hidden] * 3, [2, 199, hidden]]
+    )
+    state = (
+        *(jnp.full((1, 1, 3), hidden), jnp.zeros((1, 1, 3))),
+        jnp.zeros((1, 3, 1, 8)),
+    )
+    for part in order:
+        rows = jnp.asarray(outs[part]), jnp.asarray(lses[part][None, None])
+        with patch.object(partial, "forward", lambda *given, rows=rows, **how: rows):
+            state = partial.carry_on(state, *(state[2],) * 3, scale=1.0)
+    out, lse = (np.asarray(x, np.float64) for x in partial.finished(state))
+    exact = np.logaddexp.reduce(lses[:, :2].astype(np.float64), axis=0)
+    weights = np.exp(lses[:, :2] - exact)
+    wanted = np.einsum("pt,ptd->td", weights, outs[:, 0, :2, 0].astype(np.float64))
+    # Sums of four terms, of factors rounded once or twice.
+    atol = 16 * 2.0**-24 * np.abs(outs).max()
+    np.testing.assert_allclose(out[0, :2, 0], wanted, rtol=0, atol=atol)
+    np.testing.assert_allclose(lse[0, 0, :2], exact, rtol=2 * 2.0**-24)
+    assert not out[0, 2].any() and lse[0, 0, 2] == hidden
+
+
 def _compiled(strategy: str, layout: str) -> Program:
     mesh = h200_mesh((4,), ("seq",), (AxisType.Auto,))
     spec = P(None, "seq")
