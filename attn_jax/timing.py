@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -125,17 +125,43 @@ def kernel_times(run: Callable[[], object]) -> list[tuple[str, float]]:
     By JAX's profiler, of any program and however it is called; `device_time` is of one
     that can be called with the same arguments again and again.
     """
+    events = sorted(
+        (event for device in device_events(run) for event in device),
+        key=lambda event: event.start,
+    )
+    return [(event.name, event.end - event.start) for event in events]
+
+
+class Event(NamedTuple):
+    """A kernel or copy of a GPU, and its first and last millisecond."""
+
+    name: str
+    start: float
+    end: float
+
+
+def device_events(run: Callable[[], object]) -> list[list[Event]]:
+    """What each GPU does while `run()` runs, by JAX's profiler."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
         traces = Path(folder).glob("**/*.xplane.pb")
-        events = [
-            (event.start_ns, event.name, event.duration_ns / 1e6)
+        planes = (
+            plane
             for trace in traces
             for plane in jax.profiler.ProfileData.from_file(str(trace)).planes
             if "GPU" in plane.name
-            for line in plane.lines
-            if line.name.startswith("Stream")
-            for event in line.events
+        )
+        return [
+            [
+                Event(
+                    event.name,
+                    event.start_ns / 1e6,
+                    (event.start_ns + event.duration_ns) / 1e6,
+                )
+                for line in plane.lines
+                if line.name.startswith("Stream")
+                for event in line.events
+            ]
+            for plane in sorted(planes, key=lambda plane: plane.name)
         ]
-    return [(name, milliseconds) for _, name, milliseconds in sorted(events)]

@@ -102,12 +102,25 @@ def test_shards_are_as_good_as_one_device(
     )
 
 
+def _errors(attend, inputs, exact) -> list[float]:
+    wanted = exact.out, exact.lse, exact.dquery, exact.dkey, exact.dvalue
+    return [
+        float(np.sqrt(np.mean((got.astype(np.float64) - want) ** 2)))
+        for got, want in zip(_results(attend, inputs), wanted, strict=True)
+    ]
+
+
+def _check_gate(found: list[float], alone: list[float]) -> None:
+    growth = [a / b for a, b in zip(found, alone, strict=True)]
+    gate = 1.05, 1.05, 1.05, 1.20, 1.05  # of out, LSE, dQ, dK, dV
+    assert all(x <= y for x, y in zip(growth, gate, strict=True)), growth
+
+
 @pytest.mark.parametrize("family", ["normal", "sink"])
 def test_no_error_grows_with_the_shards(family):
     """Against one shard, which is the plain kernels."""
     inputs = _inputs(family, 128)
     exact = reference.golden(*inputs, mask=Mask(is_causal=True))
-    wanted = exact.out, exact.lse, exact.dquery, exact.dkey, exact.dvalue
 
     def errors(shards: int) -> list[float]:
         attend = functools.partial(
@@ -117,17 +130,59 @@ def test_no_error_grows_with_the_shards(family):
             is_causal=True,
             implementation="pallas",
         )
-        pairs = zip(_results(attend, inputs), wanted, strict=True)
-        return [
-            float(np.sqrt(np.mean((got.astype(np.float64) - want) ** 2)))
-            for got, want in pairs
-        ]
+        return _errors(attend, inputs, exact)
 
     alone = errors(1)
     for shards in (2, 4, 8, 16):
-        growth = [a / b for a, b in zip(errors(shards), alone, strict=True)]
-        gate = 1.05, 1.05, 1.05, 1.20, 1.05
-        assert all(x <= y for x, y in zip(growth, gate, strict=True)), growth
+        _check_gate(errors(shards), alone)
+
+
+@pytest.mark.parametrize("family", ["normal", "sink"])
+@pytest.mark.parametrize("strategy", context_parallel.STRATEGIES)
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_no_error_grows_with_the_gpus_of_a_host(devices, strategy, family):
+    """The same over NCCL, and to the same last bit twice (`_results`)."""
+    if len(jax.devices()) < devices:
+        pytest.skip(f"takes {devices} GPUs, and {len(jax.devices())} are here")
+    if strategy == "ulysses" and devices > K:
+        pytest.skip(f"{K} key heads are for {K} devices")
+    if strategy == "ring+ulysses" and devices < 4:
+        pytest.skip("takes 4 GPUs: two rings of two")
+    inputs = _inputs(family, 128)
+    exact = reference.golden(*inputs, mask=Mask(is_causal=True))
+    both = strategy == "ring+ulysses"
+    axes = ("seq", "heads") if both else ("seq",)
+    sizes = (devices // 2, 2) if both else (devices,)
+    mesh = Mesh(np.asarray(jax.devices()[:devices]).reshape(sizes), axes)
+    layout = "contiguous" if strategy == "ulysses" else "zigzag"
+    shards = sizes[0]
+    attend = functools.partial(
+        context_parallel.attention,
+        axis_name=axes if both else axes[0],
+        strategy=strategy,
+        layout=layout,
+        is_causal=True,
+        implementation="pallas",
+    )
+    rows, lse_rows = P(None, axes), P(None, None, axes)
+    run = jax.shard_map(
+        attend, mesh=mesh, in_specs=(rows,) * 3, out_specs=(rows, lse_rows)
+    )
+
+    def whole(query, key, value):
+        given = (
+            context_parallel.to_layout(x, shards, layout) for x in (query, key, value)
+        )
+        out, lse = run(*given)
+        return (
+            context_parallel.from_layout(out, shards, layout),
+            context_parallel.from_layout(lse, shards, layout, axis=2),
+        )
+
+    def alone(query, key, value):
+        return attention(query, key, value, scale=128**-0.5, mask=Mask(is_causal=True))
+
+    _check_gate(_errors(whole, inputs, exact), _errors(alone, inputs, exact))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])

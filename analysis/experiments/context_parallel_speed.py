@@ -1,0 +1,346 @@
+"""Speed and memory of context-parallel attention on the GPUs of a host.
+
+`ms` is the median over rounds of the mean of several runs in a row, by the wall clock;
+programs take turns. Each has `tokens` on every device, causal. `share` is how much of
+what the plain kernel does on one device they keep, each of them,
+
+    share = (milliseconds of one device with all tokens) / (devices * milliseconds)
+
+and `tflops` is the rate of one of them, of the products that the mask leaves. The rows
+`one device` are the plain kernel's, for the same whole sequence.
+
+`megabytes` (2^20 bytes) is what the compiled program holds on a device while it runs:
+arguments, results and, `beside` them, what XLA allocates for all that is between.
+`over_one` is that over what one device holds for the whole sequence.
+
+`communication` is how long messages travel, of one run on one device, and `exposed` how
+much of that time nothing else runs there (both in milliseconds; by JAX's profiler, so
+on GPUs alone).
+"""
+
+import argparse
+import functools
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, cast, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from analysis import ExperimentError
+from analysis.figures import Panel, write_figure
+from analysis.record import Row, check_writable, environment, show, write, written
+from attn_jax import context_parallel, dot_product_attention
+from attn_jax.context_parallel import Layout, Strategy
+from attn_jax.timing import (
+    Event,
+    card,
+    device_events,
+    interleaved,
+    quartiles,
+    reason,
+)
+from train.config import UsageError
+
+SUMMARY = "speed, memory and hidden messages of context parallelism, by strategy"
+PASSES = "forward", "both"
+ONE = "one device"
+# Kernels of NCCL, and copies from card to card.
+_MESSAGES = re.compile(r"nccl|p2p|sendrecv", re.IGNORECASE)
+_TRACED = 2
+_COLUMNS = (
+    *("ms", "ms_25", "ms_75", "rounds", "tflops", "share", "megabytes", "beside"),
+    *("over_one", "communication", "exposed", "compile_seconds", "sm_mhz", "watts"),
+    "refused",
+)
+_SHOWN = (
+    *("tokens", "devices", "strategy", "layout", "pass", "ms", "tflops", "share"),
+    *("communication", "exposed", "megabytes", "over_one"),
+)
+
+
+class Heads(NamedTuple):
+    """Query heads, key heads and the dimension of each."""
+
+    query: int
+    key: int
+    dim: int
+
+
+class Cell(NamedTuple):
+    """One program: tokens on each of so many devices."""
+
+    tokens: int
+    devices: int
+    strategy: str
+    layout: str
+    of: str
+
+    @property
+    def row(self) -> Row:
+        names = "tokens", "devices", "strategy", "layout", "pass"
+        return dict(zip(names, self, strict=True)) | dict.fromkeys(_COLUMNS)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The experiment's options."""
+    add = parser.add_argument
+    add("--tokens", nargs="+", type=int, help="on a device (default 8192 32768)")
+    add("--devices", nargs="+", type=int, help="default: 2, 4, ... of what is there")
+    add("--strategies", nargs="+", choices=get_args(Strategy), help="default: all")
+    add("--layouts", nargs="+", choices=get_args(Layout), help="default: all")
+    add("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="both")
+    add("--heads", type=int, default=32, help="query heads (default 32)")
+    add("--kv-heads", type=int, default=8, help="key heads (default 8)")
+    add("--head-dim", type=int, default=128, help="default 128")
+    add("--seconds", type=float, default=3.0, help="of timing a size (default 3)")
+    add("--out", type=Path, default=Path("results", "context_parallel_speed"))
+
+
+def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Compiles every program, times them in turn and writes table and figure.
+
+    Raises:
+      UsageError: a number is below 1, heads or devices do not fit, or the table cannot
+        be written; raised before anything is compiled.
+      ExperimentError: nothing ran on several devices. The table is written all the
+        same.
+    """
+    gpu, there = jax.default_backend() == "gpu", len(jax.devices())
+    heads = Heads(options.heads, options.kv_heads, options.head_dim)
+    sizes = sorted(set(options.tokens or ([8192, 32768] if gpu else [256])))
+    counts = sorted(
+        set(options.devices or [2**n for n in range(1, 10) if 2**n <= there])
+    )
+    if min(*heads, *sizes) < 1 or options.seconds <= 0:
+        raise UsageError("--tokens, heads, --head-dim and --seconds must be above 0")
+    if heads.query % heads.key:
+        raise UsageError(
+            f"--heads {heads.query} must be a multiple of --kv-heads {heads.key}"
+        )
+    if not counts or counts[0] < 2 or counts[-1] > there:
+        raise UsageError(
+            f"--devices takes numbers from 2 to {there}, which are here"
+            if there > 1
+            else "context parallelism is timed on two devices or more, and here is one"
+        )
+    described = environment(command)
+    device = str(described["device"]).lower().replace(" ", "-")
+    stem = options.out / f"{device}-x{there}"
+    check_writable(stem)
+    rows = []
+    for tokens in sizes:
+        for count in counts:
+            cells = list(_cells(tokens, count, options))
+            rows += compared(list(_measured(cells, heads, options.seconds)), heads)
+    files = write(rows, described, stem)
+    files += _figure(rows, stem.with_suffix(".png"))
+    show([{k: row[k] for k in _SHOWN} for row in rows], "Context parallelism, causal")
+    ran = [r for r in rows if r["ms"] is not None and r["strategy"] != ONE]
+    if not ran:
+        raise ExperimentError(f"nothing ran: {rows[-1]['refused']}")
+    return {"rows": len(rows), "files": [str(path) for path in files]}
+
+
+def _cells(tokens: int, devices: int, options: argparse.Namespace) -> Iterator[Cell]:
+    for of in options.passes:
+        yield Cell(tokens, devices, ONE, "", of)
+        for strategy in options.strategies or get_args(Strategy):
+            if strategy == "ring+ulysses" and devices < 4:
+                continue
+            for layout in options.layouts or get_args(Layout):
+                # Whole sequences meet there, in any order of their positions.
+                if strategy == "ulysses" and layout != "contiguous":
+                    continue
+                yield Cell(tokens, devices, strategy, layout, of)
+
+
+def _measured(cells: Sequence[Cell], heads: Heads, seconds: float) -> Iterator[Row]:
+    """Rows of programs that take turns."""
+    rows = [cell.row for cell in cells]
+    arguments: dict[Any, tuple] = {}
+    turns: dict[int, Callable[[], object]] = {}
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        waits = [pool.submit(_compiled, cell, heads) for cell in cells]
+    for number, (wait, row) in enumerate(zip(waits, rows, strict=True)):
+        try:
+            program, shapes, said = wait.result()
+            given = tuple((x.shape, x.sharding) for x in shapes)
+            if given not in arguments:
+                arguments[given] = tuple(map(_normal, shapes, range(len(shapes))))
+            row |= said
+            turns[number] = functools.partial(program, *arguments[given])
+            jax.block_until_ready(turns[number]())
+        except (ValueError, NotImplementedError, JaxRuntimeError) as error:
+            row["refused"] = reason(error)
+            turns.pop(number, None)
+    with card() as reading:
+        times = interleaved(
+            {
+                str(number): functools.partial(_milliseconds, run)
+                for number, run in turns.items()
+            },
+            seconds,
+        )
+    for number, run in turns.items():
+        found = times[str(number)]
+        if isinstance(found, str):
+            rows[number]["refused"] = found
+            continue
+        rows[number] |= {**quartiles(found), "rounds": len(found), **reading}
+        if cells[number].strategy != ONE and jax.default_backend() == "gpu":
+            rows[number] |= _messages(run)
+    yield from rows
+
+
+def _compiled(cell: Cell, heads: Heads) -> tuple[Any, list[Any], Row]:
+    """A program, the shapes of its arguments, and the columns that compiling gives."""
+    mesh, attend = _attention(cell)
+    shape = 1, cell.tokens * cell.devices
+    counts = heads.query, heads.key, heads.key, heads.query
+    sharding = NamedSharding(mesh, P(None, mesh.axis_names))
+    shapes = [
+        jax.ShapeDtypeStruct((*shape, n, heads.dim), jnp.bfloat16, sharding=sharding)
+        for n in counts[: 3 if cell.of == "forward" else 4]
+    ]
+
+    def both(query, key, value, dout):
+        out, pullback = jax.vjp(attend, query, key, value)
+        return out, pullback(dout)
+
+    function = attend if cell.of == "forward" else both
+    began = time.monotonic()
+    program = jax.jit(function).lower(*shapes).compile()
+    seconds = time.monotonic() - began
+    memory = program.memory_analysis()
+    assert memory is not None  # Every backend that JAX ships with reports it.
+    beside = memory.temp_size_in_bytes
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + beside
+    said = {"megabytes": held / 2**20, "beside": beside / 2**20}
+    return program, shapes, {**said, "compile_seconds": seconds}
+
+
+def _normal(shape: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+    made = functools.partial(jax.random.normal, shape=shape.shape, dtype=shape.dtype)
+    return jax.jit(made, out_shardings=shape.sharding)(jax.random.key(seed))
+
+
+def _attention(cell: Cell) -> tuple[Mesh, Callable]:
+    """The devices, and attention of arrays that lie on them in the layout's order."""
+    if cell.strategy == ONE:
+
+        def plain(query, key, value):
+            return dot_product_attention(query, key, value, is_causal=True)
+
+        return Mesh(np.asarray(jax.devices()[:1]), ("seq",)), plain
+    devices = np.asarray(jax.devices()[: cell.devices])
+    axis: str | tuple[str, str] = "seq"
+    mesh = Mesh(devices, ("seq",))
+    if cell.strategy == "ring+ulysses":
+        axis = "seq", "heads"
+        mesh = Mesh(devices.reshape(-1, 2), axis)
+    spec = P(None, mesh.axis_names)
+    attend = functools.partial(
+        context_parallel.attention,
+        axis_name=axis,
+        strategy=cast(Strategy, cell.strategy),
+        layout=cast(Layout, cell.layout),
+        is_causal=True,
+    )
+    return mesh, jax.shard_map(
+        lambda *x: attend(*x)[0], mesh=mesh, in_specs=(spec,) * 3, out_specs=spec
+    )
+
+
+def _milliseconds(run: Callable[[], object], runs: int) -> float:
+    jax.block_until_ready(run())
+    began = time.perf_counter()
+    for _ in range(runs):
+        found = run()
+    jax.block_until_ready(found)
+    return (time.perf_counter() - began) / runs * 1e3
+
+
+def _messages(run: Callable[[], object]) -> Row:
+    """How long messages travel, and how much of it nothing else runs."""
+    planes = device_events(lambda: _milliseconds(run, _TRACED - 1))
+    events = planes[0] if planes else []
+    sent = under_way(event for event in events if _MESSAGES.search(event.name))
+    rest = under_way(event for event in events if not _MESSAGES.search(event.name))
+    total = sum(end - start for start, end in sent)
+    hidden = sum(
+        max(0.0, min(end, stop) - max(start, begin))
+        for start, end in sent
+        for begin, stop in rest
+    )
+    return {"communication": total / _TRACED, "exposed": (total - hidden) / _TRACED}
+
+
+def under_way(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """The times at which any of the events is."""
+    found: list[tuple[float, float]] = []
+    for event in sorted(events, key=lambda event: event.start):
+        if found and event.start <= found[-1][1]:
+            found[-1] = found[-1][0], max(event.end, found[-1][1])
+        else:
+            found.append((event.start, event.end))
+    return found
+
+
+def compared(rows: Sequence[Row], heads: Heads) -> list[Row]:
+    """The rows of a size with `tflops`, `share` and `over_one`."""
+    alone = {row["pass"]: row for row in rows if row["strategy"] == ONE}
+    found = []
+    for row in rows:
+        one, count = alone[row["pass"]], 1 if row["strategy"] == ONE else row["devices"]
+        if row["ms"] is not None:
+            length = row["tokens"] * row["devices"]
+            # Two products of T (T + 1) / 2 pairs; five more in the backward pass.
+            products = 2 if row["pass"] == "forward" else 7
+            flops = products * heads.query * heads.dim * length * (length + 1)
+            row = row | {"tflops": flops / count / row["ms"] / 1e9}
+            if one["ms"] is not None:
+                row |= {"share": one["ms"] / (count * row["ms"])}
+        if row["megabytes"] is not None and one["megabytes"] is not None:
+            row = row | {"over_one": row["megabytes"] / one["megabytes"]}
+        found.append(row)
+    return found
+
+
+def _figure(rows: Sequence[Row], path: Path) -> list[Path]:
+    panels = []
+    for of in PASSES:
+        for tokens in sorted({row["tokens"] for row in rows}):
+            shown = [
+                row
+                for row in rows
+                if row["pass"] == of
+                and row["tokens"] == tokens
+                and row["share"] is not None
+                and row["strategy"] != ONE
+            ]
+            if shown:
+                panels.append(
+                    Panel(
+                        f"{of}, {tokens} tokens a device",
+                        shown,
+                        *("strategy", "share", "layout"),
+                        *("", "share of one device's rate"),
+                        log_x=False,
+                        log_y=False,
+                        joined=False,
+                    )
+                )
+    if not panels:
+        return []
+    with written(path):
+        write_figure(panels, path, 2)
+    return [path]
