@@ -133,13 +133,20 @@ def compiler_options(resolved: ResolvedAttention, device: Any) -> dict[str, bool
     as XLA likes to, they have to be cut apart again, and their gradients joined, which
     takes longer than it gains in narrow models.
 
+    Products go to cuBLAS and none to Triton, which is the faster one for hardly any
+    here: cuBLAS adds a bias and a product's gradient by itself, each a pass less over
+    what it makes.
+
     Asked for cuDNN's deterministic backward pass, which either flag does, a step of 8
     layers compiles and dies at its first call ("raw_hash_map::at"; jaxlib 0.11.2, an
     H200; one layer of attention alone runs).
     """
     if device.platform != "gpu":
         return {}
-    options: dict[str, bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
+    options: dict[str, bool | int] = {
+        "xla_gpu_dot_merger_threshold_mb": 0,
+        "xla_gpu_enable_triton_gemm": False,
+    }
     if resolved.implementation == "cudnn":
         flags = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
         options |= dict.fromkeys(flags, False)

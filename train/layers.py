@@ -30,23 +30,21 @@ def modulated_norm(
 
 
 def _modulated(x, scale, shift):
-    mean = x.mean(-1, keepdims=True)
-    centred = x - mean
-    root = jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + _EPS)
-    return centred * root * (1.0 + scale) + shift, (x, scale, mean)
+    # One pass over x for both sums. In FP32 this costs the variance (mean / spread)^2
+    # units roundoff: less than the result's rounding to 16 bits up to a mean of 100
+    # times the spread.
+    mean, square = (y.mean(-1, keepdims=True) for y in (x, jnp.square(x)))
+    root = jax.lax.rsqrt(jnp.maximum(square - jnp.square(mean), 0.0) + _EPS)
+    return (x - mean) * root * (1.0 + scale) + shift, (x, scale, mean, root)
 
 
 def _modulated_backward(kept, gradient):
-    x, scale, mean = jax.lax.optimization_barrier(kept)
-    centred, inner = x - mean, gradient * (1.0 + scale)
+    x, scale, mean, root = jax.lax.optimization_barrier(kept)
+    normal, inner = (x - mean) * root, gradient * (1.0 + scale)
     # Sums of the same pass over x and the gradient.
-    variance, along, offset = (
-        y.mean(-1, keepdims=True) for y in (jnp.square(centred), inner * centred, inner)
-    )
-    root = jax.lax.rsqrt(variance + _EPS)
-    dx = root * (inner - offset - centred * (jnp.square(root) * along))
-    dscale = (gradient * (centred * root)).sum(1, keepdims=True)
-    return dx, dscale, gradient.sum(1, keepdims=True)
+    along, offset = (y.mean(-1, keepdims=True) for y in (inner * normal, inner))
+    dx = root * (inner - offset - normal * along)
+    return dx, (gradient * normal).sum(1, keepdims=True), gradient.sum(1, keepdims=True)
 
 
 modulated_norm.defvjp(_modulated, _modulated_backward)

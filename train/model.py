@@ -124,7 +124,9 @@ class Block(nnx.Module):
             part[:, None] for part in jnp.split(modulation + table, 6, axis=-1)
         )
         heads = (*x.shape[:2], self.heads, x.shape[-1] // self.heads)
-        y = modulated_norm(x, scale1, shift1)
+        # In the format of the products at once: three gradients of it are then added by
+        # the products that make them.
+        y = modulated_norm(x, scale1, shift1).astype(self.query.dtype)
         query, key, value = (
             _by_rows(layer, y).reshape(heads)
             for layer in (self.query, self.key, self.value)
