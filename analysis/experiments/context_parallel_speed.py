@@ -19,9 +19,11 @@ on GPUs alone).
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +37,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from analysis import ExperimentError
+from analysis import ExperimentError, store
 from analysis.figures import Panel, write_figure
 from analysis.record import Row, check_writable, environment, show, write, written
 from attn_jax import context_parallel, dot_product_attention
@@ -67,6 +69,12 @@ _SHOWN = (
 )
 
 
+class Store(store.Store):
+    """Of rows of strategies."""
+
+    needed = ("strategy",)
+
+
 class Heads(NamedTuple):
     """Query heads, key heads and the dimension of each."""
 
@@ -86,8 +94,8 @@ class Cell(NamedTuple):
 
     @property
     def row(self) -> Row:
-        names = "tokens", "devices", "strategy", "layout", "pass"
-        return dict(zip(names, self, strict=True)) | dict.fromkeys(_COLUMNS)
+        names = {"strategy": self.strategy, "layout": self.layout}
+        return names | dict.fromkeys(_COLUMNS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-heads", type=int, default=8, help="key heads (default 8)")
     add("--head-dim", type=int, default=128, help="default 128")
     add("--seconds", type=float, default=3.0, help="of timing a size (default 3)")
-    add("--out", type=Path, default=Path("results", "context_parallel_speed"))
+    out = Path("results", "context_parallel_speed")
+    add("--out", type=Path, default=out, help="folder")
+    add("--fresh", action="store_true", help="measure anew what is there already")
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -136,12 +146,34 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     device = str(described["device"]).lower().replace(" ", "-")
     stem = options.out / f"{device}-x{there}"
     check_writable(stem)
-    rows = []
-    for tokens in sizes:
-        for count in counts:
-            cells = list(_cells(tokens, count, options))
-            rows += compared(list(_measured(cells, heads, options.seconds)), heads)
-    files = write(rows, described, stem)
+    strategies = options.strategies or list(get_args(Strategy))
+    layouts = options.layouts or list(get_args(Layout))
+    settings = {
+        **{"experiment": "context-parallel-speed", "strategies": strategies},
+        **{"layouts": layouts, "heads": list(heads), "seconds": options.seconds},
+    }
+    tables = {
+        (tokens, count, of): list(_cells(tokens, count, of, strategies, layouts))
+        for tokens in sizes
+        for count in counts
+        for of in options.passes
+    }
+    path = stem.with_suffix(".jsonl")
+    with contextlib.closing(Store(path, settings, fresh=options.fresh)) as kept:
+        missing = [key for key in tables if _named(key) not in kept]
+        if missing:
+            kept.describe(described)
+        # A program is lowered in seconds, by Python: all of them before any is timed,
+        # so that they are timed in a quiet process.
+        built = {key: _compiled_together(tables[key], heads) for key in missing}
+        print(f"{sum(map(len, built.values()))} programs compiled", file=sys.stderr)
+        for key in missing:
+            measured = _measured(tables[key], built.pop(key), options.seconds)
+            kept.add(_named(key), compared(measured, tables[key][0], heads))
+            print(f"{_named(key)} measured", file=sys.stderr)
+        rows = kept.rows([_named(key) for key in tables])
+        beside = {"settings": settings, "measured": kept.environments}
+    files = [path, *write(rows, described | beside, stem)]
     files += _figure(rows, stem.with_suffix(".png"))
     show([{k: row[k] for k in _SHOWN} for row in rows], "Context parallelism, causal")
     ran = [r for r in rows if r["ms"] is not None and r["strategy"] != ONE]
@@ -150,38 +182,70 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     return {"rows": len(rows), "files": [str(path) for path in files]}
 
 
-def _cells(tokens: int, devices: int, options: argparse.Namespace) -> Iterator[Cell]:
-    for of in options.passes:
-        yield Cell(tokens, devices, ONE, "", of)
-        for strategy in options.strategies or get_args(Strategy):
-            if strategy == "ring+ulysses" and devices < 4:
-                continue
-            for layout in options.layouts or get_args(Layout):
-                # Whole sequences meet there, in any order of their positions.
-                if strategy == "ulysses" and layout != "contiguous":
-                    continue
+def _named(table: tuple[int, int, str]) -> dict[str, Any]:
+    return dict(zip(("tokens", "devices", "pass"), table, strict=True))
+
+
+def _cells(
+    tokens: int,
+    devices: int,
+    of: str,
+    strategies: Sequence[str],
+    layouts: Sequence[str],
+) -> Iterator[Cell]:
+    yield Cell(tokens, devices, ONE, "", of)
+    for strategy in strategies:
+        if strategy == "ring+ulysses" and devices < 4:
+            continue
+        for layout in layouts:
+            # Whole sequences meet there, in any order of their positions.
+            if strategy != "ulysses" or layout == layouts[0]:
                 yield Cell(tokens, devices, strategy, layout, of)
 
 
-def _measured(cells: Sequence[Cell], heads: Heads, seconds: float) -> Iterator[Row]:
+class Built(NamedTuple):
+    """A compiled program, the shapes of its arguments, and columns of its row."""
+
+    program: Any
+    shapes: list[jax.ShapeDtypeStruct]
+    columns: Row
+
+
+def _compiled_together(cells: Sequence[Cell], heads: Heads) -> list[Built | str]:
+    """Programs, or why there is none."""
+
+    def one(cell: Cell) -> Built | str:
+        try:
+            return _compiled(cell, heads)
+        except (ValueError, NotImplementedError, JaxRuntimeError) as error:
+            return reason(error)
+
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        return list(pool.map(one, cells))
+
+
+def _measured(
+    cells: Sequence[Cell], built: Sequence[Built | str], seconds: float
+) -> list[Row]:
     """Rows of programs that take turns."""
     rows = [cell.row for cell in cells]
     arguments: dict[Any, tuple] = {}
     turns: dict[int, Callable[[], object]] = {}
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        waits = [pool.submit(_compiled, cell, heads) for cell in cells]
-    for number, (wait, row) in enumerate(zip(waits, rows, strict=True)):
+    for number, (found, row) in enumerate(zip(built, rows, strict=True)):
+        if isinstance(found, str):
+            row["refused"] = found
+            continue
+        row |= found.columns
+        given = tuple((x.shape, x.sharding) for x in found.shapes)
         try:
-            program, shapes, said = wait.result()
-            given = tuple((x.shape, x.sharding) for x in shapes)
             if given not in arguments:
-                arguments[given] = tuple(map(_normal, shapes, range(len(shapes))))
-            row |= said
-            turns[number] = functools.partial(program, *arguments[given])
-            jax.block_until_ready(turns[number]())
-        except (ValueError, NotImplementedError, JaxRuntimeError) as error:
+                arguments[given] = tuple(map(_normal, found.shapes, range(len(given))))
+            run = functools.partial(found.program, *arguments[given])
+            jax.block_until_ready(run())
+        except JaxRuntimeError as error:
             row["refused"] = reason(error)
-            turns.pop(number, None)
+            continue
+        turns[number] = run
     with card() as reading:
         times = interleaved(
             {
@@ -198,11 +262,10 @@ def _measured(cells: Sequence[Cell], heads: Heads, seconds: float) -> Iterator[R
         rows[number] |= {**quartiles(found), "rounds": len(found), **reading}
         if cells[number].strategy != ONE and jax.default_backend() == "gpu":
             rows[number] |= _messages(run)
-    yield from rows
+    return rows
 
 
-def _compiled(cell: Cell, heads: Heads) -> tuple[Any, list[Any], Row]:
-    """A program, the shapes of its arguments, and the columns that compiling gives."""
+def _compiled(cell: Cell, heads: Heads) -> Built:
     mesh, attend = _attention(cell)
     shape = 1, cell.tokens * cell.devices
     counts = heads.query, heads.key, heads.key, heads.query
@@ -225,7 +288,7 @@ def _compiled(cell: Cell, heads: Heads) -> tuple[Any, list[Any], Row]:
     beside = memory.temp_size_in_bytes
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes + beside
     said = {"megabytes": held / 2**20, "beside": beside / 2**20}
-    return program, shapes, {**said, "compile_seconds": seconds}
+    return Built(program, shapes, {**said, "compile_seconds": seconds})
 
 
 def _normal(shape: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
@@ -295,16 +358,15 @@ def under_way(events: Iterable[Event]) -> list[tuple[float, float]]:
     return found
 
 
-def compared(rows: Sequence[Row], heads: Heads) -> list[Row]:
-    """The rows of a size with `tflops`, `share` and `over_one`."""
-    alone = {row["pass"]: row for row in rows if row["strategy"] == ONE}
-    found = []
+def compared(rows: Sequence[Row], cell: Cell, heads: Heads) -> list[Row]:
+    """The rows with `tflops`, `share` and `over_one`; the first is one device's."""
+    one, found = rows[0], []
     for row in rows:
-        one, count = alone[row["pass"]], 1 if row["strategy"] == ONE else row["devices"]
+        count = 1 if row is one else cell.devices
         if row["ms"] is not None:
-            length = row["tokens"] * row["devices"]
+            length = cell.tokens * cell.devices
             # Two products of T (T + 1) / 2 pairs; five more in the backward pass.
-            products = 2 if row["pass"] == "forward" else 7
+            products = 2 if cell.of == "forward" else 7
             flops = products * heads.query * heads.dim * length * (length + 1)
             row = row | {"tflops": flops / count / row["ms"] / 1e9}
             if one["ms"] is not None:
