@@ -17,7 +17,7 @@ from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.context_parallel import sharded
 from attn_jax.formats import BF16
-from attn_jax.kernels import partial
+from attn_jax.kernels import design, partial
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.internals import interpreted
 from attn_jax.mask import Mask
@@ -48,8 +48,11 @@ def _inputs(family: str):
     return *make_inputs(family, 0, Shape(1, T, T, N, K, H)), dlse
 
 
-def _interpreted(family: str, layout: str, documents: np.ndarray | None):
-    """(out, LSE, dQ, dK, dV) of two shards."""
+def _interpreted(
+    family: str, layout: str, documents: np.ndarray | None, one_pass: bool
+):
+    """(out, LSE, dQ, dK, dV) of two shards; with `one_pass` dQ, dK and dV of a part are
+    made by one kernel where it takes the mask, though the parts do not fill a card."""
     ids = {}
     if documents is not None:
         names = "query_segment_ids", "key_value_segment_ids"
@@ -68,22 +71,29 @@ def _interpreted(family: str, layout: str, documents: np.ndarray | None):
         results, pullback = jax.vjp(attend, query, key, value)
         return *results, *pullback((dout, dlse))
 
-    with _on_any_device(), made_for("hopper"), interpreted():
+    share = 0.0 if one_pass else design.LEAST_SHARE
+    with (
+        patch.object(design, "LEAST_SHARE", share),
+        _on_any_device(),
+        made_for("hopper"),
+        interpreted(),
+    ):
         return jax.device_get(both(*_inputs(family)))
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "packed"),
+    ("family", "layout", "packed", "one_pass"),
     [
-        ("uniform", "zigzag", False),
-        pytest.param("normal", "striped", True, marks=pytest.mark.thorough),
-        pytest.param("normal", "contiguous", False, marks=pytest.mark.thorough),
+        ("uniform", "zigzag", False, True),
+        pytest.param("uniform", "zigzag", False, False, marks=pytest.mark.thorough),
+        pytest.param("normal", "striped", True, False, marks=pytest.mark.thorough),
+        pytest.param("normal", "contiguous", False, True, marks=pytest.mark.thorough),
     ],
 )
-def test_parts_of_the_kernels_are_put_together(family, layout, packed):
+def test_parts_of_the_kernels_are_put_together(family, layout, packed, one_pass):
     documents = np.arange(T, dtype=np.int32)[None] // 100 if packed else None
     out, lse, *gradients = in_child_process(
-        _interpreted, family, layout, documents, seconds=TIME_LIMIT
+        *(_interpreted, family, layout, documents, one_pass), seconds=TIME_LIMIT
     )
     mask = Mask(
         is_causal=True, query_segment_ids=documents, key_value_segment_ids=documents
@@ -99,33 +109,59 @@ def test_parts_of_the_kernels_are_put_together(family, layout, packed):
     np.testing.assert_allclose(lse, exact.lse, rtol=0, atol=10 * (H + T) * 2.0**-24)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
+# Logits of a part's only key, by row: hundreds apart, above the 88 where FP32's exp
+# ends, and below what may be seen (-inf).
+_HIDDEN = -np.inf
+LOGITS = np.float32(
+    [[0, 200, _HIDDEN], [1, -300, _HIDDEN], [_HIDDEN] * 3, [2, 199, _HIDDEN]]
+)
+
+
+def _carried(order: tuple[int, ...]):
+    """(O, LSE) of three rows over parts of one key each, and V of the keys."""
+    rows, heads = LOGITS.shape[1], 1
+    values = np.random.default_rng(0).integers(-8, 9, (4, 1, 1, heads, H))
+    # One column of the query for each row.
+    query = 64 * jnp.eye(rows, H, dtype="bfloat16")[None, :, None]
+    state = None
+    with made_for("hopper"), interpreted():
+        for part in order:
+            seen = np.isfinite(LOGITS[part])
+            columns = np.where(seen, LOGITS[part], 0.0) / 64
+            key = np.pad(columns, (0, H - rows))[None, None, None]
+            mask = Mask(
+                query_segment_ids=np.where(seen, 0, 1).astype(np.int32)[None],
+                key_value_segment_ids=np.zeros((1, 1), np.int32),
+            )
+            state = partial.carry_on(
+                *(state, query, jnp.asarray(key, "bfloat16")),
+                jnp.asarray(values[part], "bfloat16"),
+                scale=1.0,
+                mask=mask,
+            )
+        return *jax.device_get(partial.finished(state)), values[:, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        (2, 0, 3, 1),
+        pytest.param((0, 1, 2, 3), marks=pytest.mark.thorough),
+        pytest.param((3, 2, 1, 0), marks=pytest.mark.thorough),
+    ],
+)
 def test_parts_of_any_size_are_carried(order):
-    """LSE of parts hundreds apart, above the 88 where FP32's exp ends, and such as see
-    nothing, first, last or all of them."""
-    rng = np.random.default_rng(0)
-    outs = rng.standard_normal((4, 1, 3, 1, 8)).astype(np.float32)
-    hidden = -np.inf
-    lses = np.float32(
-        [[0, 200, hidden], [1, -300, hidden], [hidden] * 3, [2, 199, hidden]]
-    )
-    state = (
-        *(jnp.full((1, 1, 3), hidden), jnp.zeros((1, 1, 3))),
-        jnp.zeros((1, 3, 1, 8)),
-    )
-    for part in order:
-        rows = jnp.asarray(outs[part]), jnp.asarray(lses[part][None, None])
-        with patch.object(partial, "forward", lambda *given, rows=rows, **how: rows):
-            state = partial.carry_on(state, *(state[2],) * 3, scale=1.0)
-    out, lse = (np.asarray(x, np.float64) for x in partial.finished(state))
-    exact = np.logaddexp.reduce(lses[:, :2].astype(np.float64), axis=0)
-    weights = np.exp(lses[:, :2] - exact)
-    wanted = np.einsum("pt,ptd->td", weights, outs[:, 0, :2, 0].astype(np.float64))
-    # Sums of four terms, of factors rounded once or twice.
-    atol = 16 * 2.0**-24 * np.abs(outs).max()
-    np.testing.assert_allclose(out[0, :2, 0], wanted, rtol=0, atol=atol)
-    np.testing.assert_allclose(lse[0, 0, :2], exact, rtol=2 * 2.0**-24)
-    assert not out[0, 2].any() and lse[0, 0, 2] == hidden
+    """By the forward kernel, also such as see nothing, first, last or all of them."""
+    out, lse, values = in_child_process(_carried, order, seconds=TIME_LIMIT)
+    logits = LOGITS[:, :2].astype(np.float64)
+    exact = np.logaddexp.reduce(logits, axis=0)
+    wanted = np.einsum("pt,phd->thd", np.exp(logits - exact), values)
+    # P = 1 and V, small integers, are exact; sums of four terms of factors rounded once
+    # or twice, of logits whose own rounding, in units of log2, is that of 300.
+    atol = (16 + 300) * 2.0**-24 * 8
+    np.testing.assert_allclose(out[0, :2], wanted, rtol=0, atol=atol)
+    np.testing.assert_allclose(lse[0, 0, :2], exact, rtol=4 * 2.0**-24)
+    assert not out[0, 2].any() and lse[0, 0, 2] == -np.inf
 
 
 def _compiled(strategy: str, layout: str) -> Program:

@@ -5,21 +5,45 @@ in FP32 (or FP64) forward, and takes LSE and delta of whole rows backward.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from attn_jax import emulator
+from attn_jax.centre import centre_from
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
-from attn_jax.formats import carrier_dtype
+from attn_jax.formats import BF16, FP16, carrier_dtype
 from attn_jax.mask import Mask
 from attn_jax.recipe_schema import Recipe
 
-# The mean over all devices of what each has.
-MeanOverDevices = Callable[[Array], Array]
+
+class OverDevices(NamedTuple):
+    """Of what each device has: the mean and the largest over all of them."""
+
+    mean: Callable[[Array], Array]
+    largest: Callable[[Array], Array]
+
+    @classmethod
+    def of_axis(cls, axis: str) -> "OverDevices":
+        """Those of a mesh axis."""
+        return cls(
+            functools.partial(lax.pmean, axis_name=axis),
+            functools.partial(lax.pmax, axis_name=axis),
+        )
+
+    @classmethod
+    def here(cls) -> "OverDevices":
+        """One device has it all."""
+        return cls(lambda x: x, lambda x: x)
+
+
+# Inputs of the kernels.
+FORMATS = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}
 
 
 @runtime_checkable
@@ -49,9 +73,17 @@ class Block(Protocol):
         ...
 
     def carry_on(
-        self, state: Any, query: Array, key: Array, value: Array, mask: Mask
+        self,
+        state: Any,
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: Mask,
+        *,
+        nothing: bool,
     ) -> tuple[Array, ...]:
-        """(m, l, A) with these keys, for ring_merge 'carry'; of none (-inf, 0, 0)."""
+        """(m, l, A) with these keys, for ring_merge 'carry'; of none (-inf, 0, 0), and
+        `nothing` where it is known that the state is that."""
         ...
 
     def finished(self, state: tuple[Array, ...], query: Array) -> tuple[Array, Array]:
@@ -76,7 +108,7 @@ class Block(Protocol):
         """What no keys bring to them."""
         ...
 
-    def centre(self, key: Array, mean: MeanOverDevices) -> Array | None:
+    def centre(self, key: Array, over: OverDevices) -> Array | None:
         """What `backward` has to know of all keys, from this device's."""
         ...
 
@@ -107,7 +139,8 @@ class Emulated:
             query, key, value, recipe=self._alone, scale=self.scale, mask=mask
         )
 
-    def carry_on(self, state, query, key, value, mask):
+    def carry_on(self, state, query, key, value, mask, *, nothing):
+        del nothing
         return partial.carry_on(
             *(state, query, key, value),
             recipe=self._alone,
@@ -140,9 +173,9 @@ class Emulated:
             key_count=jnp.zeros((B, T), dtype),
         )
 
-    def centre(self, key, mean):
+    def centre(self, key, over):
         """None: the keys that a query sees are counted as they come."""
-        del key, mean
+        del key, over
         return None
 
     def dquery(self, total, dlse, centre):
@@ -162,7 +195,7 @@ class Kernels:
     """The Pallas kernels (`kernels.partial`).
 
     `recipe` says what happens between parts; within them the kernels do what they do.
-    dQ's cure takes the mean of all keys, hidden or not, on whatever device.
+    dQ's cure takes the centre of all keys, hidden or not, on whatever device.
     """
 
     recipe: Recipe
@@ -180,10 +213,10 @@ class Kernels:
 
         return kernels.forward(query, key, value, scale=self.scale, mask=mask)
 
-    def carry_on(self, state, query, key, value, mask):
+    def carry_on(self, state, query, key, value, mask, *, nothing):
         from attn_jax.kernels import partial as kernels
 
-        scale = self.scale
+        state, scale = None if nothing else state, self.scale
         return kernels.carry_on(state, query, key, value, scale=scale, mask=mask)
 
     def finished(self, state, query):
@@ -207,8 +240,15 @@ class Kernels:
         dquery, dkey, dvalue = _zeros(self, query, key, value)
         return Partial(dquery, dkey, dvalue, None, None, None)
 
-    def centre(self, key, mean):
-        return mean(key.astype(jnp.float32).mean(axis=1))
+    def centre(self, key, over):
+        """c of dq_centre 'keys', of all keys on whatever device, in one message."""
+        wide, inputs = key.astype(jnp.float32), FORMATS[jnp.dtype(key.dtype)]
+        sums = jnp.stack([wide.mean(axis=1), jnp.square(wide).mean(axis=1)])
+        mean, square = over.mean(sums)
+        largest = jnp.zeros_like(mean)
+        if inputs == FP16:  # Which alone might not hold K - c.
+            largest = over.largest(jnp.abs(wide).max(axis=1))
+        return centre_from(mean, square, largest, inputs)
 
     def dquery(self, total, dlse, centre):
         # Rows of dS sum to dLSE, and that much too much has been subtracted.

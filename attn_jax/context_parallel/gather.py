@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from attn_jax.context_parallel.blocks import OverDevices
 from attn_jax.context_parallel.layouts import from_layout, to_layout
 from attn_jax.context_parallel.local import (
     Local,
@@ -49,7 +50,7 @@ def backward(
     static: Static, x: Local, lse: Array, for_delta: Array, dout: Array, dlse: Array
 ) -> tuple[Array, ...]:
     """dQ, dK and dV of this device's arrays, rounded once."""
-    centre = static.block.centre(x.key, lambda y: lax.pmean(y, static.axis))
+    centre = static.block.centre(x.key, OverDevices.of_axis(static.axis))
     rows, dlse = rows_of(static.block, dout, dlse, lse, for_delta, centre)
     stride, groups = _query_stride(static, x), _by_heads(static, x)
     parts = []
@@ -95,9 +96,11 @@ def _forward(static: Static, x: Local) -> tuple[Array, Array]:
     rank, meetings = lax.axis_index(static.axis), _Meetings(static, x)
 
     def visit(add, so_far):
-        for source in meetings.sources(rank):
-            shard = meetings.shard(source)
-            so_far = add_forward(meetings.schedule, add, so_far, shard, rank, source)
+        for number, source in enumerate(meetings.sources(rank)):
+            shard, first = meetings.shard(source), number == 0
+            so_far = add_forward(
+                *(meetings.schedule, add, so_far, shard, rank, source), first=first
+            )
         return so_far
 
     return over_parts(visit, static.block, x.query, x.value, x)

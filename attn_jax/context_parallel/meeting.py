@@ -73,18 +73,22 @@ def add_forward(
     rank,
     source,
     hop: int | None = None,
+    *,
+    first: bool = False,
 ) -> RowArrays:
     """`so_far` with what the queries see of the keys of `source`, call after call.
 
     `rank` and `source` may be traced; `hop`, if known, is rank - source mod W, and only
-    the plans of that hop are compiled.
+    the plans of that hop are compiled. `first`: the queries have seen nothing so far.
     """
 
     def run(plan: tuple[Call, ...], offset, so_far, shard: Shard):
         for number, call in enumerate(plan):
             part, mask = shard.of(call, offset[number])
             keys = Keys(part.query, part.key, part.value, mask)
-            rows = add(tuple(read(x, rows_axis(x), *call.query) for x in so_far), keys)
+            rows = tuple(read(x, rows_axis(x), *call.query) for x in so_far)
+            nothing = first and not any(_overlap(call, old) for old in plan[:number])
+            rows = add(rows, keys, nothing)
             so_far = tuple(
                 write(old, new, rows_axis(old), call.query[0])
                 for old, new in zip(so_far, rows, strict=True)
@@ -92,6 +96,12 @@ def add_forward(
         return so_far
 
     return _choose(schedule, run, (so_far, shard), rank, source, hop)
+
+
+def _overlap(one: Call, other: Call) -> bool:
+    """Whether they have queries in common."""
+    (start, size), (first, count) = one.query, other.query
+    return start < first + count and first < start + size
 
 
 def add_backward(

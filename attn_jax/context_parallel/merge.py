@@ -39,7 +39,8 @@ class Keys(NamedTuple):
     mask: Mask
 
 
-Add = Callable[[RowArrays, Keys], RowArrays]
+# (what the rows have so far, some keys, whether that is nothing yet) -> with the keys.
+Add = Callable[[RowArrays, Keys, bool], RowArrays]
 Visit = Callable[[Add, RowArrays], RowArrays]
 
 
@@ -62,16 +63,19 @@ def over_parts(
         return block.finished(visit(_carrying(block), start), query)
     if recipe.ring_merge != "two_pass":
 
-        def add(rows, keys):
+        def add(rows, keys, nothing):
+            del nothing
             return merged((rows[0], rows[1]), block.forward(*keys), recipe)
 
         out, lse = visit(add, (out, lse))
         return out, lse
 
-    def add_lse(rows, keys):
+    def add_lse(rows, keys, nothing):
+        del nothing
         return (merged_lse(rows[0], block.forward(*keys)[1], recipe),)
 
-    def add_weighted(rows, keys):
+    def add_weighted(rows, keys, nothing):
+        del nothing
         return weighted(rows[0], rows[1], block.forward(*keys), recipe), rows[1]
 
     (lse,) = visit(add_lse, (lse,))
@@ -82,8 +86,8 @@ def over_parts(
 def _carrying(block: Block) -> Add:
     """Keys are added to (m, l, A) without a merge."""
 
-    def add(rows, keys):
-        return block.carry_on(rows, *keys)
+    def add(rows, keys, nothing):
+        return block.carry_on(rows, *keys, nothing=nothing)
 
     return add
 

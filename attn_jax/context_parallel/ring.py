@@ -11,6 +11,7 @@ from itertools import pairwise
 from jax import lax
 from jaxtyping import Array
 
+from attn_jax.context_parallel.blocks import OverDevices
 from attn_jax.context_parallel.local import (
     Local,
     Static,
@@ -40,7 +41,10 @@ def forward(static: Static, x: Local) -> Rows:
             ahead = both if after is None else _moved(both, static, after - hop)
             source = (rank - hop) % shards
             shard = x.meets(*unpacked(both, x.key.shape[-1]), source)
-            so_far = add_forward(meetings, add, so_far, shard, rank, source, hop)
+            first = hop == hops[0]
+            so_far = add_forward(
+                meetings, add, so_far, shard, rank, source, hop, first=first
+            )
             both = ahead
         return so_far
 
@@ -55,7 +59,7 @@ def backward(
     recipe = block.recipe
     meetings = static.schedule(x.query, x.key)
     rank = lax.axis_index(static.axis)
-    centre = block.centre(x.key, lambda y: lax.pmean(y, static.axis))
+    centre = block.centre(x.key, OverDevices.of_axis(static.axis))
     rows, dlse = rows_of(block, dout, dlse, lse, for_delta, centre)
     total = varying_alike(block.nothing(x.query, x.key, x.value), x)[0]
     hops = [hop for hop in range(shards) if meetings.is_live(hop)]

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from attn_jax.context_parallel.blocks import OverDevices
 from attn_jax.context_parallel.layouts import (
     Layout,
     check_length,
@@ -145,7 +146,7 @@ def _simulated_bwd(static: Static, residuals, cotangents):
     (x, lse, for_delta), (dout, dlse) = residuals, cotangents
     block, recipe = static.block, static.block.recipe
     meetings = _Meetings.of(static, x, static.backward_by)
-    centre = block.centre(x.key, lambda mean: mean)
+    centre = block.centre(x.key, OverDevices.here())
     rows, dlse = rows_of(block, dout, dlse, lse, for_delta, centre)
     zero = block.nothing(x.query, x.key, x.value)
 

@@ -74,6 +74,7 @@ from attn_jax.kernels.tiles import (
 
 CONSUMER_REGISTERS = 232
 OTHER_REGISTERS = 24  # the loading and the storing warpgroup
+WIDE_COLUMNS = 64
 
 
 def reason_against(
@@ -133,10 +134,12 @@ def backward_fused(
     is_causal: bool,
     plan: tuning.Plan | None = None,
     dq_dtype: jnp.dtype = jnp.dtype(jnp.float16),
+    wide: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """(dQ, dK, dV). `row_sum` is what rows of dS sum to (None: 0), `numbers` are those
     of `hopper_range.range_of`. `plan`: None, for `tuning.fused`.
-    `dq_dtype`: of dS and K' as dQ's operands, FP16 or the inputs' type.
+    `dq_dtype`: of dS and K' as dQ's operands, FP16 or the inputs' type. `wide`:
+    gradients are FP32, as those of parts of the keys are.
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
     rows are real.
@@ -166,6 +169,7 @@ def backward_fused(
         is_causal=is_causal,
         plan=plan,
         dq_dtype=dq_dtype,
+        wide=wide,
     )
     for power in numbers.undone():
         total = total * jnp.repeat(power, group, axis=1)[:, None, :, None]
@@ -173,14 +177,15 @@ def backward_fused(
     if row_sum is not None:
         shift = row_sum.swapaxes(1, 2)[..., None]
         dq += shift * jnp.repeat(numbers.centre, group, axis=1)[:, None]
-    dq = (scale * dq).astype(query.dtype)
+    dq = scale * dq
+    dq = dq if wide else dq.astype(query.dtype)
     return dq, dk[:, :key_count], dv[:, :key_count]
 
 
 def _sums(
     query, key, value, dout, lse2, delta, numbers: Range,
     *, query_count: int, key_count: int, scale: float, is_causal: bool,
-    plan: tuning.Plan, dq_dtype: jnp.dtype,
+    plan: tuning.Plan, dq_dtype: jnp.dtype, wide: bool,
 ):  # fmt: skip
     """(sum over keys of dS K' in FP32, scaled, dK, dV), padded. `lse2` is LSE in units
     of log2, less log2 of what dS is scaled by."""
@@ -387,11 +392,23 @@ def _sums(
                 first_row = done.tile * KEY_TILE + here * KEYS
                 out = (done.b, pl.ds(first_row, KEYS), done.kv_head)
                 divisor = row_divisor[done.b, done.kv_head]
+                if wide:
+                    store_wide(dv_gmem, out, dv, divisor)
+                    store_wide(dk_gmem, out, dk, divisor * scale)
+                    return
                 dk, dv = dk * divisor, dv * divisor
                 put(dk * scale, [smem.keys.at[here]], dk_gmem, out)
                 halves = [smem.ds.at[i, here, 0] for i in range(head_dim // 64)]
                 put(dv, halves, dv_gmem, out)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            def store_wide(gmem, out, x, factor):
+                """In groups of columns: all addresses at once would spill."""
+                b, rows, head = out
+                for column in range(0, head_dim, WIDE_COLUMNS):
+                    part = lax.slice(x, (0, column), (KEYS, column + WIDE_COLUMNS))
+                    columns = pl.ds(column, WIDE_COLUMNS)
+                    gmem[b, rows, head, columns] = part * factor
 
             def put(x, targets, gmem, out):
                 """Stores a tile, through shared memory that takes it by columns. That
@@ -423,6 +440,9 @@ def _sums(
             store(work, plan, smem, barriers, dq_gmem)
 
     dkv = jax.ShapeDtypeStruct(key.shape, dq_dtype)
+    if wide:  # TMA leaves out what lies past the end; other stores do not.
+        keys = shapes.tiles * KEY_TILE
+        dkv = jax.ShapeDtypeStruct((batch, keys, *key.shape[2:]), jnp.float32)
     # Of all queries and, apart, of those that see a short tile.
     firsts = [0, ring.long_tiles * KEY_TILE] if ring.apart else [0]
     dqs = [
@@ -448,7 +468,8 @@ def _sums(
         numbers.key_factor,
         power_of_two(-numbers.row_exponent),
     )
-    dk, dv = (lax.bitcast_convert_type(x, dtype) for x in (dk, dv))
+    if not wide:
+        dk, dv = (lax.bitcast_convert_type(x, dtype) for x in (dk, dv))
     for part, first in zip(apart, firsts[1:], strict=True):
         total += jnp.pad(part, ((0, 0), (first, 0), (0, 0), (0, 0)))
     return total, dk, dv

@@ -32,6 +32,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import hopper_links, schedule
+from attn_jax.kernels.hopper_outputs import Carried, Outputs
 from attn_jax.kernels.hopper_softmax import LOG2_P_SCALE, Softmax
 from attn_jax.kernels.tiles import (
     LOG2_E,
@@ -43,7 +44,6 @@ from attn_jax.kernels.tiles import (
     read_tile,
     row_positions,
     smem_tile,
-    widen,
 )
 from attn_jax.kernels.tuning import ForwardTiling
 from attn_jax.kernels.visibility import (
@@ -85,9 +85,14 @@ def forward(
     rescale_threshold: float = 0.0,
     repeated_max_factor: float | None = None,
     unscale: Float32[Array, "B K D"] | None = None,
-) -> tuple[
-    Float[Array, "B T N D"], Float[Array, "B T N D"] | None, Float32[Array, "B N T"]
-]:
+    before: Carried | None = None,
+    carries: bool = False,
+) -> (
+    tuple[
+        Float[Array, "B T N D"], Float[Array, "B T N D"] | None, Float32[Array, "B N T"]
+    ]
+    | Carried
+):
     """Returns (out, what rounding dropped from out or None, LSE in natural log).
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
@@ -95,7 +100,8 @@ def forward(
     `mask` it is that and `band` which say what is seen, and `is_causal` is False; a
     `bias` comes with one. `rescale_threshold` and `repeated_max_factor` are `Recipe`'s.
     `unscale` comes with V as FP16 numbers (`hopper_key_numbers`): P then is FP16, too,
-    times `hopper_softmax.P_SCALE`.
+    times `hopper_softmax.P_SCALE`. `carries`: returns `Carried`, of FP32, with the keys
+    of `before` (None: there are none), whose rows are whole tiles (`carried_rows`).
     """
     batch, padded, query_heads, head_dim = query.shape
     value_dim = value.shape[-1]
@@ -159,7 +165,8 @@ def forward(
 
     def attention_forward(
         q_gmem, k_gmem, v_gmem, table_gmem, pairs, sinks_gmem, bias_gmem, unscale_gmem,
-        out_gmem, low_gmem, lse_gmem, sums_gmem, smem, barriers,
+        before_gmem, out_gmem, low_gmem, lse_gmem, row_sum_gmem, sums_gmem, smem,
+        barriers,
     ):  # fmt: skip
         q_smem, k_smem, v_smem, out_smem, low_smem = smem
         q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
@@ -339,48 +346,32 @@ def forward(
                     accumulator(rows, value_dim),
                 )
             yield
+            own_rows = pl.ds(first_row, rows)
+            if carries:
+                unscale = 1.0
+                if unscale_gmem is not None:
+                    unscale = unscale_gmem[b, lax.div(n, jnp.int32(group)), 0]
+                after = Carried(lse_gmem, row_sum_gmem, out_gmem)
+                place = b, n, first_row
+                after.add(before_gmem, acc, state, softmax, unscale, *place)
+                yield last + 1
+                return
             sink = None if sinks_gmem is None else sinks_gmem[0, n]
-            inverse, lse_gmem[b, n, pl.ds(first_row, rows)] = softmax.finished(
-                state, sink
-            )
+            inverse, lse_gmem[b, n, own_rows] = softmax.finished(state, sink)
             out = acc * along_rows(inverse, acc.shape)
             if unscale_gmem is not None:
                 out *= unscale_gmem[b, lax.div(n, jnp.int32(group)), 0]
             if wide_out:
                 # Two FP32 tiles do not fit in shared memory beside K and V.
-                out_gmem[b, pl.ds(first_row, rows), n] = out
-            elif stored == value_dim:
-                store_whole(out, (b, pl.ds(first_row, rows), n))
+                out_gmem[b, own_rows, n] = out
             else:
-                store_in_parts(out, b, n, first_row)
+                tiles = out_smem.at[warpgroup], low_smem and low_smem.at[warpgroup]
+                outputs = Outputs(out_gmem, low_gmem, *tiles)
+                if stored == value_dim:
+                    outputs.whole(out, b, n, own_rows)
+                else:
+                    outputs.in_parts(out, b, n, own_rows, stored)
             yield last + 1
-
-        def store_whole(out, place):
-            # The stores of the tile before have been read out of shared memory.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            rounded = out.astype(dtype)
-            out_smem[warpgroup] = rounded
-            if keep_low:
-                low_smem[warpgroup] = (out - widen(rounded)).astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[place])
-            if keep_low:
-                plgpu.copy_smem_to_gmem(low_smem.at[warpgroup], low_gmem.at[place])
-
-        def store_in_parts(out, b, n, first_row):
-            """out and what rounding drops from it, by way of one small buffer."""
-            for column in range(0, value_dim, stored):
-                part = lax.slice(out, (0, column), (rows, column + stored))
-                rounded = part.astype(dtype)
-                kept = [(out_gmem, rounded)]
-                if keep_low:
-                    kept.append((low_gmem, (part - widen(rounded)).astype(dtype)))
-                for gmem, tile in kept:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    out_smem[warpgroup] = tile
-                    plgpu.commit_smem()
-                    place = pl.ds(first_row, rows), n, pl.ds(column, stored)
-                    plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], gmem.at[b, *place])
 
         @pl.when(warpgroup < warpgroups)
         def consume():
@@ -463,13 +454,15 @@ def forward(
     # TMA stores drop what lies outside an array; plain stores (FP32 out, LSE) do not.
     out_rows = tile_rows if wide_out else padded
     low = jax.ShapeDtypeStruct((*query.shape[:3], value_dim), dtype)
+    of_rows = jax.ShapeDtypeStruct((batch, query_heads, tile_rows), jnp.float32)
     sums = (table.shape[0], warpgroups, rows, value_dim)
-    out, low, lse, _ = plgpu.kernel(
+    out, low, lse, row_sum, _ = plgpu.kernel(
         attention_forward,
         out_type=[
             jax.ShapeDtypeStruct((batch, out_rows, query_heads, value_dim), out_dtype),
             low if keep_low else None,
-            jax.ShapeDtypeStruct((batch, query_heads, tile_rows), jnp.float32),
+            of_rows,
+            of_rows if carries else None,
             jax.ShapeDtypeStruct(sums, jnp.float32) if in_links else None,
         ],
         scratch_types=[
@@ -494,6 +487,8 @@ def forward(
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query, key, value, table, pairs, sinks, bias, unscale)
+    )(query, key, value, table, pairs, sinks, bias, unscale, before)
+    if carries:
+        return Carried(lse, row_sum, out)
     cut = slice(0, query_count)
     return out[:, cut], None if low is None else low[:, cut], lse[:, :, cut]

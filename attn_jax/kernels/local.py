@@ -28,6 +28,7 @@ from attn_jax.kernels import (
     visibility,
 )
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers, key_numbers
+from attn_jax.kernels.hopper_outputs import Carried
 from attn_jax.kernels.hopper_range import range_of
 from attn_jax.kernels.options import DEFAULT, Options
 from attn_jax.kernels.tuning import Backward, Configuration, Tiling
@@ -95,10 +96,20 @@ def bias_dtype(dtype) -> jnp.dtype:
     return dtype if dtype in INPUTS else jnp.dtype(jnp.float32)
 
 
-def forward(query, key, value, *arrays, static: Static, more, residual):
+def forward(
+    query,
+    key,
+    value,
+    *arrays,
+    static: Static,
+    more,
+    residual,
+    carries: bool = False,
+    before: Carried | None = None,
+):
     """(out, out_low if kept, LSE, `KeyNumbers` if kept) of one device's arrays.
 
-    `residual`: for a backward pass."""
+    `residual`: for a backward pass. `carries`: what `hopper_forward` returns then."""
     rules, sinks, bias = _unpacked(more, arrays)
     target = static.target
     _log(query, key, value, bias, static, listed=rules is not None)
@@ -117,7 +128,9 @@ def forward(query, key, value, *arrays, static: Static, more, residual):
         numbers, half_value = key_numbers(key, value, key_count, inputs, half=half)
         if half_value is not None:
             value, options["unscale"] = half_value, numbers.unscale
-    out, low, lse = _FORWARD[target].forward(
+    if carries:
+        options |= {"carries": True, "before": before}
+    found = _FORWARD[target].forward(
         *(query, key, value),
         query_count=query_count,
         key_count=key_count,
@@ -130,6 +143,9 @@ def forward(query, key, value, *arrays, static: Static, more, residual):
         **_of_softmax(static),
         **({} if sinks is None else {"sinks": sinks}),
     )
+    if carries:
+        return found
+    out, low, lse = found
     kept = () if numbers is None or not keeps_numbers else numbers
     return (out, *(() if low is None else (low,)), lse, *kept)
 

@@ -2,35 +2,38 @@
 
 The kernels of `attention`, but that O, dQ, dK and dV are FP32, and that LSE and delta,
 of whole rows, are given. For Hopper, for now. Where it rounds is said in
-`hopper_forward`, `hopper_backward_dq` and `hopper_backward_dkv`: O has P in FP16, as
-where attention is differentiated, and dQ has dS and K in FP16, each scaled into its
-range by a power of two for the part. From part to part go the running maximum m, sum l
-and weighted sum A of whole rows, in FP32: no LSE is rounded but that of a part.
+`hopper_forward`, `hopper_backward_fused`, `hopper_backward_dq` and
+`hopper_backward_dkv`: O has P in FP16, as where attention is differentiated, and dQ has
+dS and K in FP16, each scaled into its range by a power of two for the part. From part
+to part go the running maximum m, sum l and weighted sum A of whole rows, in FP32: the
+forward kernel takes them and leaves them, and no LSE is rounded before the last.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from attn_jax.formats import FP16
 from attn_jax.kernels import (
     architecture,
+    design,
     hopper_backward_dkv,
     hopper_backward_dq,
+    hopper_backward_fused,
     local,
     tuning,
     visibility,
 )
 from attn_jax.kernels.attention import unsupported as unsupported_whole
-from attn_jax.kernels.hopper_key_numbers import key_numbers
+from attn_jax.kernels.hopper_key_numbers import KeyNumbers, key_numbers
+from attn_jax.kernels.hopper_outputs import Carried
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.options import Options
+from attn_jax.kernels.tiles import LN_2
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
 from attn_jax.varying import varying_alike
 
 _OPTIONS = Options("mean", delta_source="o", half_weights=True)
-State = tuple[
-    Float32[Array, "B N T"], Float32[Array, "B N T"], Float32[Array, "B T N D"]
-]
 
 
 def unsupported(query: Array, key: Array, value: Array, scale: float) -> str | None:
@@ -55,56 +58,64 @@ def forward(
 ) -> tuple[Float32[Array, "B T N D"], Float32[Array, "B N T"]]:
     """O of these keys alone, unrounded, and LSE; 0 and -inf where none is seen."""
     static, rules = _static(query, key, value, scale, mask)
-    names = () if rules is None else rules._asdict()
-    given = (
-        {} if rules is None else {n: x for n, x in zip(names, rules) if x is not None}
-    )
-    out, lse = local.forward(
-        *(query, key, value, *given.values()),
-        static=static,
-        more=tuple((name, "") for name in given),
-        residual=False,
-    )
+    out, lse = _forward(query, key, value, static, rules)
     out, lse, _ = varying_alike(out, lse, query)
     return out, lse
 
 
 def carry_on(
-    state: State,
+    state: tuple[Array, Array, Array] | None,
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K D"],
     *,
     scale: float,
     mask: Mask = Mask(),
-) -> State:
-    """(m, l, A) after these keys, too: with O and L of them alone,
+) -> Carried:
+    """The state with these keys, too. With logits S in units of log2, all FP32,
 
-        m' = max(m, L)    l' = e^(m - m') l + e^(L - m')
-                          A' = e^(m - m') A + e^(L - m') O
+        m' = max(m, max S)      l' = 2^(m - m') l + sum 2^(S - m')
+                                A' = 2^(m - m') A + sum 2^(S - m') V
 
-    Before any keys m is -inf, l and A are 0.
+    Before any keys (None) m is -inf, l and A are 0. The sums over these keys are made
+    as ever, from their own maximum, and added to what was there in the end.
     """
-    out, lse = forward(query, key, value, scale=scale, mask=mask)
-    m, l, total = state  # noqa: E741
-    larger = jnp.maximum(m, lse)
-    # Where nothing is seen yet any maximum will do: its factors are e^(-inf).
-    finite = jnp.where(jnp.isneginf(larger), 0.0, larger)
-    before, now = jnp.exp(m - finite), jnp.exp(lse - finite)
-    l = before * l + now  # noqa: E741
-    before, now = (x.swapaxes(1, 2)[..., None] for x in (before, now))
-    return larger, l, before * total + now * out
+    static, rules = _static(query, key, value, scale, mask)
+    rows, more = query.shape[1], -query.shape[1] % static.tilings.forward.tile
+
+    def whole_tiles(x: Array, axis: int) -> Array:
+        return jnp.pad(x, [(0, more if axis == i else 0) for i in range(x.ndim)])
+
+    before = None
+    if state is not None:
+        before = Carried(*map(whole_tiles, state, (2, 2, 1)))
+    found = _forward(query, key, value, static, rules, carries=True, before=before)
+    m, l, total, _ = varying_alike(*found, query)  # noqa: E741
+    return Carried(m[..., :rows], l[..., :rows], total[:, :rows])
 
 
 def finished(
-    state: State,
+    state: tuple[Array, Array, Array],
 ) -> tuple[Float32[Array, "B T N D"], Float32[Array, "B N T"]]:
-    """O = A / l and LSE = m + log l of whole rows; 0 and -inf where none is seen."""
+    """O = A / l and LSE = log(2) m + log l of whole rows; 0 and -inf where none is
+    seen."""
     m, l, total = state  # noqa: E741
     seen = l > 0
     l = jnp.where(seen, l, 1.0)  # noqa: E741
-    lse = jnp.where(seen, m + jnp.log(l), -jnp.inf)
+    lse = jnp.where(seen, m * LN_2 + jnp.log(l), -jnp.inf)
     return total / l.swapaxes(1, 2)[..., None], lse
+
+
+def _forward(query, key, value, static: local.Static, rules: Rules | None, **options):
+    given = {} if rules is None else rules._asdict()
+    given = {name: x for name, x in given.items() if x is not None}
+    return local.forward(
+        *(query, key, value, *given.values()),
+        static=static,
+        more=tuple((name, "") for name in given),
+        residual=False,
+        **options,
+    )
 
 
 def backward(
@@ -129,40 +140,75 @@ def backward(
     """
     static, rules = _static(query, key, value, scale, mask)
     query_count, key_count = query.shape[1], key.shape[1]
-    options: dict = {} if rules is None else {"mask": rules, "band": static.band}
-    options |= {
-        "query_count": query_count,
-        "key_count": key_count,
-        "scale": scale,
-        "is_causal": static.is_causal,
-    }
+    made = design.backward_of(
+        *(query.shape, value.shape, "hopper"),
+        is_causal=static.is_causal,
+        listed=rules is not None,
+    )
+    lengths = {"query_count": query_count, "key_count": key_count}
+    options: dict = {"scale": scale, "is_causal": static.is_causal, **lengths}
     # P = exp(S - LSE) of rows that see nothing is to be 0.
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
     dout = dout.astype(query.dtype)
     query, key, value, dout = map(local.pad_sequence, (query, key, value, dout))
     operands = query, key, value, dout, lse, excess
-    dquery = hopper_backward_dq.backward_dq(
-        *(*operands, jnp.zeros_like(excess), centre[:, :, None]),
-        tiling=static.tilings.backward_dq,
-        numbers=_range(key, value, dout, excess, key_count),
-        wide=True,
-        **options,
-    )
-    dkey, dvalue = hopper_backward_dkv.backward_dkv(
-        *operands, tiling=static.tilings.backward_dkv, wide=True, **options
-    )
-    dquery, dkey, dvalue, _ = varying_alike(dquery, dkey, dvalue, query)
+    inputs = local.INPUTS[jnp.dtype(key.dtype)]
+    scaled = _OPTIONS.halves_dq(inputs, "hopper")
+    numbers = None
+    if scaled:
+        numbers, _ = key_numbers(key, value, key_count, inputs, half=False)
+    if made == "fused":
+        gradients = hopper_backward_fused.backward_fused(
+            *(*operands, None, _range(numbers, dout, excess, key, centre)),
+            plan=static.tilings.backward_fused,
+            dq_dtype=jnp.dtype(jnp.float16) if scaled else query.dtype,
+            wide=True,
+            **options,
+        )
+    else:
+        if rules is not None:
+            options |= {"mask": rules, "band": static.band}
+        own = _range(numbers, dout, excess, key, None) if scaled else None
+        dquery = hopper_backward_dq.backward_dq(
+            *(*operands, jnp.zeros_like(excess), centre[:, :, None]),
+            tiling=static.tilings.backward_dq,
+            numbers=own,
+            wide=True,
+            **options,
+        )
+        dkey, dvalue = hopper_backward_dkv.backward_dkv(
+            *operands, tiling=static.tilings.backward_dkv, wide=True, **options
+        )
+        gradients = dquery, dkey, dvalue
+    dquery, dkey, dvalue, _ = varying_alike(*gradients, query)
     return dquery, dkey, dvalue
 
 
-def _range(key, value, dout, excess, key_count: int) -> Range | None:
-    """The powers of two of the part: |dS| <= |dO| |V| + |excess|, by norms."""
-    inputs = local.INPUTS[jnp.dtype(key.dtype)]
-    if not _OPTIONS.halves_dq(inputs, "hopper"):
-        return None
-    numbers, _ = key_numbers(key, value, key_count, inputs, half=False)
+def _range(
+    numbers: KeyNumbers | None,
+    dout: Float[Array, "B Tpad N D"],
+    excess: Float32[Array, "B N T"],
+    key: Float[Array, "B Spad K H"],
+    centre: Float32[Array, "B K H"] | None,
+) -> Range:
+    """The powers of two of the part: |dS| <= |dO| |V| + |excess|, by norms; for what
+    is left of its keys when a `centre`, which may be larger than they, comes off."""
     squares = jnp.square(dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
-    return range_of(numbers, squares, excess, key, centred=False)
+    scaled = numbers is not None
+    found = range_of(numbers, squares, excess, key, centred=False, scaled=scaled)
+    if centre is None:
+        return found
+    found = found._replace(centre=centre)
+    if not scaled:
+        return found
+    # w brings max |K| below 2^14; the centre's is as large, at most.
+    largest = jnp.abs(centre).max(axis=-1, keepdims=True)
+    exponent = FP16.max_exponent - 1 - jnp.frexp(largest)[1]
+    limit = jnp.ldexp(jnp.ones_like(largest), jnp.minimum(exponent, 100))
+    factor = jnp.where(
+        largest > 0, jnp.minimum(found.key_factor, limit), found.key_factor
+    )
+    return found._replace(key_factor=factor)
 
 
 def _static(query, key, value, scale, mask) -> tuple[local.Static, Rules | None]:
@@ -183,7 +229,7 @@ def _static(query, key, value, scale, mask) -> tuple[local.Static, Rules | None]
         band=Band(None, None) if by_itself else Band(*mask.band),
         soft_cap=None,
         out_dtype=jnp.dtype(jnp.float32),
-        backward="two_kernels",
+        backward=None,
         tilings=tilings,
         options=_OPTIONS,
     )

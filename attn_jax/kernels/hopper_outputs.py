@@ -1,0 +1,115 @@
+"""How a warpgroup of Hopper's forward kernel leaves the results of its rows."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float32
+
+from attn_jax.kernels.hopper_softmax import Softmax, State
+from attn_jax.kernels.tiles import GROUP, ROWS, along_rows, finite, read_tile, widen
+
+
+class Outputs(NamedTuple):
+    """Of 16 bits, by way of shared memory.
+
+    Attributes:
+      out_gmem, low_gmem: out and what rounding drops from it, or None.
+      out_smem, low_smem: tiles of the warpgroup. Of `stored` columns, for all there is,
+        where that is not the whole width.
+    """
+
+    out_gmem: Any
+    low_gmem: Any
+    out_smem: Any
+    low_smem: Any
+
+    def whole(self, out: jax.Array, b, n, rows) -> None:
+        """All columns at once."""
+        place = b, rows, n
+        # The stores of the tile before have been read out of shared memory.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        rounded = out.astype(self.out_gmem.dtype)
+        self.out_smem[...] = rounded
+        if self.low_gmem is not None:
+            self.low_smem[...] = (out - widen(rounded)).astype(rounded.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self.out_smem, self.out_gmem.at[place])
+        if self.low_gmem is not None:
+            plgpu.copy_smem_to_gmem(self.low_smem, self.low_gmem.at[place])
+
+    def in_parts(self, out: jax.Array, b, n, rows, stored: int) -> None:
+        """out and what rounding drops from it, by way of one small buffer."""
+        height, width = out.shape
+        for column in range(0, width, stored):
+            part = lax.slice(out, (0, column), (height, column + stored))
+            rounded = part.astype(self.out_gmem.dtype)
+            kept = [(self.out_gmem, rounded)]
+            if self.low_gmem is not None:
+                low = (part - widen(rounded)).astype(rounded.dtype)
+                kept.append((self.low_gmem, low))
+            for gmem, tile in kept:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self.out_smem[...] = tile
+                plgpu.commit_smem()
+                place = rows, n, pl.ds(column, stored)
+                plgpu.copy_smem_to_gmem(self.out_smem, gmem.at[b, *place])
+
+
+class Carried(NamedTuple):
+    """Rows over the keys so far, not yet divided: with logits S in units of log2
+
+        m = max S        l = sum of 2^(S - m)        A = sum of 2^(S - m) V
+
+    all FP32. Of no keys m is -inf, l and A are 0. In a kernel, where they lie.
+    """
+
+    row_max: Float32[Array, "B N T"]
+    row_sum: Float32[Array, "B N T"]
+    total: Float32[Array, "B T N D"]
+
+    def add(
+        self,
+        before: "Carried | None",
+        acc: jax.Array,
+        state: State,
+        softmax: Softmax,
+        unscale,
+        b,
+        n,
+        first_row,
+    ) -> None:
+        """Leaves here what was `before` and the keys of (acc, state), of some rows.
+
+        `unscale`: what the values of `acc` are multiplied by, but for P's scale.
+        """
+        rows, width = acc.shape
+        place = b, n, pl.ds(first_row, rows)
+        now = 2.0**-softmax.log2_scale
+        row_max, row_sum = state.row_max, state.row_sum.sum(axis=1) * now
+        if before is None:
+            self.row_max[place], self.row_sum[place] = row_max, row_sum
+            self.total[b, pl.ds(first_row, rows), n] = acc * (now * unscale)
+            return
+        m, l = (  # noqa: E741
+            plgpu.load(x.at[place], layout=ROWS, optimized=False)
+            for x in (before.row_max, before.row_sum)
+        )
+        larger = jnp.maximum(m, row_max)
+        base = finite(larger)
+        shrink, weight = jnp.exp2(m - base), jnp.exp2(row_max - base)
+        self.row_max[place] = larger
+        self.row_sum[place] = shrink * l + weight * row_sum
+        old_rows, new_rows = before.total.at[b, :, n], self.total.at[b, :, n]
+        # In groups of columns, for the registers.
+        shape = rows, GROUP
+        shrink, weight = (along_rows(x, shape) for x in (shrink, weight * now))
+        for column in range(0, width, GROUP):
+            part = lax.slice(acc, (0, column), (rows, column + GROUP))
+            old = read_tile(old_rows, first_row, column, shape)
+            columns = pl.ds(column, GROUP)
+            part = old * shrink + part * (weight * unscale)
+            new_rows[pl.ds(first_row, rows), columns] = part
