@@ -116,6 +116,7 @@ def forward(
     softmax = Softmax(
         *(unit, value.dtype, mask is not None, rescale_threshold, repeated_max_factor),
         log2_scale=0 if unscale is None else LOG2_P_SCALE,
+        whole_maxima=carries,
     )
     wide_out = out_dtype == jnp.float32
     keep_low = residual and not wide_out

@@ -64,7 +64,9 @@ class Carried(NamedTuple):
 
         m = max S        l = sum of 2^(S - m)        A = sum of 2^(S - m) V
 
-    all FP32. Of no keys m is -inf, l and A are 0. In a kernel, where they lie.
+    all FP32, and m rounded to a whole number: what is carried on is multiplied by
+    powers of two alone. Of no keys m is -inf, l and A are 0. In a kernel, where they
+    lie.
     """
 
     row_max: Float32[Array, "B N T"]

@@ -47,6 +47,9 @@ class Softmax(NamedTuple):
       blind_rows: whether a row may have seen nothing so far.
       rescale_threshold, repeated_max_factor: those of `Recipe`.
       log2_scale: log2 of its `probability_scale`, which P and l have.
+      whole_maxima: m is rounded to a whole number, so that every correction of what is
+        summed is a power of two, and exact, where the hardware's exp2 is off by some
+        2^-22. P is at most 2^(1/2) then.
     """
 
     unit: float
@@ -55,6 +58,7 @@ class Softmax(NamedTuple):
     rescale_threshold: float = 0.0
     repeated_max_factor: float | None = None
     log2_scale: int = 0
+    whole_maxima: bool = False
 
     def add(
         self, s: jax.Array, before: State | None, floor: jax.Array | None = None
@@ -67,6 +71,8 @@ class Softmax(NamedTuple):
         row_max = s.max(axis=1) * self.unit
         if self.repeated_max_factor is not None:
             row_max = self._raised(s, row_max, self.repeated_max_factor)
+        if self.whole_maxima:
+            row_max = lax.round(row_max, lax.RoundingMethod.TO_NEAREST_EVEN)
         m = floor if before is None else before.row_max
         if m is not None:
             larger = jnp.maximum(m, row_max)

@@ -77,8 +77,9 @@ def carry_on(
         m' = max(m, max S)      l' = 2^(m - m') l + sum 2^(S - m')
                                 A' = 2^(m - m') A + sum 2^(S - m') V
 
-    Before any keys (None) m is -inf, l and A are 0. The sums over these keys are made
-    as ever, from their own maximum, and added to what was there in the end.
+    with maxima rounded to whole numbers, so that the factors are exact. Before any keys
+    (None) m is -inf, l and A are 0. The sums over these keys are made as ever, from
+    their own maximum, and added to what was there in the end.
     """
     static, rules = _static(query, key, value, scale, mask)
     rows, more = query.shape[1], -query.shape[1] % static.tilings.forward.tile
