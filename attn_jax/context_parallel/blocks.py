@@ -1,7 +1,8 @@
 """Block-level attention: what context parallelism asks of an implementation.
 
-A block takes some queries and some keys that one `Mask` describes. It leaves O and LSE
-in FP32 (or FP64) forward, and takes LSE and delta of whole rows backward.
+A block takes some queries and some keys that one `Mask` describes, and the bias of
+their pairs if there is one. It leaves O and LSE in FP32 (or FP64) forward, and takes
+LSE and delta of whole rows backward.
 """
 
 import dataclasses
@@ -37,19 +38,36 @@ class Block(Protocol):
     def scale(self) -> float: ...
 
     def attention(
-        self, query: Array, key: Array, value: Array, mask: Mask, out_dtype: Any
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: Mask,
+        bias: Array | None,
+        out_dtype: Any,
     ) -> tuple[Array, Array]:
         """(out, LSE) of all keys at once, differentiable: the plain implementation."""
         ...
 
     def forward(
-        self, query: Array, key: Array, value: Array, mask: Mask
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: Mask,
+        bias: Array | None = None,
     ) -> tuple[Array, Array]:
         """(O, LSE) of these keys, unrounded; 0 and -inf where they are hidden."""
         ...
 
     def carry_on(
-        self, state: Any, query: Array, key: Array, value: Array, mask: Mask
+        self,
+        state: Any,
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: Mask,
+        bias: Array | None = None,
     ) -> tuple[Array, ...]:
         """(m, l, A) with these keys, for ring_merge 'carry'; of none (-inf, 0, 0)."""
         ...
@@ -68,6 +86,7 @@ class Block(Protocol):
         excess: Array,
         centre: Array | None,
         mask: Mask,
+        bias: Array | None = None,
     ) -> Partial:
         """What these keys bring to the gradients; `excess` is delta - dLSE."""
         ...
@@ -93,25 +112,31 @@ class Emulated:
     recipe: Recipe
     scale: float
 
-    def attention(self, query, key, value, mask, out_dtype):
+    def attention(self, query, key, value, mask, bias, out_dtype):
         return emulator.attention(
             *(query, key, value),
             recipe=self._alone,
+            bias=bias,
             mask=mask,
             scale=self.scale,
             out_dtype=out_dtype,
         )
 
-    def forward(self, query, key, value, mask):
+    def forward(self, query, key, value, mask, bias=None):
         return partial.forward(
-            query, key, value, recipe=self._alone, scale=self.scale, mask=mask
+            *(query, key, value),
+            recipe=self._alone,
+            scale=self.scale,
+            bias=bias,
+            mask=mask,
         )
 
-    def carry_on(self, state, query, key, value, mask):
+    def carry_on(self, state, query, key, value, mask, bias=None):
         return partial.carry_on(
             *(state, query, key, value),
             recipe=self._alone,
             scale=self.scale,
+            bias=bias,
             mask=mask,
         )
 
@@ -121,12 +146,13 @@ class Emulated:
             (m, l, total), query, recipe=self._alone, scale=self.scale
         )
 
-    def backward(self, query, key, value, dout, lse, excess, centre, mask):
+    def backward(self, query, key, value, dout, lse, excess, centre, mask, bias=None):
         del centre
         return partial.backward(
             *(query, key, value, dout, lse, excess),
             recipe=self._alone,
             scale=self.scale,
+            bias=bias,
             mask=mask,
         )
 
@@ -168,23 +194,30 @@ class Kernels:
     recipe: Recipe
     scale: float
 
-    def attention(self, query, key, value, mask, out_dtype):
+    def attention(self, query, key, value, mask, bias, out_dtype):
         from attn_jax.kernels import attention as kernels  # Imported on use: slow.
 
         return kernels.attention(
-            query, key, value, scale=self.scale, mask=mask, out_dtype=out_dtype
+            *(query, key, value),
+            scale=self.scale,
+            bias=bias,
+            mask=mask,
+            out_dtype=out_dtype,
         )
 
-    def forward(self, query, key, value, mask):
+    def forward(self, query, key, value, mask, bias=None):
         from attn_jax.kernels import partial as kernels
 
-        return kernels.forward(query, key, value, scale=self.scale, mask=mask)
+        return kernels.forward(
+            query, key, value, scale=self.scale, bias=bias, mask=mask
+        )
 
-    def carry_on(self, state, query, key, value, mask):
+    def carry_on(self, state, query, key, value, mask, bias=None):
         from attn_jax.kernels import partial as kernels
 
-        scale = self.scale
-        return kernels.carry_on(state, query, key, value, scale=scale, mask=mask)
+        return kernels.carry_on(
+            state, query, key, value, scale=self.scale, bias=bias, mask=mask
+        )
 
     def finished(self, state, query):
         from attn_jax.kernels import partial as kernels
@@ -192,16 +225,17 @@ class Kernels:
         del query
         return kernels.finished(state)
 
-    def backward(self, query, key, value, dout, lse, excess, centre, mask):
+    def backward(self, query, key, value, dout, lse, excess, centre, mask, bias=None):
         from attn_jax.kernels import partial as kernels
 
         found = kernels.backward(
             *(query, key, value, dout, lse, excess, centre),
             scale=self.scale,
+            bias=bias,
             mask=mask,
         )
-        dquery, dkey, dvalue = found
-        return Partial(dquery, dkey, dvalue, None, None, None)
+        dquery, dkey, dvalue, dbias = found
+        return Partial(dquery, dkey, dvalue, None, None, None, dbias)
 
     def nothing(self, query, key, value):
         dquery, dkey, dvalue = _zeros(self, query, key, value)

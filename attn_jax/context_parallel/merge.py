@@ -37,6 +37,7 @@ class Keys(NamedTuple):
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K D"]
     mask: Mask
+    bias: Float[Array, "#B #N #T #S"] | None = None
 
 
 Add = Callable[[RowArrays, Keys], RowArrays]

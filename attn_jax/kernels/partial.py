@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import (
     architecture,
+    hopper_backward_dbias,
     hopper_backward_dkv,
     hopper_backward_dq,
     local,
@@ -51,14 +52,14 @@ def forward(
     value: Float[Array, "B S K D"],
     *,
     scale: float,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
 ) -> tuple[Float32[Array, "B T N D"], Float32[Array, "B N T"]]:
     """O of these keys alone, unrounded, and LSE; 0 and -inf where none is seen."""
-    static, rules = _static(query, key, value, scale, mask)
-    names = () if rules is None else rules._asdict()
-    given = (
-        {} if rules is None else {n: x for n, x in zip(names, rules) if x is not None}
-    )
+    static, rules = _static(query, key, value, scale, mask, bias)
+    given = {} if rules is None else rules._asdict()
+    given |= {"bias": _as_read(bias)}
+    given = {name: x for name, x in given.items() if x is not None}
     out, lse = local.forward(
         *(query, key, value, *given.values()),
         static=static,
@@ -76,6 +77,7 @@ def carry_on(
     value: Float[Array, "B S K D"],
     *,
     scale: float,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
 ) -> State:
     """(m, l, A) after these keys, too: with O and L of them alone,
@@ -85,7 +87,7 @@ def carry_on(
 
     Before any keys m is -inf, l and A are 0.
     """
-    out, lse = forward(query, key, value, scale=scale, mask=mask)
+    out, lse = forward(query, key, value, scale=scale, bias=bias, mask=mask)
     m, l, total = state  # noqa: E741
     larger = jnp.maximum(m, lse)
     # Where nothing is seen yet any maximum will do: its factors are e^(-inf).
@@ -117,25 +119,31 @@ def backward(
     centre: Float32[Array, "B K H"],
     *,
     scale: float,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
 ) -> tuple[
-    Float32[Array, "B T N H"], Float32[Array, "B S K H"], Float32[Array, "B S K D"]
+    Float32[Array, "B T N H"],
+    Float32[Array, "B S K H"],
+    Float32[Array, "B S K D"],
+    Float32[Array, "#B #N #T #S"] | None,
 ]:
-    """What these keys bring to dQ, and what dK and dV of them are.
+    """What these keys bring to dQ, what dK and dV of them are, and dbias if there is a
+    bias.
 
     `lse` and `excess` (delta - dLSE) are those of whole rows. Each part of dQ is less
     rowsum(rounded dS) * centre, which over all keys comes to dLSE * centre in exact
     arithmetic: whoever adds them up adds scale * dLSE * centre.
     """
-    static, rules = _static(query, key, value, scale, mask)
+    static, rules = _static(query, key, value, scale, mask, bias)
+    bias = _as_read(bias)
     query_count, key_count = query.shape[1], key.shape[1]
     options: dict = {} if rules is None else {"mask": rules, "band": static.band}
-    options |= {
-        "query_count": query_count,
-        "key_count": key_count,
-        "scale": scale,
-        "is_causal": static.is_causal,
-    }
+    if bias is not None:
+        # One entry for each pair, but that batch and heads stay.
+        shape = *bias.shape[:2], query_count, key_count
+        options["bias"] = jnp.broadcast_to(bias, shape)
+    lengths = {"query_count": query_count, "key_count": key_count}
+    options |= {"scale": scale, "is_causal": static.is_causal} | lengths
     # P = exp(S - LSE) of rows that see nothing is to be 0.
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
     dout = dout.astype(query.dtype)
@@ -151,8 +159,18 @@ def backward(
     dkey, dvalue = hopper_backward_dkv.backward_dkv(
         *operands, tiling=static.tilings.backward_dkv, wide=True, **options
     )
-    dquery, dkey, dvalue, _ = varying_alike(dquery, dkey, dvalue, query)
-    return dquery, dkey, dvalue
+    dbias = None
+    if bias is not None:
+        assert rules is not None
+        dbias = hopper_backward_dbias.backward_dbias(
+            *(*operands, bias), scale=scale, mask=rules, band=static.band, **lengths
+        )
+    found = varying_alike(dquery, dkey, dvalue, dbias, query)
+    return found[0], found[1], found[2], found[3]
+
+
+def _as_read(bias: Array | None) -> Array | None:
+    return None if bias is None else bias.astype(local.bias_dtype(bias.dtype))
 
 
 def _range(key, value, dout, excess, key_count: int) -> Range | None:
@@ -165,8 +183,8 @@ def _range(key, value, dout, excess, key_count: int) -> Range | None:
     return range_of(numbers, squares, excess, key, centred=False)
 
 
-def _static(query, key, value, scale, mask) -> tuple[local.Static, Rules | None]:
-    by_itself = visibility.is_static(mask)
+def _static(query, key, value, scale, mask, bias) -> tuple[local.Static, Rules | None]:
+    by_itself = visibility.is_static(mask) and bias is None
     rules = None
     if not by_itself:
         rules = visibility.rules(mask, query.shape[0], query.shape[1], key.shape[1])
