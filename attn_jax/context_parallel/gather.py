@@ -51,7 +51,7 @@ def forward(static: Static, x: Local) -> tuple[Array, Array]:
 
 def backward(
     static: Static, x: Local, lse: Array, for_delta: Array, dout: Array, dlse: Array
-) -> tuple[Array, ...]:
+) -> tuple[Array | None, ...]:
     """dQ, dK, dV and dbias of this device's arrays, rounded once."""
     centre = static.block.centre(x.key, lambda y: lax.pmean(y, static.axis))
     rows, dlse = rows_of(static.block, dout, dlse, lse, for_delta, centre)
@@ -88,12 +88,14 @@ def _by_heads(static: Static, x: Local) -> list[Local]:
     def of_group(n: int) -> Local:
         own = slice(n * of_query, (n + 1) * of_query)
         keys = slice(n * stride, (n + 1) * stride)
-        for_all = x.bias is None or x.bias.shape[1] == 1
+        bias = x.bias
+        if bias is not None and bias.shape[1] > 1:
+            bias = bias[:, own]
         return x._replace(
             query=x.query[:, :, own],
             key=x.key[:, :, keys],
             value=x.value[:, :, keys],
-            bias=x.bias if for_all else x.bias[:, own],
+            bias=bias,
         )
 
     return [of_group(n) for n in range(heads // stride)]

@@ -101,7 +101,7 @@ def rows_of(
 
 def gradients(
     block: Block, total: Partial, rows: Rows, dlse: Array, inputs
-) -> tuple[Array, ...]:
+) -> tuple[Array | None, ...]:
     """dQ, dK and dV of the summed parts, each rounded once as `gradient` says, and
     dbias, which is rounded to its type by who widened the bias."""
     dquery = block.dquery(total, dlse, rows.centre)

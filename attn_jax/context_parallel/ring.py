@@ -54,7 +54,7 @@ def forward(static: Static, x: Local) -> Rows:
 
 def backward(
     static: Static, x: Local, lse: Array, for_delta: Array, dout: Array, dlse: Array
-) -> tuple[Array, ...]:
+) -> tuple[Array | None, ...]:
     """dQ, dK, dV and dbias of this device's arrays, rounded once."""
     block, shards = static.block, static.shards
     recipe = block.recipe

@@ -103,14 +103,14 @@ def attention(
 
     Args:
       bias: added to the scaled logits; -inf hides a key. Rows are this device's
-        queries, columns the L keys of the whole sequence in the layout's order, shard
-        after shard: whole rows travel nowhere. An axis of size one is one entry for
-        all: of the batch, the heads, this device's queries, or the keys. Its gradient
-        is made where the bias is and sent nowhere, summed in FP32 over such axes (and
-        over devices that had the same one by `shard_map`'s `check_vma`) and rounded
-        once, to its type. Under `ulysses` heads of a bias are dealt for rows, in FP32
-        at least, or, where it is one for all heads, rows are gathered; a row for all of
-        a device's queries becomes one for each.
+        queries, in the layout's order, columns all L keys of the sequence, shard after
+        shard (`to_layout` over axes 2 and 3). As on one device an axis of size one is
+        one entry for all: of the batch, the heads, the queries here, the keys. Its
+        gradient is summed in FP32 and rounded once, to its type; `partials` and `wire`
+        do not touch it. Neither is sent anywhere, but that `shard_map` adds up the
+        gradients of a bias that all devices have, and that under Ulysses its heads are
+        dealt for rows (one for all heads: rows are gathered), in FP32, and a row for
+        all queries of a device becomes one for each.
       scale: of the logits; 1 / sqrt(H) if None.
       implementation: of parts. `pallas`, our kernels (`kernels.partial`: Hopper), with
         the mean of all keys as dQ's centre, hidden or not; `emulated`, a recipe in
@@ -189,9 +189,9 @@ def _alone(
     given: "Checked", layout: Layout, shards: int, *arrays: Any
 ) -> tuple[Array, Array]:
     """The plain implementation on whole sequences that lie in the order of a layout."""
-    *arrays, bias = arrays
+    *rest, bias = arrays
     laid_out: list[Any] = [
-        None if x is None else from_layout(x, shards, layout) for x in arrays
+        None if x is None else from_layout(x, shards, layout) for x in rest
     ]
     query, key, value, query_ids, key_ids = laid_out
     bias = pairs_in(from_layout, bias, shards, layout)
@@ -223,11 +223,11 @@ def _bias_for_positions(axis: str, bias: Array | None, queries: int) -> Array | 
     if bias is None or _size(axis) == 1:
         return bias
     if bias.shape[1] == 1:
-        bias = lax.all_gather(bias, axis, axis=2, tiled=True)
+        rows = lax.all_gather(bias, axis, axis=2, tiled=True)
     else:
-        bias = lax.all_to_all(bias, axis, split_axis=1, concat_axis=2, tiled=True)
+        rows = lax.all_to_all(bias, axis, split_axis=1, concat_axis=2, tiled=True)
     # Where a device had one row for all its queries it is one for each of them.
-    return jnp.repeat(bias, queries * _size(axis) // bias.shape[2], axis=2)
+    return jnp.repeat(rows, queries * _size(axis) // rows.shape[2], axis=2)
 
 
 def _sharded(static: Static, query, key, value, query_ids, key_ids, bias):

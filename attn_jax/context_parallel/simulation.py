@@ -24,8 +24,8 @@ from attn_jax.context_parallel.layouts import (
 from attn_jax.context_parallel.local import (
     Static,
     gradients,
-    keys_in,
     kept_bias,
+    keys_in,
     packed,
     pairs_in,
     returned,
