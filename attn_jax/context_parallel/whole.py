@@ -68,8 +68,8 @@ def dot_product_attention(
     mesh of this process's devices; with `return_residual` LSE, too, in FP32.
 
     Arguments up to `return_residual` mean what they mean in
-    `jax.nn.dot_product_attention`; lengths become segment ids. The others are those of
-    `sharded.attention`, and
+    `jax.nn.dot_product_attention`; lengths become segment ids, and any axis of a bias
+    may have size one. The others are those of `sharded.attention`, and
 
     Args:
       shards: devices that the sequence is cut between; all that there are if None.

@@ -1,8 +1,8 @@
 """Attention over some of the keys, for those who put the parts together themselves.
 
-The kernels of `attention`, but that O, dQ, dK and dV are FP32, and that LSE and delta,
+The kernels of `attention`, but that O and gradients are FP32, and that LSE and delta,
 of whole rows, are given. For Hopper, for now. Where it rounds is said in
-`hopper_forward`, `hopper_backward_dq` and `hopper_backward_dkv`: O has P in FP16, as
+`hopper_forward` and `hopper_backward_dq`, `_dkv` and `_dbias`: O has P in FP16, as
 where attention is differentiated, and dQ has dS and K in FP16, each scaled into its
 range by a power of two for the part. From part to part go the running maximum m, sum l
 and weighted sum A of whole rows, in FP32: no LSE is rounded but that of a part.
