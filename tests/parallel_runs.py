@@ -23,7 +23,8 @@ def mesh_of(shards: int, strategy: str) -> Mesh:
 
 
 def sharded(shards: int, strategy: str, layout: str, *, ids=None, **options):
-    """attention(q, k, v) of whole arrays, dealt to devices in the layout's order."""
+    """attention(q, k, v, bias=None) of whole arrays, dealt to devices in the layout's
+    order."""
     mesh = mesh_of(shards, strategy)
     axis = mesh.axis_names if len(mesh.axis_names) > 1 else mesh.axis_names[0]
     rows, lse = P(None, mesh.axis_names), P(None, None, mesh.axis_names)
@@ -35,21 +36,27 @@ def sharded(shards: int, strategy: str, layout: str, *, ids=None, **options):
         **options,
     )
 
-    def local(q, k, v, ids):
+    def local(q, k, v, bias, ids):
         given = {} if ids is None else dict(zip(_IDS, ids, strict=True))
-        return attend(q, k, v, **given)
+        return attend(q, k, v, bias=bias, **given)
 
-    run = jax.shard_map(
-        local, mesh=mesh, in_specs=(rows, rows, rows, rows), out_specs=(rows, lse)
-    )
-
-    def whole(q, k, v):
+    def whole(q, k, v, bias=None):
+        for_all = bias is None or bias.shape[2] == 1
+        run = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(rows, rows, rows, P() if for_all else lse, rows),
+            out_specs=(rows, lse),
+        )
         to = functools.partial(context_parallel.to_layout, shards=shards, layout=layout)
         back = functools.partial(
             context_parallel.from_layout, shards=shards, layout=layout
         )
-        out, lse = run(to(q), to(k), to(v), jax.tree.map(to, ids))
-        return back(out), back(lse, axis=2)
+        for axis in (2, 3):
+            if bias is not None and bias.shape[axis] > 1:
+                bias = to(bias, axis=axis)
+        out, rows_lse = run(to(q), to(k), to(v), bias, jax.tree.map(to, ids))
+        return back(out), back(rows_lse, axis=2)
 
     return whole
 
@@ -59,22 +66,21 @@ _IDS = "query_segment_ids", "key_value_segment_ids"
 
 def simulated(shards: int, strategy: str, layout: str, *, ids=None, **options):
     given = {} if ids is None else dict(zip(_IDS, ids, strict=True))
-    return functools.partial(
-        context_parallel.simulate,
-        shards=shards,
-        strategy=strategy,
-        layout=layout,
-        **given,
-        **options,
-    )
+    given |= dict(shards=shards, strategy=strategy, layout=layout)
+
+    def whole(q, k, v, bias=None):
+        return context_parallel.simulate(q, k, v, bias=bias, **given, **options)
+
+    return whole
 
 
 def both_passes(attend):
-    """(out, LSE, dQ, dK, dV) of (q, k, v, dO, dLSE), compiled."""
+    """(out, LSE, dQ, dK, dV) of (q, k, v, dO, dLSE), compiled; with a bias, too, and
+    dbias."""
 
     @jax.jit
-    def run(q, k, v, dout, dlse):
-        results, pullback = jax.vjp(attend, q, k, v)
+    def run(q, k, v, dout, dlse, *bias):
+        results, pullback = jax.vjp(attend, q, k, v, *bias)
         return *results, *pullback((dout.astype(results[0].dtype), dlse))
 
     return run
@@ -90,8 +96,8 @@ def arrays(query_shape, key_shape, dtype, seed=0):
     )
 
 
-def exact(given, *, is_causal=False, local_window_size=None, ids=None):
-    """(out, LSE, dQ, dK, dV) in FP64."""
+def exact(given, bias=None, *, is_causal=False, local_window_size=None, ids=None):
+    """(out, LSE, dQ, dK, dV) in FP64; with a bias, too, and dbias."""
     mask = Mask(is_causal, local_window_size)
     if ids is not None:
         mask = Mask(
@@ -100,4 +106,5 @@ def exact(given, *, is_causal=False, local_window_size=None, ids=None):
             query_segment_ids=ids[0],
             key_value_segment_ids=ids[1],
         )
-    return reference.golden(*given, mask=mask)[:5]
+    found = reference.golden(*given, bias=bias, mask=mask)
+    return found[:5] if bias is None else found[:6]

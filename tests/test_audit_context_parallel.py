@@ -48,12 +48,13 @@ def test_a_ring_is_trustworthy_and_refuses_what_it_cannot_cut():
         adapter=dataclasses.replace(adapter(), shards=2),
         shapes=[SHAPE, RAGGED],
         families=["normal", "outlier"],
-        masks=["full", "causal"],
+        masks=["full", "causal", "bias"],
         against=[ATTN_JAX],
     )
     assert report.verdict == "trustworthy" and report.exit_code == 0, report.findings
     cells = {(c.query_length, c.mask): c for c in report.cells}
     assert {c.status for c in report.cells if c.query_length == 128} == {"measured"}
+    assert "dbias" in cells[128, "bias"].errors
     for mask in ("full", "causal"):
         refused = cells[100, mask]
         assert refused.status == "not taken"

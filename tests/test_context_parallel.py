@@ -327,7 +327,7 @@ def test_lse_far_apart_are_merged(way):
     class Given(Emulated):
         """Whose forward pass gives what it is handed for keys."""
 
-        def forward(self, query, key, value, mask):
+        def forward(self, query, key, value, mask, bias=None):
             return parts[int(key[0, 0, 0, 0])]
 
     def visit(add, so_far):

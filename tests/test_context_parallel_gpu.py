@@ -4,10 +4,12 @@ put together on one card, against FP64, and one shard against the plain kernels.
 import functools
 import math
 from typing import Any
+from unittest.mock import patch
 
 import chex
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -16,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from attn_jax import context_parallel, reference
 from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
+from attn_jax.audit.mask_cases import Bias, Case, bias_gradient_bound
 from attn_jax.formats import BF16
 from attn_jax.kernels import design
 from attn_jax.kernels.attention import attention
@@ -34,11 +37,12 @@ def _inputs(family: str, head_dim: int):
 
 
 def _results(attend, inputs):
-    """(out, LSE, dQ, dK, dV), twice: to the same last bit."""
+    """(out, LSE, dQ, dK, dV), twice: to the same last bit; with a bias behind the
+    inputs, too, and dbias."""
 
     @jax.jit
-    def both(query, key, value, dout, dlse):
-        results, pullback = jax.vjp(attend, query, key, value)
+    def both(query, key, value, dout, dlse, *bias):
+        results, pullback = jax.vjp(attend, query, key, value, *bias)
         return *results, *pullback((dout, dlse))
 
     first = jax.device_get(both(*inputs))
@@ -123,6 +127,46 @@ def in_one_pass(monkeypatch) -> None:
     monkeypatch.setattr(design, "LEAST_SHARE", 0.0)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "layout", "is_causal", "shape"),
+    [
+        ("ring", "zigzag", True, (1, 1, T, T)),
+        ("ring", "striped", True, (1, N, 1, T)),
+        ("all_gather", "contiguous", False, (1, N, T, T)),
+    ],
+)
+def test_a_bias_is_as_good_as_on_one_device(strategy, layout, is_causal, shape):
+    inputs = _inputs("normal", 128)
+    bias = 2 * np.random.default_rng(2).standard_normal(shape)
+    bias[..., 40:1100] = -np.inf
+    bias = bias.astype(ml_dtypes.bfloat16)
+    options = dict(strategy=strategy, layout=layout, is_causal=is_causal)
+
+    def attend(query, key, value, bias):
+        return context_parallel.simulate(
+            *(query, key, value),
+            bias=bias,
+            shards=4,
+            implementation="pallas",
+            **options,
+        )
+
+    out, lse, *gradients, dbias = _results(attend, (*inputs, bias))
+    mask = Mask(is_causal=is_causal)
+    exact = reference.golden(*inputs, bias=bias, mask=mask)
+    wanted = exact.out, exact.dquery, exact.dkey, exact.dvalue
+    # As above.
+    bars = 1.7, math.hypot(1, 2 * 2.0**-3), 1.7, 1.7
+    for got, want, bar in zip((out, *gradients), wanted, bars, strict=True):
+        assert unit_error(got, want, BF16) <= bar
+    atol = 20 * (128 + T) * 2.0**-24
+    np.testing.assert_allclose(lse, exact.lse, rtol=0, atol=atol)
+    case = Case(mask, 128, bias=Bias(shape, "bfloat16"))
+    with patch.object(Bias, "array", lambda self: bias):
+        bound = bias_gradient_bound(case, inputs[:4], inputs[4])
+    assert (np.abs(dbias.astype(np.float64) - exact.dbias) <= bound).all()
+
+
 @pytest.mark.usefixtures("in_one_pass")
 @pytest.mark.parametrize("family", ["normal", "sink"])
 def test_no_error_grows_with_the_shards(family):
@@ -194,9 +238,13 @@ def test_no_error_grows_with_the_gpus_of_a_host(devices, strategy, family):
     _check_gate(_errors(whole, inputs, exact), _errors(alone, inputs, exact))
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
-def test_one_shard_is_the_plain_kernel(strategy):
+def test_one_shard_is_the_plain_kernel(strategy, biased):
     inputs = _inputs("uniform", 128)
+    if biased:
+        bias = np.random.default_rng(2).standard_normal((1, 1, T, T))
+        inputs += (bias.astype(ml_dtypes.bfloat16),)
     mesh = Mesh(np.asarray(jax.devices()[:1]), ("seq",))
 
     def sharded(*given: Any):
@@ -208,12 +256,21 @@ def test_one_shard_is_the_plain_kernel(strategy):
             implementation="pallas",
         )
         specs = P(None, "seq"), P(None, None, "seq")
+
+        def local(query, key, value, bias=None):
+            return attend(query, key, value, bias=bias)
+
         run = jax.shard_map(
-            attend, mesh=mesh, in_specs=specs[0], out_specs=specs, check_vma=False
+            local,
+            mesh=mesh,
+            in_specs=(*(specs[0],) * 3, specs[1])[: len(given)],
+            out_specs=specs,
+            check_vma=False,
         )
         return run(*given)
 
-    def whole(query, key, value):
-        return attention(query, key, value, scale=128**-0.5, mask=Mask(is_causal=True))
+    def whole(query, key, value, bias=None):
+        mask = Mask(is_causal=True)
+        return attention(query, key, value, scale=128**-0.5, bias=bias, mask=mask)
 
     chex.assert_trees_all_equal(_results(sharded, inputs), _results(whole, inputs))

@@ -1,12 +1,12 @@
 """Context parallelism on the Hopper kernels, without a GPU: parts that the interpreter
 computes, and programs compiled for four H200s."""
 
-import functools
 import math
 from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from attn_jax import context_parallel, reference
 from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
+from attn_jax.audit.mask_cases import Bias, Case, bias_gradient_bound
 from attn_jax.context_parallel import sharded
 from attn_jax.formats import BF16
 from attn_jax.kernels import design, partial
@@ -48,27 +49,37 @@ def _inputs(family: str):
     return *make_inputs(family, 0, Shape(1, T, T, N, K, H)), dlse
 
 
-def _interpreted(
-    family: str, layout: str, documents: np.ndarray | None, one_pass: bool
-):
-    """(out, LSE, dQ, dK, dV) of two shards; with `one_pass` dQ, dK and dV of a part are
-    made by one kernel where it takes the mask, though the parts do not fill a card."""
+def _bias() -> np.ndarray:
+    """One for both heads, of the size of logits; keys 40 to 99 are hidden from most
+    queries, and query 130 sees nothing."""
+    bias = 2 * np.random.default_rng(2).standard_normal((1, 1, T, T))
+    bias[..., 128:, 40:100] = bias[..., 130, :] = -np.inf
+    return bias.astype(ml_dtypes.bfloat16)
+
+
+def _interpreted(family: str, layout: str, documents, bias=None, one_pass=False):
+    """(out, LSE, dQ, dK, dV) of two shards; with a bias, too, and dbias. With
+    `one_pass` dQ, dK and dV of a part are made by one kernel where it takes the mask,
+    though the parts do not fill a card."""
     ids = {}
     if documents is not None:
         names = "query_segment_ids", "key_value_segment_ids"
         ids = dict.fromkeys(names, jnp.asarray(documents))
 
     @jax.jit
-    def both(query, key, value, dout, dlse):
-        attend = functools.partial(
-            context_parallel.simulate,
-            shards=2,
-            layout=layout,
-            is_causal=True,
-            implementation="pallas",
-            **ids,
-        )
-        results, pullback = jax.vjp(attend, query, key, value)
+    def both(query, key, value, dout, dlse, bias):
+        def attend(query, key, value, bias):
+            return context_parallel.simulate(
+                *(query, key, value),
+                bias=bias,
+                shards=2,
+                layout=layout,
+                is_causal=True,
+                implementation="pallas",
+                **ids,
+            )
+
+        results, pullback = jax.vjp(attend, query, key, value, bias)
         return *results, *pullback((dout, dlse))
 
     share = 0.0 if one_pass else design.LEAST_SHARE
@@ -78,27 +89,40 @@ def _interpreted(
         made_for("hopper"),
         interpreted(),
     ):
-        return jax.device_get(both(*_inputs(family)))
+        return jax.device_get(both(*_inputs(family), bias))
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "packed", "one_pass"),
+    ("family", "layout", "more"),
     [
-        ("uniform", "zigzag", False, True),
-        pytest.param("uniform", "zigzag", False, False, marks=pytest.mark.thorough),
-        pytest.param("normal", "striped", True, False, marks=pytest.mark.thorough),
-        pytest.param("normal", "contiguous", False, True, marks=pytest.mark.thorough),
+        ("uniform", "zigzag", "one pass"),
+        ("normal", "contiguous", "bias"),
+        pytest.param("uniform", "zigzag", "", marks=pytest.mark.thorough),
+        pytest.param("normal", "striped", "documents", marks=pytest.mark.thorough),
+        pytest.param("normal", "contiguous", "one pass", marks=pytest.mark.thorough),
+        pytest.param("normal", "zigzag", "bias", marks=pytest.mark.thorough),
     ],
 )
-def test_parts_of_the_kernels_are_put_together(family, layout, packed, one_pass):
-    documents = np.arange(T, dtype=np.int32)[None] // 100 if packed else None
-    out, lse, *gradients = in_child_process(
-        *(_interpreted, family, layout, documents, one_pass), seconds=TIME_LIMIT
+def test_parts_of_the_kernels_are_put_together(family, layout, more):
+    documents = None
+    if more == "documents":
+        documents = np.arange(T, dtype=np.int32)[None] // 100
+    bias = _bias() if more == "bias" else None
+    out, lse, *gradients, dbias = in_child_process(
+        *(_interpreted, family, layout, documents, bias, more == "one pass"),
+        seconds=TIME_LIMIT,
     )
     mask = Mask(
         is_causal=True, query_segment_ids=documents, key_value_segment_ids=documents
     )
-    exact = reference.golden(*_inputs(family), mask=mask)
+    inputs = _inputs(family)
+    exact = reference.golden(*inputs, bias=bias, mask=mask)
+    if bias is not None:
+        case = Case(mask, H, bias=Bias(bias.shape, "bfloat16"))
+        with patch.object(Bias, "array", lambda self: bias):
+            bound = bias_gradient_bound(case, inputs[:4], inputs[4])
+        assert dbias.dtype == bias.dtype and exact.dbias is not None
+        assert (np.abs(dbias.astype(np.float64) - exact.dbias) <= bound).all()
     # The bar of the kernels themselves; dQ has its final rounding, and dS's and K's,
     # which have three bits more.
     wanted = exact.out, exact.dquery, exact.dkey, exact.dvalue
@@ -218,24 +242,75 @@ def test_a_program_for_gpus_sends_what_it_must(strategy, layout, messages):
     assert "mosaic" in program.hlo
 
 
-def _wide_gradients(head_dim: int) -> Program:
+def _wide_gradients(head_dim: int, bias_dtype: str | None) -> Program:
     query = jax.ShapeDtypeStruct((1, 1000, 4, head_dim), "bfloat16")
     key = jax.ShapeDtypeStruct((1, 1100, 2, head_dim), "bfloat16")
     rows = jax.ShapeDtypeStruct((1, 4, 1000), "float32")
     centre = jax.ShapeDtypeStruct((1, 2, head_dim), "float32")
-    run = functools.partial(partial.backward, scale=0.1, mask=Mask(is_causal=True))
-    return gpu_compiler.compiled(run, query, key, key, query, rows, rows, centre)
+    operands = query, key, key, query, rows, rows, centre
+    if bias_dtype is not None:
+        operands += (jax.ShapeDtypeStruct((1, 1, 1000, 1100), bias_dtype),)
+
+    def run(*operands):
+        *operands, bias = *operands, *(None,) * (8 - len(operands))
+        mask = Mask(is_causal=True)
+        return partial.backward(*operands, scale=0.1, bias=bias, mask=mask)
+
+    return gpu_compiler.compiled(run, *operands)
 
 
 @pytest.mark.usefixtures("compile_extra")
 @pytest.mark.parametrize(
-    "head_dim", [128, pytest.param(64, marks=pytest.mark.thorough)]
+    ("head_dim", "bias_dtype"),
+    [
+        (128, None),
+        (128, "bfloat16"),
+        pytest.param(64, None, marks=pytest.mark.thorough),
+        pytest.param(64, "float32", marks=pytest.mark.thorough),
+    ],
 )
-def test_gradients_in_fp32_spill_nothing(head_dim):
-    program = in_child_process(_wide_gradients, head_dim, seconds=TIME_LIMIT)
-    assert {k.name: k.spilled_bytes for k in program.kernels} == {
-        "attention_backward_dq": 0,
-        "attention_backward_dkv": 0,
-        "attention_key_numbers": 0,
-    }
+def test_gradients_in_fp32_spill_nothing(head_dim, bias_dtype):
+    program = in_child_process(
+        _wide_gradients, head_dim, bias_dtype, seconds=TIME_LIMIT
+    )
+    names = {"attention_backward_dq", "attention_backward_dkv", "attention_key_numbers"}
+    names |= set() if bias_dtype is None else {"attention_backward_dbias"}
+    assert {k.name: k.spilled_bytes for k in program.kernels} == dict.fromkeys(names, 0)
     assert not any(k.serialised for k in program.kernels)
+
+
+def _in_one_pass() -> Program:
+    query = jax.ShapeDtypeStruct((1, 4096, 32, 128), "bfloat16")
+    key = jax.ShapeDtypeStruct((1, 4096, 8, 128), "bfloat16")
+    rows = jax.ShapeDtypeStruct((1, 32, 4096), "float32")
+    centre = jax.ShapeDtypeStruct((1, 8, 128), "float32")
+    run = functools.partial(partial.backward, scale=0.1, mask=Mask(is_causal=True))
+    return gpu_compiler.compiled(run, query, key, key, query, rows, rows, centre)
+
+
+def _carrying() -> Program:
+    query = jax.ShapeDtypeStruct((1, 4096, 32, 128), "bfloat16")
+    key = jax.ShapeDtypeStruct((1, 4096, 8, 128), "bfloat16")
+    rows = jax.ShapeDtypeStruct((1, 32, 4096), "float32")
+    total = jax.ShapeDtypeStruct((1, 4096, 32, 128), "float32")
+
+    def run(m, l, total, query, key, value):  # noqa: E741
+        return partial.carry_on((m, l, total), query, key, value, scale=0.1)
+
+    return gpu_compiler.compiled(run, rows, rows, total, query, key, key)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("compile_extra")
+@pytest.mark.parametrize(
+    ("program", "kernel", "spilled"),
+    # Two addresses of FP32 results, which 16-bit ones, stored by TMA, do not have.
+    [
+        (_in_one_pass, "attention_backward_fused", 24),
+        (_carrying, "attention_forward", 0),
+    ],
+)
+def test_kernels_of_parts_of_a_useful_size(program, kernel, spilled):
+    found = in_child_process(program, seconds=TIME_LIMIT)
+    (made,) = (k for k in found.kernels if k.name == kernel)
+    assert made.spilled_bytes <= spilled and not made.serialised

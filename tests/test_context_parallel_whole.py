@@ -11,7 +11,7 @@ import pytest
 from attn_jax import context_parallel, reference
 from attn_jax.mask import Mask
 from attn_jax.recipe import EXACT_FP64
-from tests.parallel_runs import arrays, both_passes
+from tests.parallel_runs import arrays, both_passes, exact
 
 B, T, S, N, K, H = 2, 16, 32, 4, 2, 4
 QUERY, KEY = (B, T, N, H), (B, S, K, H)
@@ -25,9 +25,9 @@ IDS = tuple(
 
 
 def attend(**options):
-    def of(query, key, value):
+    def of(query, key, value, bias=None):
         out, lse = context_parallel.dot_product_attention(
-            query, key, value, return_residual=True, **options
+            query, key, value, bias, return_residual=True, **options
         )
         return out, lse.swapaxes(1, 2)
 
@@ -36,6 +36,20 @@ def attend(**options):
 
 LAST = "query_seq_lengths", "key_value_seq_lengths"
 NAMES = "query_segment_ids", "key_value_segment_ids"
+
+
+@pytest.mark.parametrize("rows", [T, 1])
+@pytest.mark.parametrize(
+    ("strategy", "simulated"), [("ring", True), ("ulysses", False)]
+)
+def test_it_takes_a_bias(strategy, simulated, rows, x64):
+    given = arrays(QUERY, KEY, jnp.float64)
+    bias = jnp.asarray(np.random.default_rng(2).standard_normal((1, N, rows, S)))
+    options = dict(strategy=strategy, layout="zigzag", shards=2, simulated=simulated)
+    run = both_passes(attend(recipe=EXACT_FP64, **options))
+    chex.assert_trees_all_close(
+        run(*given, bias), exact(given, bias), rtol=BOUND, atol=BOUND
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +95,7 @@ def test_all_devices_are_taken_and_out_may_come_alone():
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        (dict(bias=np.zeros((1, N, T, S))), NotImplementedError, "takes no bias"),
+        (dict(mask=np.ones((1, N, T, S), bool)), NotImplementedError, "takes no mask"),
         (dict(shards=9), ValueError, "from 1 to the 8 devices .* got 9; simulated"),
         (dict(simulated=True), ValueError, "takes the number of shards"),
         (dict(shards=3), NotImplementedError, "needs a multiple of 3 positions"),

@@ -1,7 +1,8 @@
 """Block-level attention: what context parallelism asks of an implementation.
 
-A block takes some queries and some keys that one `Mask` describes. It leaves O and LSE
-in FP32 (or FP64) forward, and takes LSE and delta of whole rows backward.
+A block takes some queries and some keys that one `Mask` describes, and the bias of
+their pairs if there is one. It leaves O and LSE in FP32 (or FP64) forward, and takes
+LSE and delta of whole rows backward.
 """
 
 import dataclasses
@@ -61,13 +62,24 @@ class Block(Protocol):
     def scale(self) -> float: ...
 
     def attention(
-        self, query: Array, key: Array, value: Array, mask: Mask, out_dtype: Any
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: Mask,
+        bias: Array | None,
+        out_dtype: Any,
     ) -> tuple[Array, Array]:
         """(out, LSE) of all keys at once, differentiable: the plain implementation."""
         ...
 
     def forward(
-        self, query: Array, key: Array, value: Array, mask: Mask
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: Mask,
+        bias: Array | None = None,
     ) -> tuple[Array, Array]:
         """(O, LSE) of these keys, unrounded; 0 and -inf where they are hidden."""
         ...
@@ -79,6 +91,7 @@ class Block(Protocol):
         key: Array,
         value: Array,
         mask: Mask,
+        bias: Array | None = None,
         *,
         nothing: bool,
     ) -> tuple[Array, ...]:
@@ -100,6 +113,7 @@ class Block(Protocol):
         excess: Array,
         centre: Array | None,
         mask: Mask,
+        bias: Array | None = None,
     ) -> Partial:
         """What these keys bring to the gradients; `excess` is delta - dLSE."""
         ...
@@ -125,26 +139,32 @@ class Emulated:
     recipe: Recipe
     scale: float
 
-    def attention(self, query, key, value, mask, out_dtype):
+    def attention(self, query, key, value, mask, bias, out_dtype):
         return emulator.attention(
             *(query, key, value),
             recipe=self._alone,
+            bias=bias,
             mask=mask,
             scale=self.scale,
             out_dtype=out_dtype,
         )
 
-    def forward(self, query, key, value, mask):
+    def forward(self, query, key, value, mask, bias=None):
         return partial.forward(
-            query, key, value, recipe=self._alone, scale=self.scale, mask=mask
+            *(query, key, value),
+            recipe=self._alone,
+            scale=self.scale,
+            bias=bias,
+            mask=mask,
         )
 
-    def carry_on(self, state, query, key, value, mask, *, nothing):
+    def carry_on(self, state, query, key, value, mask, bias=None, *, nothing):
         del nothing
         return partial.carry_on(
             *(state, query, key, value),
             recipe=self._alone,
             scale=self.scale,
+            bias=bias,
             mask=mask,
         )
 
@@ -154,12 +174,13 @@ class Emulated:
             (m, l, total), query, recipe=self._alone, scale=self.scale
         )
 
-    def backward(self, query, key, value, dout, lse, excess, centre, mask):
+    def backward(self, query, key, value, dout, lse, excess, centre, mask, bias=None):
         del centre
         return partial.backward(
             *(query, key, value, dout, lse, excess),
             recipe=self._alone,
             scale=self.scale,
+            bias=bias,
             mask=mask,
         )
 
@@ -201,23 +222,31 @@ class Kernels:
     recipe: Recipe
     scale: float
 
-    def attention(self, query, key, value, mask, out_dtype):
+    def attention(self, query, key, value, mask, bias, out_dtype):
         from attn_jax.kernels import attention as kernels  # Imported on use: slow.
 
         return kernels.attention(
-            query, key, value, scale=self.scale, mask=mask, out_dtype=out_dtype
+            *(query, key, value),
+            scale=self.scale,
+            bias=bias,
+            mask=mask,
+            out_dtype=out_dtype,
         )
 
-    def forward(self, query, key, value, mask):
+    def forward(self, query, key, value, mask, bias=None):
         from attn_jax.kernels import partial as kernels
 
-        return kernels.forward(query, key, value, scale=self.scale, mask=mask)
+        return kernels.forward(
+            query, key, value, scale=self.scale, bias=bias, mask=mask
+        )
 
-    def carry_on(self, state, query, key, value, mask, *, nothing):
+    def carry_on(self, state, query, key, value, mask, bias=None, *, nothing):
         from attn_jax.kernels import partial as kernels
 
         state, scale = None if nothing else state, self.scale
-        return kernels.carry_on(state, query, key, value, scale=scale, mask=mask)
+        return kernels.carry_on(
+            state, query, key, value, scale=scale, bias=bias, mask=mask
+        )
 
     def finished(self, state, query):
         from attn_jax.kernels import partial as kernels
@@ -225,16 +254,17 @@ class Kernels:
         del query
         return kernels.finished(state)
 
-    def backward(self, query, key, value, dout, lse, excess, centre, mask):
+    def backward(self, query, key, value, dout, lse, excess, centre, mask, bias=None):
         from attn_jax.kernels import partial as kernels
 
         found = kernels.backward(
             *(query, key, value, dout, lse, excess, centre),
             scale=self.scale,
+            bias=bias,
             mask=mask,
         )
-        dquery, dkey, dvalue = found
-        return Partial(dquery, dkey, dvalue, None, None, None)
+        dquery, dkey, dvalue, dbias = found
+        return Partial(dquery, dkey, dvalue, None, None, None, dbias)
 
     def nothing(self, query, key, value):
         dquery, dkey, dvalue = _zeros(self, query, key, value)

@@ -10,6 +10,7 @@ they are added up and dealt out by one reduce-scatter. (Llama 3, arXiv 2407.2178
 section 3.3.2, gathers keys likewise.)
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from attn_jax.context_parallel.local import (
     Local,
     Static,
     gradients,
+    keys_in,
     packed,
     rows_of,
     sent,
@@ -32,6 +34,8 @@ from attn_jax.context_parallel.meeting import (
     Shard,
     add_backward,
     add_forward,
+    no_dbias,
+    with_pairs,
 )
 from attn_jax.context_parallel.merge import over_parts
 from attn_jax.context_parallel.schedule import Schedule, gathered, schedule
@@ -48,8 +52,8 @@ def forward(static: Static, x: Local) -> tuple[Array, Array]:
 
 def backward(
     static: Static, x: Local, lse: Array, for_delta: Array, dout: Array, dlse: Array
-) -> tuple[Array, ...]:
-    """dQ, dK and dV of this device's arrays, rounded once."""
+) -> tuple[Array | None, ...]:
+    """dQ, dK, dV and dbias of this device's arrays, rounded once."""
     centre = static.block.centre(x.key, OverDevices.of_axis(static.axis))
     rows, dlse = rows_of(static.block, dout, dlse, lse, for_delta, centre)
     stride, groups = _query_stride(static, x), _by_heads(static, x)
@@ -62,29 +66,40 @@ def backward(
         )
         parts.append(_backward(static, part, own))
 
-    # Heads are axis 2 of all but what counts keys, which is the same for all.
+    # Heads are axis 2 or 1 of all but what counts keys, which is the same for all; a
+    # bias may be one for all heads.
     def joined(name: str) -> Any:
         found = [getattr(part, name) for part in parts]
         if name == "key_count" or found[0] is None:
             return found[0]
-        return jnp.concatenate(found, axis=1 if name == "row_sum" else 2)
+        if name == "dbias" and x.bias is not None and x.bias.shape[1] == 1:
+            return functools.reduce(jnp.add, found)
+        return jnp.concatenate(found, axis=1 if name in ("row_sum", "dbias") else 2)
 
     total = Partial(*map(joined, Partial._fields))
-    return gradients(static.block, total, rows, dlse, (x.query, x.key, x.value))
+    inputs = x.query, x.key, x.value, x.bias
+    return gradients(static.block, total, rows, dlse, inputs)
 
 
 def _by_heads(static: Static, x: Local) -> list[Local]:
     """`head_stride` key heads and their query heads at a time."""
     heads = x.key.shape[2]
     stride, of_query = static.head_stride or heads, _query_stride(static, x)
-    return [
-        x._replace(
-            query=x.query[:, :, n * of_query : (n + 1) * of_query],
-            key=x.key[:, :, n * stride : (n + 1) * stride],
-            value=x.value[:, :, n * stride : (n + 1) * stride],
+
+    def of_group(n: int) -> Local:
+        own = slice(n * of_query, (n + 1) * of_query)
+        keys = slice(n * stride, (n + 1) * stride)
+        bias = x.bias
+        if bias is not None and bias.shape[1] > 1:
+            bias = bias[:, own]
+        return x._replace(
+            query=x.query[:, :, own],
+            key=x.key[:, :, keys],
+            value=x.value[:, :, keys],
+            bias=bias,
         )
-        for n in range(heads // stride)
-    ]
+
+    return [of_group(n) for n in range(heads // stride)]
 
 
 def _query_stride(static: Static, x: Local) -> int:
@@ -108,20 +123,25 @@ def _forward(static: Static, x: Local) -> tuple[Array, Array]:
 
 def _backward(static: Static, x: Local, rows: Rows) -> Partial:
     rank, meetings = lax.axis_index(static.axis), _Meetings(static, x)
-    total = varying_alike(static.block.nothing(x.query, x.key, x.value), x)[0]
+    block = static.block
+    nothing = block.nothing(x.query, x.key, x.value), no_dbias(block, x.bias)
+    (total, dbias), _ = varying_alike(nothing, x)
     found = []
     for source in meetings.sources(rank):
-        total, *part = add_backward(
-            *(static.block, meetings.schedule, total, meetings.shard(source), rows),
+        total, *part, of_bias = add_backward(
+            *(block, meetings.schedule, total, meetings.shard(source), rows),
             *(rank, source),
         )
         found.append(packed(*part))
+        dbias = with_pairs(dbias, of_bias, 0, source * x.key.shape[1])
     sums = sent(static, meetings.in_layout(found, rank))
     scattered = lax.psum_scatter(
         sums, static.axis, scatter_dimension=1, tiled=True
     ).astype(total.dquery.dtype)
     dkey, dvalue = unpacked(scattered, x.key.shape[-1])
-    return total._replace(dkey=dkey, dvalue=dvalue)
+    if meetings.in_order:
+        dbias = keys_in(to_layout, dbias, static.shards, static.layout)
+    return total._replace(dkey=dkey, dvalue=dvalue, dbias=dbias)
 
 
 class _Meetings:
@@ -139,6 +159,8 @@ class _Meetings:
         self.ids = x.key_ids
         if self.in_order:
             both = from_layout(both, shards, static.layout)
+            bias = keys_in(from_layout, x.bias, shards, static.layout)
+            self.x = x._replace(bias=bias)
             if self.ids is not None:
                 ids = self.ids.swapaxes(0, 1).reshape(len(x.query), -1)
                 self.ids = from_layout(ids, shards, static.layout)
@@ -151,13 +173,13 @@ class _Meetings:
         return [(rank - hop) % self.static.shards for hop in range(self.static.shards)]
 
     def shard(self, source) -> Shard:
-        x, both, ids = self.x, self.both, self.ids
-        if not self.in_order:
-            local = x.key.shape[1]
-            both = lax.dynamic_slice_in_dim(both, source * local, local, axis=1)
-            ids = None if ids is None else ids[source]
-        key, value = unpacked(both, x.key.shape[-1])
-        return Shard(x.query, key, value, x.query_ids, ids)
+        x, both = self.x, self.both
+        if self.in_order:
+            key, value = unpacked(both, x.key.shape[-1])
+            return Shard(x.query, key, value, x.query_ids, self.ids, x.bias)
+        local = x.key.shape[1]
+        both = lax.dynamic_slice_in_dim(both, source * local, local, axis=1)
+        return x.meets(*unpacked(both, x.key.shape[-1]), source)
 
     def in_layout(self, found: list[Array], rank) -> Array:
         """What all shards' keys gain, shard after shard, from what each source does."""

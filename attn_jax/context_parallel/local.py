@@ -1,5 +1,6 @@
 """What is compiled into a call on one device, and what all strategies share."""
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from attn_jax.context_parallel.blocks import Block
 from attn_jax.context_parallel.layouts import Layout
-from attn_jax.context_parallel.meeting import Rows, Shard
+from attn_jax.context_parallel.meeting import Rows, Shard, pairs_of
 from attn_jax.context_parallel.schedule import Schedule, schedule
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
@@ -29,6 +30,7 @@ class Static(NamedTuple):
       wire: format of dK and dV on their way between devices; None: the carrier's.
       head_stride: key heads that are gathered at once; None: all.
       out_dtype: of the output.
+      bias_dtype: in which a bias is kept and read; None without one.
     """
 
     block: Block
@@ -42,6 +44,7 @@ class Static(NamedTuple):
     wire: NumberFormat | None
     head_stride: int | None
     out_dtype: np.dtype
+    bias_dtype: np.dtype | None
 
     @property
     def rules(self) -> Mask:
@@ -60,18 +63,23 @@ class Static(NamedTuple):
 
 
 class Local(NamedTuple):
-    """One device's arrays; `key_ids` are those of all shards, [W, B, S]."""
+    """One device's arrays; `key_ids` are those of all shards, [W, B, S], and the bias
+    is for the L = W S keys of all shards, one after the other."""
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K D"]
     query_ids: Int[Array, "B T"] | None
     key_ids: Int[Array, "W B S"] | None
+    bias: Float[Array, "#B #N #T #L"] | None
 
     def meets(self, key: Array, value: Array, source) -> Shard:
         """This device's queries and the keys of a shard."""
         ids = None if self.key_ids is None else self.key_ids[source]
-        return Shard(self.query, key, value, self.query_ids, ids)
+        bias, (T, S) = self.bias, (x.shape[1] for x in (self.query, key))
+        if bias is not None:
+            bias = pairs_of(bias, (0, T), (source * S, S))
+        return Shard(self.query, key, value, self.query_ids, ids, bias)
 
 
 def returned(static: Static, out: Array) -> Array:
@@ -93,14 +101,53 @@ def rows_of(
 
 def gradients(
     block: Block, total: Partial, rows: Rows, dlse: Array, inputs
-) -> tuple[Array, ...]:
-    """dQ, dK and dV of the summed parts, each rounded once as `gradient` says."""
+) -> tuple[Array | None, ...]:
+    """dQ, dK and dV of the summed parts, each rounded once as `gradient` says, and
+    dbias, which is rounded to its type by who widened the bias."""
     dquery = block.dquery(total, dlse, rows.centre)
     found = dquery, total.dkey, total.dvalue
-    return tuple(
+    *inputs, bias = inputs
+    dbias = total.dbias
+    if dbias is not None:
+        dbias = dbias.astype(wide(bias.dtype))
+    return *(
         partial.rounded(x, block.recipe.gradient).astype(given.dtype)
         for x, given in zip(found, inputs, strict=True)
-    )
+    ), dbias
+
+
+def widened(bias: Array | None) -> Array | None:
+    """The bias so that whatever adds up its gradients does so before they are rounded
+    to its type."""
+    return None if bias is None else bias.astype(wide(bias.dtype))
+
+
+def wide(dtype) -> np.dtype:
+    """FP32, or a wider type."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def kept_bias(static: Static, bias: Array | None) -> Array | None:
+    """The bias in its own type again."""
+    return None if bias is None else bias.astype(static.bias_dtype)
+
+
+def keys_in(
+    order: Callable[..., Array], bias: Array | None, shards: int, layout: Layout
+) -> Array | None:
+    """A bias whose keys `to_layout` or `from_layout` puts in another order."""
+    if bias is None or bias.shape[3] == 1:
+        return bias
+    return order(bias, shards, layout, axis=3)
+
+
+def pairs_in(
+    order: Callable[..., Array], bias: Array | None, shards: int, layout: Layout
+) -> Array | None:
+    """A bias whose queries and keys are put in another order."""
+    if bias is not None and bias.shape[2] > 1:
+        bias = order(bias, shards, layout, axis=2)
+    return keys_in(order, bias, shards, layout)
 
 
 def packed(key: Array, value: Array) -> Array:

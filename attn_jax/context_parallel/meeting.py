@@ -6,19 +6,19 @@ communicated: `ring`, `gather` and `simulation` bring the arrays together.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from attn_jax.context_parallel.blocks import Block
+from attn_jax.context_parallel.blocks import Block, carrier
 from attn_jax.context_parallel.merge import Add, Keys, RowArrays, kept
 from attn_jax.context_parallel.schedule import Call, Schedule
 from attn_jax.emulator.partial import Partial
 from attn_jax.emulator.sums import read, write
-from attn_jax.mask import Mask
+from attn_jax.mask import Mask, slice_tile
 from attn_jax.recipe_schema import Step
 from attn_jax.varying import varying_alike
 
@@ -26,7 +26,7 @@ from attn_jax.varying import varying_alike
 class Shard(NamedTuple):
     """What a meeting has: the queries of one shard and the keys of one.
 
-    The ids are of packed documents, or None.
+    The ids are of packed documents, or None; so may be the bias of these pairs.
     """
 
     query: Float[Array, "B T N H"]
@@ -34,6 +34,7 @@ class Shard(NamedTuple):
     value: Float[Array, "B S K D"]
     query_ids: Int[Array, "B T"] | None = None
     key_ids: Int[Array, "B S"] | None = None
+    bias: Float[Array, "#B #N #T #S"] | None = None
 
     def of(self, call: Call, offset: Array) -> tuple["Shard", Mask]:
         """The entries that a call is about, and its mask."""
@@ -44,6 +45,7 @@ class Shard(NamedTuple):
         part = Shard(
             *(read(self.query, 1, *q), read(self.key, 1, *k), read(self.value, 1, *k)),
             *ids,
+            None if self.bias is None else pairs_of(self.bias, q, k),
         )
         batch = self.query.shape[:1]
         mask = Mask(
@@ -85,7 +87,7 @@ def add_forward(
     def run(plan: tuple[Call, ...], offset, so_far, shard: Shard):
         for number, call in enumerate(plan):
             part, mask = shard.of(call, offset[number])
-            keys = Keys(part.query, part.key, part.value, mask)
+            keys = Keys(part.query, part.key, part.value, mask, part.bias)
             rows = tuple(read(x, rows_axis(x), *call.query) for x in so_far)
             nothing = first and not any(_overlap(call, old) for old in plan[:number])
             rows = add(rows, keys, nothing)
@@ -113,11 +115,18 @@ def add_backward(
     rank,
     source,
     hop: int | None = None,
-) -> tuple[Partial, Float[Array, "B S K H"], Float[Array, "B S K D"]]:
-    """The queries' sums with the keys of `source`, and what these keys gain.
+) -> tuple[
+    Partial,
+    Float[Array, "B S K H"],
+    Float[Array, "B S K D"],
+    Float[Array, "#B #N #T #S"] | None,
+]:
+    """The queries' sums with the keys of `source`, what these keys gain, and dbias of
+    these pairs.
 
-    The queries' sums are all of `so_far` but dkey and dvalue, which stay as they are.
-    Rounds each part to `ring_gradient_partial` and dQ to `ring_gradient_accumulator`.
+    The queries' sums are all of `so_far` but dkey, dvalue and dbias, which stay as they
+    are. Rounds each part to `ring_gradient_partial` and dQ to
+    `ring_gradient_accumulator`; dbias is not rounded.
     """
     recipe = block.recipe
 
@@ -129,6 +138,7 @@ def add_backward(
     def run(plan: tuple[Call, ...], offset, so_far: Partial, shard, rows: Rows):
         dkey = jnp.zeros(shard.key.shape, so_far.dquery.dtype)
         dvalue = jnp.zeros(shard.value.shape, so_far.dquery.dtype)
+        dbias = no_dbias(block, shard.bias)
         step = recipe.ring_gradient_accumulator
         for number, call in enumerate(plan):
             part, mask = shard.of(call, offset[number])
@@ -141,6 +151,7 @@ def add_backward(
                 *(of_rows(rows.dout), of_rows(rows.lse), of_rows(rows.excess)),
                 rows.centre,
                 mask,
+                part.bias,
             )
             first, size = call.query
             sums = {"dquery": add(so_far.dquery, found.dquery, 1, first, step)}
@@ -153,7 +164,8 @@ def add_backward(
             so_far = so_far._replace(**sums)
             dkey = add(dkey, found.dkey, 1, call.key[0], step)
             dvalue = add(dvalue, found.dvalue, 1, call.key[0], step)
-        return so_far, dkey, dvalue
+            dbias = with_pairs(dbias, found.dbias, first, call.key[0])
+        return so_far, dkey, dvalue, dbias
 
     return _choose(schedule, run, (so_far, shard, rows), rank, source, hop)
 
@@ -177,6 +189,32 @@ def _choose(schedule: Schedule, run: Callable, operands: tuple, rank, source, ho
 def _alike(run: Callable, *operands):
     """Branches return one type, the mesh axes that it varies over included."""
     return varying_alike(run(*operands), operands)[0]
+
+
+def pairs_of(
+    bias: Float[Array, "#B #N #T #S"], query: tuple[Any, int], key: tuple[Any, int]
+) -> Float[Array, "#B #N #t #s"]:
+    """The entries of (first, number of) queries and keys; axes of size 1 stay."""
+    return slice_tile(bias, query[0], key[0], query[1], key[1])
+
+
+def no_dbias(block: Block, bias: Array | None) -> Array | None:
+    """What no pairs bring to dbias."""
+    return None if bias is None else jnp.zeros(bias.shape, carrier(block))
+
+
+def with_pairs(
+    total: Float[Array, "#B #N #T #S"] | None,
+    part: Float[Array, "#B #N #t #s"] | None,
+    first_query,
+    first_key,
+) -> Float[Array, "#B #N #T #S"] | None:
+    """dbias with that of some pairs, which is added where an axis has size 1."""
+    if total is None or part is None:
+        return total
+    rows = read(total, 2, first_query, part.shape[2])
+    new = read(rows, 3, first_key, part.shape[3]) + part
+    return write(total, write(rows, new, 3, first_key), 2, first_query)
 
 
 def rows_axis(x: Array) -> int:

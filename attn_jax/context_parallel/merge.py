@@ -37,6 +37,7 @@ class Keys(NamedTuple):
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K D"]
     mask: Mask
+    bias: Float[Array, "#B #N #T #S"] | None = None
 
 
 # (what the rows have so far, some keys, whether that is nothing yet) -> with the keys.

@@ -21,7 +21,12 @@ from attn_jax.context_parallel.local import (
     sent,
     unpacked,
 )
-from attn_jax.context_parallel.meeting import add_backward, add_forward
+from attn_jax.context_parallel.meeting import (
+    add_backward,
+    add_forward,
+    no_dbias,
+    with_pairs,
+)
 from attn_jax.context_parallel.merge import Rows, kept, over_parts
 from attn_jax.varying import varying_alike
 
@@ -53,15 +58,16 @@ def forward(static: Static, x: Local) -> Rows:
 
 def backward(
     static: Static, x: Local, lse: Array, for_delta: Array, dout: Array, dlse: Array
-) -> tuple[Array, ...]:
-    """dQ, dK and dV of this device's arrays, rounded once."""
+) -> tuple[Array | None, ...]:
+    """dQ, dK, dV and dbias of this device's arrays, rounded once."""
     block, shards = static.block, static.shards
     recipe = block.recipe
     meetings = static.schedule(x.query, x.key)
     rank = lax.axis_index(static.axis)
     centre = block.centre(x.key, OverDevices.of_axis(static.axis))
     rows, dlse = rows_of(block, dout, dlse, lse, for_delta, centre)
-    total = varying_alike(block.nothing(x.query, x.key, x.value), x)[0]
+    nothing = block.nothing(x.query, x.key, x.value), no_dbias(block, x.bias)
+    (total, dbias), _ = varying_alike(nothing, x)
     hops = [hop for hop in range(shards) if meetings.is_live(hop)]
     columns = x.key.shape[-1]
     both, sums = packed(x.key, x.value), packed(total.dkey, total.dvalue)
@@ -74,14 +80,15 @@ def backward(
         arrived = _moved_sums(sums, static, hop - at)
         source = (rank - hop) % shards
         shard = x.meets(*unpacked(both, columns), source)
-        total, *part = add_backward(
+        total, *part, of_bias = add_backward(
             block, meetings, total, shard, rows, rank, source, hop
         )
         sums = kept(arrived + packed(*part), recipe.ring_gradient_accumulator)
+        dbias = with_pairs(dbias, of_bias, 0, source * x.key.shape[1])
         both, at = ahead, hop
     dkey, dvalue = unpacked(_moved_sums(sums, static, -at % shards), columns)
-    total = total._replace(dkey=dkey, dvalue=dvalue)
-    return gradients(block, total, rows, dlse, (x.query, x.key, x.value))
+    total = total._replace(dkey=dkey, dvalue=dvalue, dbias=dbias)
+    return gradients(block, total, rows, dlse, (x.query, x.key, x.value, x.bias))
 
 
 def _moved(x: Array, static: Static, steps: int) -> Array:

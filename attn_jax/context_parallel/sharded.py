@@ -20,7 +20,16 @@ from attn_jax.context_parallel.layouts import (
     from_layout,
     to_layout,
 )
-from attn_jax.context_parallel.local import WIRES, Local, Pass, Static, returned
+from attn_jax.context_parallel.local import (
+    WIRES,
+    Local,
+    Pass,
+    Static,
+    kept_bias,
+    pairs_in,
+    returned,
+    widened,
+)
 from attn_jax.emulator import partial
 from attn_jax.formats import FP16, NumberFormat
 from attn_jax.mask import Mask
@@ -47,6 +56,7 @@ def attention(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K D"],
     *,
+    bias: Float[Array, "#B #N #T #L"] | None = None,
     axis_name: str | tuple[str, str],
     strategy: Strategy = "ring",
     layout: Layout = "contiguous",
@@ -62,7 +72,8 @@ def attention(
     head_stride: int | None = None,
     out_dtype: Any = None,
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """out = softmax(scale Q K^T) V and LSE of this device's queries over all keys.
+    """out = softmax(scale Q K^T + bias) V and LSE of this device's queries over all
+    keys.
 
     To be called inside `jax.shard_map`. T and S are what one of W devices has of the
     queries and keys, in the order of `layout` (`layouts.to_layout`); a mask is one of
@@ -91,6 +102,15 @@ def attention(
     that a query can see.
 
     Args:
+      bias: added to the scaled logits; -inf hides a key. Rows are this device's
+        queries, in the layout's order, columns all L keys of the sequence, shard after
+        shard (`to_layout` over axes 2 and 3). As on one device an axis of size one is
+        one entry for all: of the batch, the heads, the queries here, the keys. Its
+        gradient is summed in FP32 and rounded once, to its type; `partials` and `wire`
+        do not touch it. Neither is sent anywhere, but that `shard_map` adds up the
+        gradients of a bias that all devices have, and that under Ulysses its heads are
+        dealt for rows (one for all heads: rows are gathered), in FP32, and a row for
+        all queries of a device becomes one for each.
       scale: of the logits; 1 / sqrt(H) if None.
       implementation: of parts. `pallas`, our kernels (`kernels.partial`: Hopper), with
         the mean of all keys as dQ's centre, hidden or not; `emulated`, a recipe in
@@ -114,6 +134,7 @@ def attention(
     """
     given = checked(
         *(query, key, value, query_segment_ids, key_value_segment_ids),
+        bias_dtype=None if bias is None else bias.dtype,
         strategy=strategy,
         layout=layout,
         is_causal=is_causal,
@@ -134,6 +155,7 @@ def attention(
         else:
             check_length(name, x.shape[1] * dealt * shards, shards, layout)
         check_heads(name, x.shape[2], dealt, strategy)
+    check_bias(bias, query, key.shape[1] * dealt * shards)
     if head_stride is not None and not (
         "all_gather" in strategy
         and head_stride >= 1
@@ -143,8 +165,8 @@ def attention(
             f"head_stride must divide the {key.shape[2]} key heads, under a strategy "
             f"that gathers, got {head_stride} under {strategy!r}"
         )
-    arrays = query, key, value, query_segment_ids, key_value_segment_ids
-    arrays = varying_alike(*arrays, *map(lax.axis_index, _names(axis_name)))[:5]
+    arrays = query, key, value, query_segment_ids, key_value_segment_ids, widened(bias)
+    arrays = varying_alike(*arrays, *map(lax.axis_index, _names(axis_name)))[:6]
     if ulysses_axis is not None:
         arrays = _heads_for_positions(ulysses_axis, *arrays)
     if shards > 1:
@@ -167,20 +189,22 @@ def _alone(
     given: "Checked", layout: Layout, shards: int, *arrays: Any
 ) -> tuple[Array, Array]:
     """The plain implementation on whole sequences that lie in the order of a layout."""
+    *rest, bias = arrays
     laid_out: list[Any] = [
-        None if x is None else from_layout(x, shards, layout) for x in arrays
+        None if x is None else from_layout(x, shards, layout) for x in rest
     ]
     query, key, value, query_ids, key_ids = laid_out
+    bias = pairs_in(from_layout, bias, shards, layout)
     mask = dataclasses.replace(
         given.mask, query_segment_ids=query_ids, key_value_segment_ids=key_ids
     )
-    out, lse = given.block.attention(query, key, value, mask, given.out_dtype)
+    out, lse = given.block.attention(query, key, value, mask, bias, given.out_dtype)
     return to_layout(out, shards, layout), to_layout(lse, shards, layout, axis=2)
 
 
 def _heads_for_positions(axis: str, *arrays: Any) -> tuple[Any, ...]:
     """All positions of the axis's devices, and of their heads a share."""
-    *inputs, query_ids, key_ids = arrays
+    *inputs, query_ids, key_ids, bias = arrays
     return (
         *(
             lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
@@ -190,15 +214,28 @@ def _heads_for_positions(axis: str, *arrays: Any) -> tuple[Any, ...]:
             None if x is None else lax.all_gather(x, axis, axis=1, tiled=True)
             for x in (query_ids, key_ids)
         ),
+        _bias_for_positions(axis, bias, inputs[0].shape[1]),
     )
 
 
-def _sharded(static: Static, query, key, value, query_ids, key_ids):
+def _bias_for_positions(axis: str, bias: Array | None, queries: int) -> Array | None:
+    """The bias of all positions of the axis's devices, and of their heads a share."""
+    if bias is None or _size(axis) == 1:
+        return bias
+    if bias.shape[1] == 1:
+        rows = lax.all_gather(bias, axis, axis=2, tiled=True)
+    else:
+        rows = lax.all_to_all(bias, axis, split_axis=1, concat_axis=2, tiled=True)
+    # Where a device had one row for all its queries it is one for each of them.
+    return jnp.repeat(rows, queries * _size(axis) // rows.shape[2], axis=2)
+
+
+def _sharded(static: Static, query, key, value, query_ids, key_ids, bias):
     check_parts(static.block, query, key, value)
     if key_ids is not None:
         # A few bytes, once, rather than with the keys from hop to hop.
         key_ids = lax.all_gather(key_ids, static.axis)
-    found = _attention(static, query, key, value, query_ids, key_ids)
+    found = _attention(static, query, key, value, query_ids, key_ids, bias)
     return cast(tuple[Array, Array], found)
 
 
@@ -209,6 +246,7 @@ def _attention(static: Static, *arrays):
 
 def _attention_fwd(static: Static, *arrays):
     x = Local(*arrays)
+    x = x._replace(bias=kept_bias(static, x.bias))
     made_by = ring if static.forward_by == "ring" else gather
     exact, lse = made_by.forward(static, x)
     for_delta = named_out(partial.kept_for_delta(exact, static.block.recipe))
@@ -221,8 +259,8 @@ def _attention_bwd(static: Static, residuals, cotangents):
     # Else XLA sees the forward pass's messages in these, and keeps what came in them:
     # all keys, on every device.
     residuals = lax.optimization_barrier(residuals)
-    found = made_by.backward(static, *residuals, *cotangents)
-    return found + (None, None)
+    *found, dbias = made_by.backward(static, *residuals, *cotangents)
+    return *found, None, None, dbias
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
@@ -236,6 +274,7 @@ class Checked(NamedTuple):
     mask: Mask
     wire: NumberFormat | None
     out_dtype: np.dtype
+    bias_dtype: np.dtype | None
 
     def static(
         self, axis: str, shards: int, strategy: str, head_stride: int | None
@@ -244,7 +283,7 @@ class Checked(NamedTuple):
         return Static(
             *(self.block, axis, shards, self.layout, *_PASSES[strategy]),
             *(self.mask.is_causal, self.mask.window, self.wire, head_stride),
-            self.out_dtype,
+            *(self.out_dtype, self.bias_dtype),
         )
 
 
@@ -255,6 +294,7 @@ def checked(
     query_ids,
     key_ids,
     *,
+    bias_dtype,
     strategy: str,
     layout: Layout,
     is_causal: bool,
@@ -292,6 +332,7 @@ def checked(
     return Checked(
         *(block, layout, mask, _wire(block.recipe, wire)),
         output_dtype(query.dtype if out_dtype is None else out_dtype),
+        None if bias_dtype is None else np.dtype(bias_dtype),
     )
 
 
@@ -302,6 +343,22 @@ def check_heads(name: str, heads: int, dealt: int, strategy: str) -> None:
             f"strategy {strategy!r} deals heads to {dealt} devices, which do not "
             f"divide the {heads} heads of {name}: use 'ring', or fewer devices"
         )
+
+
+def check_bias(bias: Array | None, query: Array, keys: int) -> None:
+    """Raises ValueError, one line, unless the bias is one of these queries and so many
+    keys."""
+    if bias is None:
+        return
+    B, T, N, _ = query.shape
+    full = B, N, T, keys
+    if bias.ndim != 4 or any(a not in (1, b) for a, b in zip(bias.shape, full)):
+        raise ValueError(
+            f"bias must broadcast to {full} axis by axis, [batch, heads, the queries "
+            f"here, the keys of the whole sequence], got {bias.shape}"
+        )
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise ValueError(f"bias must be floating, got {bias.dtype}; cast it")
 
 
 def check_parts(block: Block, query, key, value) -> None:

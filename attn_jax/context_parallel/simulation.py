@@ -25,24 +25,32 @@ from attn_jax.context_parallel.layouts import (
 from attn_jax.context_parallel.local import (
     Static,
     gradients,
+    kept_bias,
+    keys_in,
     packed,
+    pairs_in,
     returned,
     rows_of,
     sent,
     unpacked,
+    widened,
 )
 from attn_jax.context_parallel.meeting import (
     Rows,
     Shard,
     add_backward,
     add_forward,
+    no_dbias,
+    pairs_of,
     rows_axis,
+    with_pairs,
 )
 from attn_jax.context_parallel.merge import kept, over_parts
 from attn_jax.context_parallel.schedule import Schedule, gathered
 from attn_jax.context_parallel.sharded import (
     Implementation,
     Width,
+    check_bias,
     check_parts,
     checked,
 )
@@ -59,6 +67,7 @@ def simulate(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K D"],
     *,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     shards: int,
     strategy: Simulated = "ring",
     layout: Layout = "contiguous",
@@ -79,12 +88,14 @@ def simulate(
     what it means there; `ring+ulysses` computes what `ring` does with the shards of its
     ring axis. The reduce-scatter of `all_gather` adds the
     devices' sums in their order and, where the wire is narrow, rounds after each
-    addition (what NCCL does is not known here).
+    addition (what NCCL does is not known here). The gradient of a bias that is one for
+    all queries is summed meeting by meeting, not first on each device.
 
     Raises ValueError and NotImplementedError as `attention` does.
     """
     given = checked(
         *(query, key, value, query_segment_ids, key_value_segment_ids),
+        bias_dtype=None if bias is None else bias.dtype,
         strategy=strategy,
         layout=layout,
         is_causal=is_causal,
@@ -103,18 +114,21 @@ def simulate(
         )
     for name, x in (("query", query), ("key", key)):
         check_length(name, x.shape[1], shards, layout)
+    check_bias(bias, query, key.shape[1])
     arrays = query, key, value, query_segment_ids, key_value_segment_ids
+    bias = widened(bias)
     if strategy == "ulysses" or shards == 1:
         mask = dataclasses.replace(
             given.mask,
             query_segment_ids=query_segment_ids,
             key_value_segment_ids=key_value_segment_ids,
         )
-        return given.block.attention(query, key, value, mask, given.out_dtype)
+        return given.block.attention(query, key, value, mask, bias, given.out_dtype)
     static = given.static("", shards, strategy, None)
     check_parts(static.block, query, key, value)
     laid_out = (None if x is None else to_layout(x, shards, layout) for x in arrays)
-    out, lse = cast(tuple[Array, Array], _simulated(static, *laid_out))
+    bias = pairs_in(to_layout, bias, shards, layout)
+    out, lse = cast(tuple[Array, Array], _simulated(static, *laid_out, bias))
     return from_layout(out, shards, layout), from_layout(lse, shards, layout, axis=2)
 
 
@@ -125,6 +139,7 @@ def _simulated(static: Static, *arrays: Any) -> tuple[Array, Array]:
 
 def _simulated_fwd(static: Static, *arrays):
     x = Shard(*arrays)
+    x = x._replace(bias=kept_bias(static, x.bias))
     meetings = _Meetings.of(static, x, static.forward_by)
 
     def visit(add, so_far):
@@ -151,11 +166,11 @@ def _simulated_bwd(static: Static, residuals, cotangents):
     zero = block.nothing(x.query, x.key, x.value)
 
     def meet(carry, pair):
-        total, sums = carry
+        total, sums, dbias = carry
         rank, source = pair
         of_rows = rows.dout, rows.lse, rows.excess
         dout, lse, excess = meetings.of_queries(of_rows, rank)
-        mine, dkey, dvalue = add_backward(
+        mine, dkey, dvalue, of_bias = add_backward(
             block,
             meetings.schedule,
             Partial(*meetings.of_queries(total, rank)),
@@ -172,16 +187,20 @@ def _simulated_bwd(static: Static, residuals, cotangents):
         if meetings.sends:
             new = sent(static, new).astype(new.dtype)
         total = meetings.with_queries(total, mine, rank)
-        return (Partial(*total), write(sums, new, 1, source * new.shape[1])), None
+        first = meetings.first(rank, source)
+        dbias = with_pairs(dbias, of_bias, *first)
+        return (Partial(*total), write(sums, new, 1, first[1]), dbias), None
 
-    start = zero, packed(zero.dkey, zero.dvalue)
-    total, sums = lax.scan(meet, start, meetings.pairs)[0]
+    start = zero, packed(zero.dkey, zero.dvalue), no_dbias(block, x.bias)
+    total, sums, dbias = lax.scan(meet, start, meetings.pairs)[0]
     if meetings.in_order:
         sums = to_layout(sums, static.shards, static.layout)
+        dbias = keys_in(to_layout, dbias, static.shards, static.layout)
     dkey, dvalue = unpacked(sums, x.key.shape[-1])
-    total = total._replace(dkey=dkey, dvalue=dvalue)
-    found = gradients(block, total, rows, dlse, (x.query, x.key, x.value))
-    return found + (None, None)
+    total = total._replace(dkey=dkey, dvalue=dvalue, dbias=dbias)
+    inputs = x.query, x.key, x.value, x.bias
+    *found, dbias = gradients(block, total, rows, dlse, inputs)
+    return *found, None, None, dbias
 
 
 _simulated.defvjp(_simulated_fwd, _simulated_bwd)
@@ -216,7 +235,8 @@ class _Meetings(NamedTuple):
                 for y in (x.key, x.value, x.key_ids)
             )
             assert key is not None and value is not None
-            x = x._replace(key=key, value=value, key_ids=ids)
+            bias = keys_in(from_layout, x.bias, shards, static.layout)
+            x = x._replace(key=key, value=value, key_ids=ids, bias=bias)
             pairs = [(rank, 0) for rank in range(shards)]
             return cls(found, _columns(pairs), x, shards, True, True)
         found = static.of_whole(*lengths)
@@ -234,20 +254,32 @@ class _Meetings(NamedTuple):
 
     def shard(self, rank, source) -> Shard:
         """The arrays of one meeting."""
-        x = self.arrays
-        T = x.query.shape[1] // self.shards
-        S = x.key.shape[1] // (1 if self.in_order else self.shards)
+        x, (T, S) = self.arrays, self.sizes
+        row, column = self.first(rank, source)
 
         def part(y: Array | None, start, size: int):
             return None if y is None else read(y, 1, start, size)
 
         return Shard(
-            read(x.query, 1, rank * T, T),
-            read(x.key, 1, source * S, S),
-            read(x.value, 1, source * S, S),
-            part(x.query_ids, rank * T, T),
-            part(x.key_ids, source * S, S),
+            read(x.query, 1, row, T),
+            read(x.key, 1, column, S),
+            read(x.value, 1, column, S),
+            part(x.query_ids, row, T),
+            part(x.key_ids, column, S),
+            None if x.bias is None else pairs_of(x.bias, (row, T), (column, S)),
         )
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Queries and keys of a meeting."""
+        x = self.arrays
+        T = x.query.shape[1] // self.shards
+        return T, x.key.shape[1] // (1 if self.in_order else self.shards)
+
+    def first(self, rank, source):
+        """Where those of a meeting begin."""
+        T, S = self.sizes
+        return rank * T, source * S
 
     def of_queries(self, arrays, rank) -> tuple[Any, ...]:
         """The rows of one shard's queries. dK and dV, which have none, are cut too."""

@@ -22,12 +22,14 @@ from attn_jax.context_parallel.layouts import (
     from_layout,
     to_layout,
 )
+from attn_jax.context_parallel.local import pairs_in
 from attn_jax.context_parallel.sharded import (
     STRATEGIES,
     Implementation,
     Strategy,
     Width,
     attention,
+    check_bias,
     check_heads,
 )
 from attn_jax.context_parallel.simulation import simulate
@@ -40,7 +42,7 @@ def dot_product_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K D"],
-    bias: Any = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Any = None,
     *,
     scale: float | None = None,
@@ -66,8 +68,8 @@ def dot_product_attention(
     mesh of this process's devices; with `return_residual` LSE, too, in FP32.
 
     Arguments up to `return_residual` mean what they mean in
-    `jax.nn.dot_product_attention`; lengths become segment ids. The others are those of
-    `sharded.attention`, and
+    `jax.nn.dot_product_attention`; lengths become segment ids, and any axis of a bias
+    may have size one. The others are those of `sharded.attention`, and
 
     Args:
       shards: devices that the sequence is cut between; all that there are if None.
@@ -77,13 +79,13 @@ def dot_product_attention(
 
     Raises:
       ValueError: arguments that do not fit, or more shards than devices.
-      NotImplementedError: a bias or an array for a mask; lengths that cannot be cut
-        into so many parts, heads that cannot be dealt to so many devices.
+      NotImplementedError: an array for a mask; lengths that cannot be cut into so many
+        parts, heads that cannot be dealt to so many devices.
     """
-    if bias is not None or mask is not None:
+    if mask is not None:
         raise NotImplementedError(
-            "context parallelism takes no bias and no mask as an array: use is_causal, "
-            "local_window_size, lengths or segment ids"
+            "context parallelism takes no mask as an array: use is_causal, "
+            "local_window_size, lengths, segment ids, or a bias of 0 and -inf"
         )
     check_layout(layout)
     if strategy not in STRATEGIES:
@@ -110,9 +112,11 @@ def dot_product_attention(
     )
     if simulated:
         given = {} if ids is None else dict(zip(_IDS, ids, strict=True))
-        out, lse = simulate(query, key, value, shards=sizes[0], **given, **options)
+        arrays = {"query": query, "key": key, "value": value, "bias": bias}
+        out, lse = simulate(**arrays, shards=sizes[0], **given, **options)
     else:
-        out, lse = _on_devices(sizes, options, query, key, value, ids)
+        check_bias(bias, query, key.shape[1])
+        out, lse = _on_devices(sizes, options, query, key, value, bias, ids)
     return (out, lse.swapaxes(1, 2)) if return_residual else out
 
 
@@ -177,7 +181,7 @@ def _cut_off(ids, lengths, beyond):
 
 
 def _on_devices(
-    sizes: tuple[int, ...], options: dict[str, Any], query, key, value, ids
+    sizes: tuple[int, ...], options: dict[str, Any], query, key, value, bias, ids
 ) -> tuple[Array, Array]:
     names = ("ring", "ulysses")[: len(sizes)]
     devices = np.asarray(jax.local_devices()[: int(np.prod(sizes))]).reshape(sizes)
@@ -185,15 +189,22 @@ def _on_devices(
     axis: Any = names[0] if len(names) == 1 else names
     tokens, rows = P(None, names), P(None, None, names)
 
-    def local(query, key, value, ids):
+    def local(query, key, value, bias, ids):
         given = {} if ids is None else dict(zip(_IDS, ids, strict=True))
-        return attention(query, key, value, axis_name=axis, **given, **options)
+        given |= {"bias": bias, "axis_name": axis}
+        return attention(query, key, value, **given, **options)
 
+    # A bias that is one for all queries is the same on all devices.
+    of_bias = P() if bias is None or bias.shape[2] == 1 else rows
     run = jax.shard_map(
-        local, mesh=mesh, in_specs=(tokens,) * 4, out_specs=(tokens, rows)
+        local,
+        mesh=mesh,
+        in_specs=(*(tokens,) * 3, of_bias, tokens),
+        out_specs=(tokens, rows),
     )
     # The layout is that of the first axis's shards.
     cut: Any = {"shards": sizes[0], "layout": options["layout"]}
     to = functools.partial(to_layout, **cut)
-    out, lse = run(to(query), to(key), to(value), jax.tree.map(to, ids))
+    bias = pairs_in(to_layout, bias, **cut)
+    out, lse = run(to(query), to(key), to(value), bias, jax.tree.map(to, ids))
     return from_layout(out, **cut), from_layout(lse, **cut, axis=2)

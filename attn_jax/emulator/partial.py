@@ -23,10 +23,10 @@ from attn_jax.recipe_schema import Recipe, Step
 class Partial(NamedTuple):
     """What some keys bring to the gradients; all in the carrier, unrounded.
 
-    Parts of the same queries add up in all but `dkey` and `dvalue`, those of the same
-    keys in these two. `row_sum` is that of dS as operand of dQ, `key_sum` and
-    `key_count` are of the keys whose mean is dQ's centre; all three are None of an
-    implementation that has its own way.
+    Parts of the same queries add up in all but `dkey`, `dvalue` and `dbias`, those of
+    the same keys in the first two of these. `row_sum` is that of dS as operand of dQ,
+    `key_sum` and `key_count` are of the keys whose mean is dQ's centre; all three are
+    None of an implementation that has its own way. `dbias` is None without a bias.
     """
 
     dquery: Float[Array, "B T N H"]
@@ -35,6 +35,7 @@ class Partial(NamedTuple):
     row_sum: Float[Array, "B N T"] | None
     key_sum: Float[Array, "B T K H"] | None
     key_count: Float[Array, "B T"] | None
+    dbias: Float[Array, "#B #N #T #S"] | None = None
 
 
 def forward(
@@ -44,13 +45,14 @@ def forward(
     *,
     recipe: Recipe,
     scale: float,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """O before `ring_partial` rounds it, and LSE, both in the carrier.
 
     A query that sees none of the keys has O = 0 and LSE = -inf.
     """
-    x = Operands(Static(recipe, scale, None, None), query, key, value, None, None, mask)
+    x = Operands(Static(recipe, scale, None, None), query, key, value, bias, None, mask)
     state = blocks.start(x, value.shape[-1])
     out, lse = blocks.finish(x, blocks.add_keys(x, state))
     B, K, G, T, _ = x.shape
@@ -68,11 +70,12 @@ def carry_on(
     *,
     recipe: Recipe,
     scale: float,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
 ) -> Carried:
     """(m, l, A) after these keys too, for ring_merge 'carry'; A is rounded to
     `ring_accumulator`. None stands for no key so far."""
-    x = Operands(Static(recipe, scale, None, None), query, key, value, None, None, mask)
+    x = Operands(Static(recipe, scale, None, None), query, key, value, bias, None, mask)
     B, K, G, T, _ = x.shape
     before = blocks.start(x, value.shape[-1])
     if state is not None:
@@ -112,14 +115,15 @@ def backward(
     *,
     recipe: Recipe,
     scale: float,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
 ) -> Partial:
     """The sums of the recipe's tiles over these queries and keys.
 
     `lse` and `excess` (delta - dLSE) are those of whole rows. dQ and dK have their
-    scale; a group_gradient has been applied.
+    scale; a group_gradient has been applied. dbias is summed over its broadcast axes.
     """
-    x = Operands(Static(recipe, scale, None, None), query, key, value, None, None, mask)
+    x = Operands(Static(recipe, scale, None, None), query, key, value, bias, None, mask)
     B, K, G, T, _ = x.shape
     rows = tiles.Rows(
         x.group(x.take_in(dout)),
@@ -142,6 +146,7 @@ def backward(
         sums.row_sum.reshape(B, K * G, T),
         key_sum,
         key_count,
+        sums.dbias,
     )
 
 

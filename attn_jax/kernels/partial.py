@@ -1,12 +1,12 @@
 """Attention over some of the keys, for those who put the parts together themselves.
 
-The kernels of `attention`, but that O, dQ, dK and dV are FP32, and that LSE and delta,
+The kernels of `attention`, but that O and gradients are FP32, and that LSE and delta,
 of whole rows, are given. For Hopper, for now. Where it rounds is said in
-`hopper_forward`, `hopper_backward_fused`, `hopper_backward_dq` and
-`hopper_backward_dkv`: O has P in FP16, as where attention is differentiated, and dQ has
-dS and K in FP16, each scaled into its range by a power of two for the part. From part
-to part go the running maximum m, sum l and weighted sum A of whole rows, in FP32: the
-forward kernel takes them and leaves them, and no LSE is rounded before the last.
+`hopper_forward`, `hopper_backward_fused` and `hopper_backward_dq`, `_dkv` and `_dbias`:
+O has P in FP16, as where attention is differentiated, and dQ has dS and K in FP16, each
+scaled into its range by a power of two for the part. From part to part go the running
+maximum m, sum l and weighted sum A of whole rows, in FP32: the forward kernel takes
+them and leaves them, and no LSE is rounded before the last.
 """
 
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from attn_jax.formats import FP16
 from attn_jax.kernels import (
     architecture,
     design,
+    hopper_backward_dbias,
     hopper_backward_dkv,
     hopper_backward_dq,
     hopper_backward_fused,
@@ -54,11 +55,12 @@ def forward(
     value: Float[Array, "B S K D"],
     *,
     scale: float,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
 ) -> tuple[Float32[Array, "B T N D"], Float32[Array, "B N T"]]:
     """O of these keys alone, unrounded, and LSE; 0 and -inf where none is seen."""
-    static, rules = _static(query, key, value, scale, mask)
-    out, lse = _forward(query, key, value, static, rules)
+    static, rules = _static(query, key, value, scale, mask, bias)
+    out, lse = _forward(query, key, value, bias, static, rules)
     out, lse, _ = varying_alike(out, lse, query)
     return out, lse
 
@@ -70,6 +72,7 @@ def carry_on(
     value: Float[Array, "B S K D"],
     *,
     scale: float,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
 ) -> Carried:
     """The state with these keys, too. With logits S in units of log2, all FP32,
@@ -81,7 +84,7 @@ def carry_on(
     (None) m is -inf, l and A are 0. The sums over these keys are made as ever, from
     their own maximum, and added to what was there in the end.
     """
-    static, rules = _static(query, key, value, scale, mask)
+    static, rules = _static(query, key, value, scale, mask, bias)
     rows, more = query.shape[1], -query.shape[1] % static.tilings.forward.tile
 
     def whole_tiles(x: Array, axis: int) -> Array:
@@ -90,7 +93,9 @@ def carry_on(
     before = None
     if state is not None:
         before = Carried(*map(whole_tiles, state, (2, 2, 1)))
-    found = _forward(query, key, value, static, rules, carries=True, before=before)
+    found = _forward(
+        *(query, key, value, bias, static, rules), carries=True, before=before
+    )
     m, l, total, _ = varying_alike(*found, query)  # noqa: E741
     return Carried(m[..., :rows], l[..., :rows], total[:, :rows])
 
@@ -107,8 +112,11 @@ def finished(
     return total / l.swapaxes(1, 2)[..., None], lse
 
 
-def _forward(query, key, value, static: local.Static, rules: Rules | None, **options):
+def _forward(
+    query, key, value, bias, static: local.Static, rules: Rules | None, **options
+):
     given = {} if rules is None else rules._asdict()
+    given |= {"bias": _as_read(bias)}
     given = {name: x for name, x in given.items() if x is not None}
     return local.forward(
         *(query, key, value, *given.values()),
@@ -129,17 +137,23 @@ def backward(
     centre: Float32[Array, "B K H"],
     *,
     scale: float,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
 ) -> tuple[
-    Float32[Array, "B T N H"], Float32[Array, "B S K H"], Float32[Array, "B S K D"]
+    Float32[Array, "B T N H"],
+    Float32[Array, "B S K H"],
+    Float32[Array, "B S K D"],
+    Float32[Array, "#B #N #T #S"] | None,
 ]:
-    """What these keys bring to dQ, and what dK and dV of them are.
+    """What these keys bring to dQ, what dK and dV of them are, and dbias if there is a
+    bias.
 
     `lse` and `excess` (delta - dLSE) are those of whole rows. Each part of dQ is less
     rowsum(rounded dS) * centre, which over all keys comes to dLSE * centre in exact
     arithmetic: whoever adds them up adds scale * dLSE * centre.
     """
-    static, rules = _static(query, key, value, scale, mask)
+    static, rules = _static(query, key, value, scale, mask, bias)
+    bias = _as_read(bias)
     query_count, key_count = query.shape[1], key.shape[1]
     made = design.backward_of(
         *(query.shape, value.shape, "hopper"),
@@ -169,6 +183,10 @@ def backward(
     else:
         if rules is not None:
             options |= {"mask": rules, "band": static.band}
+        if bias is not None:
+            # One entry for each pair, but that batch and heads stay.
+            shape = *bias.shape[:2], query_count, key_count
+            options["bias"] = jnp.broadcast_to(bias, shape)
         own = _range(numbers, dout, excess, key, None) if scaled else None
         dquery = hopper_backward_dq.backward_dq(
             *(*operands, jnp.zeros_like(excess), centre[:, :, None]),
@@ -181,8 +199,18 @@ def backward(
             *operands, tiling=static.tilings.backward_dkv, wide=True, **options
         )
         gradients = dquery, dkey, dvalue
-    dquery, dkey, dvalue, _ = varying_alike(*gradients, query)
-    return dquery, dkey, dvalue
+    dbias = None
+    if bias is not None:
+        assert rules is not None
+        dbias = hopper_backward_dbias.backward_dbias(
+            *(*operands, bias), scale=scale, mask=rules, band=static.band, **lengths
+        )
+    found = varying_alike(*gradients, dbias, query)
+    return found[0], found[1], found[2], found[3]
+
+
+def _as_read(bias: Array | None) -> Array | None:
+    return None if bias is None else bias.astype(local.bias_dtype(bias.dtype))
 
 
 def _range(
@@ -212,8 +240,8 @@ def _range(
     return found._replace(key_factor=factor)
 
 
-def _static(query, key, value, scale, mask) -> tuple[local.Static, Rules | None]:
-    by_itself = visibility.is_static(mask)
+def _static(query, key, value, scale, mask, bias) -> tuple[local.Static, Rules | None]:
+    by_itself = visibility.is_static(mask) and bias is None
     rules = None
     if not by_itself:
         rules = visibility.rules(mask, query.shape[0], query.shape[1], key.shape[1])
