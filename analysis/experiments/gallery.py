@@ -1,10 +1,11 @@
 """Images of training runs side by side: the same captions and noise, another attention.
 
 Each run of `python -m train`, once it has finished, draws the first captions of a split
-with its averaged weights, as it did at its own end. Its runs differ in attention alone,
-so image i starts from the same noise in all of them. What of a caption an image shows
-is said by the scorer of the training: count, colour, shape and place, the relation of
-two objects included; `all` is their conjunction. Captions are not chosen.
+with its averaged weights, as it did at its own end; none is chosen. The runs differ in
+attention alone, so that image i starts from the same noise in all of them. What of a
+caption an image shows says the scorer of the training: count, colour, shape and place,
+the relation of two objects included; `all` is their conjunction. Intervals are for
+other captions: another training, with another bit somewhere, may well lie outside.
 
 OUT holds, named after preset and split,
 
