@@ -49,6 +49,7 @@ def test_every_experiment_has_a_test():
     # Weights: tests/test_weights_files.py. Steps: tests/test_step_speed.py.
     # The README's figure: tests/test_documentation.py.
     # Rings: tests/test_experiments_ring.py and _depth.py.
+    # Images of runs: tests/test_gallery.py.
     elsewhere = {
         "capture",
         "random-cases",
@@ -68,6 +69,7 @@ def test_every_experiment_has_a_test():
         "depth",
         "census",
         "training",
+        "gallery",
         "weights",
         "weights-speed",
         "step-speed",

@@ -104,14 +104,14 @@ def write_grid(
         colour = (0, 0, 0)
         if verdicts is not None:
             colour = _PASS if verdicts[index] else _FAIL
-            _draw_mark(draw, left, top + _TILE + 4, verdicts[index])
+            draw_mark(draw, left, top + _TILE + 4, verdicts[index])
         shown = caption if caption else "(no caption)"
         text = "\n".join(textwrap.wrap(shown, _COLUMN_CHARACTERS)[:3])
         draw.text((left + 16, top + _TILE + 2), text, fill=colour, font=font)
     page.save(path)
 
 
-def _draw_mark(draw: Any, left: int, top: int, passed: bool) -> None:
+def draw_mark(draw: Any, left: int, top: int, passed: bool) -> None:
     """A tick or a cross, 10 pixels wide."""
     if passed:
         points = [(left, top + 5), (left + 4, top + 9), (left + 10, top)]

@@ -3,16 +3,19 @@
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+from jaxtyping import UInt8
 
-from train.assemble import assemble
+from train.assemble import Assembly, assemble
 from train.checkpoint import Checkpoints
-from train.config import SampleConfig, UsageError, load
+from train.config import Config, SampleConfig, UsageError, load
 from train.evaluate import Evaluator
 from train.figures import write_grid
+from train.state import TrainState
 from train.validate import check_number
 
 
@@ -45,10 +48,7 @@ def sample_run(command: SampleConfig) -> str:
             config.eval.guidance if command.guidance is None else command.guidance
         ),
     )
-    # Sampling spreads over whatever devices there are, not those of the training.
-    mesh = dataclasses.replace(config.mesh, data=1, fsdp=1, tensor=1)
-    config = dataclasses.replace(config, eval=evaluation, mesh=mesh)
-    assembly = assemble(config, devices=jax.devices()[:1])
+    assembly = on_one_device(dataclasses.replace(config, eval=evaluation))
     try:
         for caption in captions:
             if assembly.tokenizer.overflow(caption):
@@ -61,22 +61,37 @@ def sample_run(command: SampleConfig) -> str:
         raise UsageError(str(error)) from error
     if not (root / "checkpoints").is_dir():
         raise UsageError(f"{root} has no checkpoint yet")
-    with (
-        jax.default_matmul_precision(assembly.policy.matmul),
-        Checkpoints(root / "checkpoints", config.checkpoint.keep) as checkpoints,
-    ):
+    with Checkpoints(root / "checkpoints", config.checkpoint.keep) as checkpoints:
         if checkpoints.latest is None:
             raise UsageError(f"{root} has no checkpoint yet")
         state = checkpoints.restore(assembly.abstract_state())
-        evaluator = Evaluator(
-            assembly.parts, assembly.attention_fn, assembly.mesh, assembly.tokenizer
-        )
-        images = evaluator.samples(state.average, captions, seed=command.seed)
+    images = draw(assembly, state, captions, command.seed)
     try:
         _write(images, captions, out)
     except OSError as error:
         raise UsageError(f"cannot write --out {out}: {error.strerror}") from error
     return str(out)
+
+
+def on_one_device(config: Config) -> Assembly:
+    """The parts of a run on the first device, whatever those of the training were."""
+    mesh = dataclasses.replace(config.mesh, data=1, fsdp=1, tensor=1)
+    config = dataclasses.replace(config, mesh=mesh)
+    return assemble(config, devices=jax.devices()[:1])
+
+
+def draw(
+    assembly: Assembly, state: TrainState, captions: Sequence[str], seed: int
+) -> UInt8[np.ndarray, "n R R 3"]:
+    """An image for each caption with the averaged weights, as `eval` of the run says.
+
+    The noise of image i depends on the run's seed, on `seed` and on i.
+    """
+    with jax.default_matmul_precision(assembly.policy.matmul):
+        evaluator = Evaluator(
+            assembly.parts, assembly.attention_fn, assembly.mesh, assembly.tokenizer
+        )
+        return evaluator.samples(state.average, captions, seed=seed)
 
 
 def _check(command: SampleConfig, out: Path) -> None:

@@ -16,6 +16,7 @@ from analysis.experiments import (
     depth,
     emulator_speed,
     flash_attention_2,
+    gallery,
     kernels,
     memory,
     precision,
@@ -98,6 +99,7 @@ EXPERIMENTS = {
     "step-speed": Experiment(
         step_speed.SUMMARY, step_speed.add_arguments, step_speed.run
     ),
+    "gallery": Experiment(gallery.SUMMARY, gallery.add_arguments, gallery.run),
     "weights": Experiment(weights.SUMMARY, weights.add_arguments, weights.run),
     "weights-speed": Experiment(
         weights_speed.SUMMARY, weights_speed.add_arguments, weights_speed.run
