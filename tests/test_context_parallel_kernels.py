@@ -1,6 +1,7 @@
 """Context parallelism on the Hopper kernels, without a GPU: parts that the interpreter
 computes, and programs compiled for four H200s."""
 
+import functools
 import math
 from unittest.mock import patch
 
