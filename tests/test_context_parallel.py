@@ -333,7 +333,8 @@ def test_lse_far_apart_are_merged(way):
     def visit(add, so_far):
         for number in range(2):
             key = jnp.full((1, 1, 1, 1), float(number))
-            so_far = add(so_far, merge.Keys(query, key, key, Mask()))
+            keys = merge.Keys(query, key, key, Mask())
+            so_far = add(so_far, keys, number == 0)
         return so_far
 
     with jax.debug_nans(True):

@@ -305,9 +305,9 @@ def _carrying() -> Program:
 @pytest.mark.usefixtures("compile_extra")
 @pytest.mark.parametrize(
     ("program", "kernel", "spilled"),
-    # Two addresses of FP32 results, which 16-bit ones, stored by TMA, do not have.
+    # As of 16-bit gradients, for which the kernel spills 104 under a causal mask.
     [
-        (_in_one_pass, "attention_backward_fused", 24),
+        (_in_one_pass, "attention_backward_fused", 104),
         (_carrying, "attention_forward", 0),
     ],
 )

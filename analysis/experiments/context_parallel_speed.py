@@ -10,8 +10,9 @@ and `tflops` is the rate of one of them, of the products that the mask leaves. T
 `one device` are the plain kernel's, for the same whole sequence.
 
 `megabytes` (2^20 bytes) is what the compiled program holds on a device while it runs:
-arguments, results and, `beside` them, what XLA allocates for all that is between.
-`over_one` is that over what one device holds for the whole sequence.
+arguments, results and, `beside` them, what XLA allocates for all that is between; not
+NCCL's own buffers. `over_one` is that over what one device holds for the whole
+sequence. `--compile-for` says so of any number of GPUs, without any, and nothing else.
 
 `communication` is how long messages travel, of one run on one device, and `exposed` how
 much of that time nothing else runs there (both in milliseconds; by JAX's profiler, so
@@ -111,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--head-dim", type=int, default=128, help="default 128")
     add("--seconds", type=float, default=3.0, help="of timing a size (default 3)")
     out = Path("results", "context_parallel_speed")
+    add("--compile-for", choices=["h100", "h200"], help="compile alone, without a GPU")
     add("--out", type=Path, default=out, help="folder")
     add("--fresh", action="store_true", help="measure anew what is there already")
 
@@ -124,7 +126,9 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
       ExperimentError: nothing ran on several devices. The table is written all the
         same.
     """
-    gpu, there = jax.default_backend() == "gpu", len(jax.devices())
+    target = options.compile_for
+    gpu = target is not None or jax.default_backend() == "gpu"
+    there = len(jax.devices()) if target is None else max(options.devices or [8])
     heads = Heads(options.heads, options.kv_heads, options.head_dim)
     sizes = sorted(set(options.tokens or ([8192, 32768] if gpu else [256])))
     counts = sorted(
@@ -144,13 +148,14 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         )
     described = environment(command)
     device = str(described["device"]).lower().replace(" ", "-")
-    stem = options.out / f"{device}-x{there}"
+    stem = options.out / (f"compiled-for-{target}" if target else f"{device}-x{there}")
     check_writable(stem)
     strategies = options.strategies or list(get_args(Strategy))
     layouts = options.layouts or list(get_args(Layout))
     settings = {
         **{"experiment": "context-parallel-speed", "strategies": strategies},
         **{"layouts": layouts, "heads": list(heads), "seconds": options.seconds},
+        "compile_for": target,
     }
     tables = {
         (tokens, count, of): list(_cells(tokens, count, of, strategies, layouts))
@@ -165,10 +170,15 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             kept.describe(described)
         # A program is lowered in seconds, by Python: all of them before any is timed,
         # so that they are timed in a quiet process.
-        built = {key: _compiled_together(tables[key], heads) for key in missing}
+        devices = _devices(target, there)
+        with _default_device(target, devices):
+            built = {
+                key: _compiled_together(tables[key], heads, devices) for key in missing
+            }
         print(f"{sum(map(len, built.values()))} programs compiled", file=sys.stderr)
+        seconds = None if target else options.seconds
         for key in missing:
-            measured = _measured(tables[key], built.pop(key), options.seconds)
+            measured = _measured(tables[key], built.pop(key), seconds)
             kept.add(_named(key), compared(measured, tables[key][0], heads))
             print(f"{_named(key)} measured", file=sys.stderr)
         rows = kept.rows([_named(key) for key in tables])
@@ -176,7 +186,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     files = [path, *write(rows, described | beside, stem)]
     files += _figure(rows, stem.with_suffix(".png"))
     show([{k: row[k] for k in _SHOWN} for row in rows], "Context parallelism, causal")
-    ran = [r for r in rows if r["ms"] is not None and r["strategy"] != ONE]
+    said = "ms" if target is None else "megabytes"
+    ran = [r for r in rows if r[said] is not None and r["strategy"] != ONE]
     if not ran:
         raise ExperimentError(f"nothing ran: {rows[-1]['refused']}")
     return {"rows": len(rows), "files": [str(path) for path in files]}
@@ -211,12 +222,33 @@ class Built(NamedTuple):
     columns: Row
 
 
-def _compiled_together(cells: Sequence[Cell], heads: Heads) -> list[Built | str]:
+def _devices(target: str | None, count: int) -> Sequence[Any]:
+    """Those that are here, or so many that are not."""
+    if target is None:
+        return jax.devices()
+    # Imported on use: it wants the extra `compile`.
+    from attn_jax.kernels import compiler
+
+    return compiler.devices(cast(Any, target), count)
+
+
+def _default_device(
+    target: str | None, devices: Sequence[Any]
+) -> contextlib.AbstractContextManager:
+    """Kernels are made for it."""
+    return jax.default_device(devices[0]) if target else contextlib.nullcontext()
+
+
+def _compiled_together(
+    cells: Sequence[Cell], heads: Heads, devices: Sequence[Any]
+) -> list[Built | str]:
     """Programs, or why there is none."""
+    default = jax.config.jax_default_device
 
     def one(cell: Cell) -> Built | str:
         try:
-            return _compiled(cell, heads)
+            with jax.default_device(default):  # A thread has its own.
+                return _compiled(cell, heads, devices)
         except (ValueError, NotImplementedError, JaxRuntimeError) as error:
             return reason(error)
 
@@ -225,9 +257,9 @@ def _compiled_together(cells: Sequence[Cell], heads: Heads) -> list[Built | str]
 
 
 def _measured(
-    cells: Sequence[Cell], built: Sequence[Built | str], seconds: float
+    cells: Sequence[Cell], built: Sequence[Built | str], seconds: float | None
 ) -> list[Row]:
-    """Rows of programs that take turns."""
+    """Rows of programs that take turns; None seconds: which do not run."""
     rows = [cell.row for cell in cells]
     arguments: dict[Any, tuple] = {}
     turns: dict[int, Callable[[], object]] = {}
@@ -236,6 +268,8 @@ def _measured(
             row["refused"] = found
             continue
         row |= found.columns
+        if seconds is None:
+            continue
         given = tuple((x.shape, x.sharding) for x in found.shapes)
         try:
             if given not in arguments:
@@ -246,6 +280,8 @@ def _measured(
             row["refused"] = reason(error)
             continue
         turns[number] = run
+    if seconds is None:
+        return rows
     with card() as reading:
         times = interleaved(
             {
@@ -265,8 +301,8 @@ def _measured(
     return rows
 
 
-def _compiled(cell: Cell, heads: Heads) -> Built:
-    mesh, attend = _attention(cell)
+def _compiled(cell: Cell, heads: Heads, devices: Sequence[Any]) -> Built:
+    mesh, attend = _attention(cell, devices)
     shape = 1, cell.tokens * cell.devices
     counts = heads.query, heads.key, heads.key, heads.query
     sharding = NamedSharding(mesh, P(None, mesh.axis_names))
@@ -296,15 +332,15 @@ def _normal(shape: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
     return jax.jit(made, out_shardings=shape.sharding)(jax.random.key(seed))
 
 
-def _attention(cell: Cell) -> tuple[Mesh, Callable]:
+def _attention(cell: Cell, there: Sequence[Any]) -> tuple[Mesh, Callable]:
     """The devices, and attention of arrays that lie on them in the layout's order."""
     if cell.strategy == ONE:
 
         def plain(query, key, value):
             return dot_product_attention(query, key, value, is_causal=True)
 
-        return Mesh(np.asarray(jax.devices()[:1]), ("seq",)), plain
-    devices = np.asarray(jax.devices()[: cell.devices])
+        return Mesh(np.asarray(there[:1]), ("seq",)), plain
+    devices = np.asarray(there[: cell.devices])
     axis: str | tuple[str, str] = "seq"
     mesh = Mesh(devices, ("seq",))
     if cell.strategy == "ring+ulysses":

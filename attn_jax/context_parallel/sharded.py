@@ -113,7 +113,7 @@ def attention(
         all queries of a device becomes one for each.
       scale: of the logits; 1 / sqrt(H) if None.
       implementation: of parts. `pallas`, our kernels (`kernels.partial`: Hopper), with
-        the mean of all keys as dQ's centre, hidden or not; `emulated`, a recipe in
+        dq_centre 'keys', of all keys, hidden or not; `emulated`, a recipe in
         plain JAX, any device. A named one runs or raises. None: `pallas` where it can
         run and no recipe is given.
       recipe: of `emulated`; `ATTN_JAX` with ring_merge 'carry' if None. Its ring_size

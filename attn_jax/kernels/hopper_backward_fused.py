@@ -74,7 +74,6 @@ from attn_jax.kernels.tiles import (
 
 CONSUMER_REGISTERS = 232
 OTHER_REGISTERS = 24  # the loading and the storing warpgroup
-WIDE_COLUMNS = 64
 
 
 def reason_against(
@@ -392,23 +391,14 @@ def _sums(
                 first_row = done.tile * KEY_TILE + here * KEYS
                 out = (done.b, pl.ds(first_row, KEYS), done.kv_head)
                 divisor = row_divisor[done.b, done.kv_head]
-                if wide:
-                    store_wide(dv_gmem, out, dv, divisor)
-                    store_wide(dk_gmem, out, dk, divisor * scale)
-                    return
                 dk, dv = dk * divisor, dv * divisor
+                if wide:
+                    dk_gmem[out], dv_gmem[out] = dk * scale, dv
+                    return
                 put(dk * scale, [smem.keys.at[here]], dk_gmem, out)
                 halves = [smem.ds.at[i, here, 0] for i in range(head_dim // 64)]
                 put(dv, halves, dv_gmem, out)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-            def store_wide(gmem, out, x, factor):
-                """In groups of columns: all addresses at once would spill."""
-                b, rows, head = out
-                for column in range(0, head_dim, WIDE_COLUMNS):
-                    part = lax.slice(x, (0, column), (KEYS, column + WIDE_COLUMNS))
-                    columns = pl.ds(column, WIDE_COLUMNS)
-                    gmem[b, rows, head, columns] = part * factor
 
             def put(x, targets, gmem, out):
                 """Stores a tile, through shared memory that takes it by columns. That

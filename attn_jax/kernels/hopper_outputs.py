@@ -1,6 +1,6 @@
 """How a warpgroup of Hopper's forward kernel leaves the results of its rows."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -97,15 +97,15 @@ class Carried(NamedTuple):
             self.total[b, pl.ds(first_row, rows), n] = acc * (now * unscale)
             return
         m, l = (  # noqa: E741
-            plgpu.load(x.at[place], layout=ROWS, optimized=False)
-            for x in (before.row_max, before.row_sum)
+            plgpu.load(rows_of.at[place], layout=ROWS, optimized=False)
+            for rows_of in cast(Any, before)[:2]
         )
         larger = jnp.maximum(m, row_max)
         base = finite(larger)
         shrink, weight = jnp.exp2(m - base), jnp.exp2(row_max - base)
         self.row_max[place] = larger
         self.row_sum[place] = shrink * l + weight * row_sum
-        old_rows, new_rows = before.total.at[b, :, n], self.total.at[b, :, n]
+        old_rows, new_rows = (cast(Any, x).total.at[b, :, n] for x in (before, self))
         # In groups of columns, for the registers.
         shape = rows, GROUP
         shrink, weight = (along_rows(x, shape) for x in (shrink, weight * now))

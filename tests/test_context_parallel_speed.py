@@ -1,0 +1,102 @@
+"""`python -m analysis context-parallel-speed`: what its columns say, on CPU devices."""
+
+import csv
+import json
+
+import pytest
+
+from analysis.__main__ import main
+from analysis.experiments import context_parallel_speed as module
+from analysis.experiments.context_parallel_speed import (
+    ONE,
+    Cell,
+    Heads,
+    compared,
+    under_way,
+)
+from attn_jax.timing import Event
+
+COMMAND = [
+    *("context-parallel-speed", "--tokens", "32", "--heads", "4", "--kv-heads", "2"),
+    *("--head-dim", "8", "--seconds", "0.01"),
+]
+
+
+def _rows(folder):
+    (path,) = folder.glob("*.csv")
+    return list(csv.DictReader(path.open()))
+
+
+def test_it_times_each_strategy_once(tmp_path, capsys, monkeypatch):
+    command = [*COMMAND, "--devices", "2", "--layouts", "zigzag", "--passes", "both"]
+    command += ["--strategies", "ring", "ulysses", "--out", str(tmp_path)]
+    assert main(command) == 0
+    rows = _rows(tmp_path)
+    assert [row["strategy"] for row in rows] == [ONE, "ring", "ulysses"]
+    for row in rows:
+        assert float(row["ms"]) > 0 and not row["refused"]
+        # Of query, key, value, dO, out and three gradients of 32 tokens on a device.
+        least = 32 * 8 * (4 * 4 + 2 * 4) * 2 / 2**20
+        assert float(row["megabytes"]) >= least * (1 + (row["strategy"] == ONE))
+    one, ring, _ = rows
+    share = float(one["ms"]) / (2 * float(ring["ms"]))
+    assert float(ring["share"]) == pytest.approx(share, rel=1e-3)
+    assert float(one["share"]) == 1
+    capsys.readouterr()
+    # What is there is not measured again.
+    monkeypatch.setattr(module, "_compiled", None)
+    assert main(command) == 0
+    assert _rows(tmp_path) == rows
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 3
+
+
+def test_a_strategy_that_cannot_be_says_why(tmp_path):
+    command = [*COMMAND, "--devices", "4", "--passes", "forward", "--layouts", "zigzag"]
+    command += ["--strategies", "ring", "ulysses", "--out", str(tmp_path)]
+    assert main(command) == 0
+    refused = {row["strategy"]: row["refused"] for row in _rows(tmp_path)}
+    assert "'ulysses'" in refused.pop("ulysses") and not any(refused.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--devices", "9"], "numbers from 2 to 8"),
+        (["--devices", "1"], "numbers from 2 to 8"),
+        (["--heads", "3"], "--heads 3 must be a multiple of --kv-heads 2"),
+        (["--tokens", "0"], "must be above 0"),
+    ],
+)
+def test_bad_numbers_are_one_line(arguments, says, tmp_path, capsys):
+    assert main([*COMMAND, *arguments, "--out", str(tmp_path)]) == 2
+    assert says in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_shares_and_rates():
+    row = dict.fromkeys(("ms", "megabytes", "tflops", "share", "over_one"))
+    rows = [
+        {**row, "strategy": ONE, "ms": 8.0, "megabytes": 100.0},
+        {**row, "strategy": "ring", "ms": 2.5, "megabytes": 50.0},
+        {**row, "strategy": "ulysses"},
+    ]
+    one, ring, none = compared(rows, Cell(100, 4, ONE, "", "both"), Heads(8, 2, 64))
+    assert ring["share"] == 8 / (4 * 2.5) and ring["over_one"] == 0.5
+    # Seven products of 400 * 401 / 2 pairs, two operations each.
+    flops = 7 * 2 * (400 * 401 / 2) * 8 * 64
+    assert one["tflops"] == pytest.approx(flops / 8e-3 / 1e12)
+    assert ring["tflops"] == pytest.approx(flops / 4 / 2.5e-3 / 1e12)
+    assert none["share"] is None and none["tflops"] is None
+
+
+def test_messages_are_exposed_where_nothing_else_runs(monkeypatch):
+    events = [
+        Event("ncclDevKernel_SendRecv", 0.0, 4.0),
+        Event("attention_forward", 1.0, 3.0),
+        Event("fusion", 2.0, 3.5),
+        Event("ncclDevKernel_AllReduce", 8.0, 9.0),
+    ]
+    monkeypatch.setattr(module, "device_events", lambda run: [events])
+    found = module._messages(lambda: None)
+    assert found == {"communication": 5.0 / 2, "exposed": (5.0 - 2.5) / 2}  # two runs
+    assert under_way(events) == [(0.0, 4.0), (8.0, 9.0)]
