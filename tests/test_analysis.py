@@ -48,7 +48,8 @@ def test_every_experiment_has_a_test():
     # Random cases: tests/test_random_cases.py. The census: tests/test_census.py.
     # Weights: tests/test_weights_files.py. Steps: tests/test_step_speed.py.
     # The README's figure: tests/test_documentation.py.
-    # Rings: tests/test_experiments_ring.py and _depth.py, test_context_parallel_speed.py.
+    # Rings: tests/test_experiments_ring.py and _depth.py; their speed:
+    # tests/test_context_parallel_speed.py.
     # Images of runs: tests/test_gallery.py.
     elsewhere = {
         "capture",
