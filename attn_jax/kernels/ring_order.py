@@ -34,7 +34,11 @@ one.
 
 All this is of one kernel that has the card to itself. Two of them side by side, each
 with half of the multiprocessors, could wait for each other: as two processes under MPS,
-or on streams of their own. XLA runs kernels one after the other.
+or on streams of their own. XLA runs kernels one after the other. NCCL's run beside them
+and take multiprocessors, as under context parallelism. A message ends once all of its
+devices send and receive; where one does not yet, this kernel has that whole card, and
+ends; and messages come in the same order on all devices. So each message ends, and the
+CTAs that it kept from being launched come after it: until then their ring stands still.
 
 Several threads of a CTA may store by turns. Then (a) is that the step before it has
 begun to be added, which is less.
