@@ -23,6 +23,7 @@ from attn_jax.formats import BF16
 from attn_jax.kernels import design
 from attn_jax.kernels.attention import attention
 from attn_jax.mask import Mask
+from tests.parallel_runs import ULYSSES, sharded
 
 pytestmark = pytest.mark.gpu(capability="9.0")
 
@@ -203,34 +204,12 @@ def test_no_error_grows_with_the_gpus_of_a_host(devices, strategy, family):
         pytest.skip("takes 4 GPUs: two rings of two")
     inputs = _inputs(family, 128)
     exact = reference.golden(*inputs, mask=Mask(is_causal=True))
-    both = strategy == "ring+ulysses"
-    axes = ("seq", "heads") if both else ("seq",)
-    sizes = (devices // 2, 2) if both else (devices,)
-    mesh = Mesh(np.asarray(jax.devices()[:devices]).reshape(sizes), axes)
-    layout = "contiguous" if strategy == "ulysses" else "zigzag"
-    shards = sizes[0]
-    attend = functools.partial(
-        context_parallel.attention,
-        axis_name=axes if both else axes[0],
-        strategy=strategy,
-        layout=layout,
+    whole = sharded(
+        devices // ULYSSES if strategy == "ring+ulysses" else devices,
+        *(strategy, "contiguous" if strategy == "ulysses" else "zigzag"),
         is_causal=True,
         implementation="pallas",
     )
-    rows, lse_rows = P(None, axes), P(None, None, axes)
-    run = jax.shard_map(
-        attend, mesh=mesh, in_specs=(rows,) * 3, out_specs=(rows, lse_rows)
-    )
-
-    def whole(query, key, value):
-        given = (
-            context_parallel.to_layout(x, shards, layout) for x in (query, key, value)
-        )
-        out, lse = run(*given)
-        return (
-            context_parallel.from_layout(out, shards, layout),
-            context_parallel.from_layout(lse, shards, layout, axis=2),
-        )
 
     def alone(query, key, value):
         return attention(query, key, value, scale=128**-0.5, mask=Mask(is_causal=True))

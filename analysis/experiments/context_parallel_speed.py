@@ -41,8 +41,11 @@ from jax.sharding import PartitionSpec as P
 from analysis import ExperimentError, store
 from analysis.figures import Panel, write_figure
 from analysis.record import Row, check_writable, environment, show, write, written
+from analysis.speed import in_jax
 from attn_jax import context_parallel, dot_product_attention
 from attn_jax.context_parallel import Layout, Strategy
+from attn_jax.context_parallel.layouts import check_length
+from attn_jax.context_parallel.sharded import check_heads
 from attn_jax.timing import (
     Event,
     card,
@@ -59,6 +62,7 @@ ONE = "one device"
 # Kernels of NCCL, and copies from card to card.
 _MESSAGES = re.compile(r"nccl|p2p|sendrecv", re.IGNORECASE)
 _TRACED = 2
+ULYSSES = 2  # devices to which ring+ulysses deals heads
 _COLUMNS = (
     *("ms", "ms_25", "ms_75", "rounds", "tflops", "share", "megabytes", "beside"),
     *("over_one", "communication", "exposed", "compile_seconds", "sm_mhz", "watts"),
@@ -247,13 +251,29 @@ def _compiled_together(
 
     def one(cell: Cell) -> Built | str:
         try:
+            _check(cell, heads)
+        except ValueError as error:
+            return reason(error)
+        try:
             with jax.default_device(default):  # A thread has its own.
                 return _compiled(cell, heads, devices)
-        except (ValueError, NotImplementedError, JaxRuntimeError) as error:
+        # What the kernels do not take, or the device not hold; another is a bug.
+        except (NotImplementedError, JaxRuntimeError) as error:
             return reason(error)
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         return list(pool.map(one, cells))
+
+
+def _check(cell: Cell, heads: Heads) -> None:
+    """Raises ValueError, one line, for what cannot be dealt to the devices."""
+    if cell.strategy == ONE:
+        return
+    dealt = {"ulysses": cell.devices, "ring+ulysses": ULYSSES}.get(cell.strategy, 1)
+    for name, count in (("query", heads.query), ("key", heads.key)):
+        check_heads(name, count, dealt, cell.strategy)
+    shards = cell.devices if dealt in (1, cell.devices) else cell.devices // dealt
+    check_length("query", cell.tokens * cell.devices, shards, cast(Layout, cell.layout))
 
 
 def _measured(
@@ -319,12 +339,8 @@ def _compiled(cell: Cell, heads: Heads, devices: Sequence[Any]) -> Built:
     began = time.monotonic()
     program = jax.jit(function).lower(*shapes).compile()
     seconds = time.monotonic() - began
-    memory = program.memory_analysis()
-    assert memory is not None  # Every backend that JAX ships with reports it.
-    beside = memory.temp_size_in_bytes
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + beside
-    said = {"megabytes": held / 2**20, "beside": beside / 2**20}
-    return Built(program, shapes, {**said, "compile_seconds": seconds})
+    said = {**in_jax.memory_of(program), "compile_seconds": seconds}
+    return Built(program, shapes, said)
 
 
 def _normal(shape: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
@@ -345,7 +361,7 @@ def _attention(cell: Cell, there: Sequence[Any]) -> tuple[Mesh, Callable]:
     mesh = Mesh(devices, ("seq",))
     if cell.strategy == "ring+ulysses":
         axis = "seq", "heads"
-        mesh = Mesh(devices.reshape(-1, 2), axis)
+        mesh = Mesh(devices.reshape(-1, ULYSSES), axis)
     spec = P(None, mesh.axis_names)
     attend = functools.partial(
         context_parallel.attention,

@@ -126,11 +126,7 @@ def _planned(name: str, case: Case, of: Pass) -> tuple[Row, Any]:
             program = lowered.compile(compiler_options=in_jax.compiler_options(name))
     except refusals as error:
         return row | {"refused": reason(error)}, None
-    memory = program.memory_analysis()
-    assert memory is not None  # Every backend that JAX ships with reports it.
-    beside = memory.temp_size_in_bytes
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + beside
-    return row | {"megabytes": held / _MEGABYTE, "beside": beside / _MEGABYTE}, program
+    return row | in_jax.memory_of(program), program
 
 
 def _shapes(case: Case, of: str) -> list[jax.ShapeDtypeStruct]:

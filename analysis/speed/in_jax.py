@@ -327,6 +327,16 @@ def _timer(program: Any, arguments: tuple) -> tuple[Callable[[int], float], Row]
     return functools.partial(_wall_clock, program, arguments), {"timer": how}
 
 
+def memory_of(program: Any) -> Row:
+    """What a compiled program holds, in MiB: `megabytes`, arguments and results
+    included, and `beside` them what XLA allocates between."""
+    memory = program.memory_analysis()
+    assert memory is not None  # Every backend that JAX ships with reports it.
+    beside = memory.temp_size_in_bytes
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + beside
+    return {"megabytes": held / 2**20, "beside": beside / 2**20}
+
+
 def _wall_clock(program: Any, arguments: tuple, runs: int) -> float:
     began = time.perf_counter()
     for _ in range(runs):

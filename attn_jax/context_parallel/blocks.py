@@ -18,7 +18,7 @@ from attn_jax import emulator
 from attn_jax.centre import centre_from
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
-from attn_jax.formats import BF16, FP16, carrier_dtype
+from attn_jax.formats import FP16, carrier_dtype
 from attn_jax.mask import Mask
 from attn_jax.recipe_schema import Recipe
 
@@ -41,10 +41,6 @@ class OverDevices(NamedTuple):
     def here(cls) -> "OverDevices":
         """One device has it all."""
         return cls(lambda x: x, lambda x: x)
-
-
-# Inputs of the kernels.
-FORMATS = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}
 
 
 @runtime_checkable
@@ -272,7 +268,7 @@ class Kernels:
 
     def centre(self, key, over):
         """c of dq_centre 'keys', of all keys on whatever device, in one message."""
-        wide, inputs = key.astype(jnp.float32), FORMATS[jnp.dtype(key.dtype)]
+        wide, inputs = key.astype(jnp.float32), self.recipe.inputs
         sums = jnp.stack([wide.mean(axis=1), jnp.square(wide).mean(axis=1)])
         mean, square = over.mean(sums)
         largest = jnp.zeros_like(mean)
