@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.formats import FP32, NumberFormat
+from attn_jax.pairwise import pairwise_mean
 
 
 def centre_of(
@@ -23,8 +24,8 @@ def centre_of(
     """
     wide = key.astype(jnp.float32)
     return centre_from(
-        wide.mean(axis=1),
-        jnp.square(wide).mean(axis=1),
+        pairwise_mean(wide, 1),
+        pairwise_mean(jnp.square(wide), 1),
         jnp.abs(wide).max(axis=1),
         inputs,
     )

@@ -17,14 +17,16 @@ SAVED = jax.checkpoint_policies.save_only_these_names("attn_jax_out", "attn_jax_
 SHAPE = (1, 128, 2, 64)
 
 
-def equations(jaxpr) -> Iterator:
-    """Those of a jaxpr and of all jaxprs within."""
+def equations(jaxpr, into=lambda eqn: True) -> Iterator:
+    """Those of a jaxpr and of all jaxprs within that `into` does not leave out."""
     for eqn in jaxpr.eqns:
         yield eqn
+        if not into(eqn):
+            continue
         for x in jax.tree.leaves(list(eqn.params.values())):
             inner = getattr(x, "jaxpr", x)
             if hasattr(inner, "eqns"):
-                yield from equations(inner)
+                yield from equations(inner, into)
 
 
 def gradients(attend, policy, arrays):

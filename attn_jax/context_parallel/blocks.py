@@ -20,6 +20,7 @@ from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
 from attn_jax.formats import FP16, carrier_dtype
 from attn_jax.mask import Mask
+from attn_jax.pairwise import pairwise_mean
 from attn_jax.recipe_schema import Recipe
 
 
@@ -269,8 +270,8 @@ class Kernels:
     def centre(self, key, over):
         """c of dq_centre 'keys', of all keys on whatever device, in one message."""
         wide, inputs = key.astype(jnp.float32), self.recipe.inputs
-        sums = jnp.stack([wide.mean(axis=1), jnp.square(wide).mean(axis=1)])
-        mean, square = over.mean(sums)
+        sums = [pairwise_mean(x, 1) for x in (wide, jnp.square(wide))]
+        mean, square = over.mean(jnp.stack(sums))
         largest = jnp.zeros_like(mean)
         if inputs == FP16:  # Which alone might not hold K - c.
             largest = over.largest(jnp.abs(wide).max(axis=1))

@@ -17,6 +17,7 @@ from attn_jax.emulator.checks import check_recipe
 from attn_jax.emulator.tiles import Operands, Static, divide_or_zero
 from attn_jax.formats import carrier_dtype, round_to
 from attn_jax.mask import Mask
+from attn_jax.pairwise import pairwise_sum
 from attn_jax.recipe_schema import Recipe, Step
 
 
@@ -188,7 +189,7 @@ def delta(
 ) -> Float[Array, "B N T"]:
     """rowsum(dO O), dO rounded like an input; `out` is that of `kept_for_delta`."""
     dout = round_to(dout.astype(carrier_dtype(recipe.carrier)), recipe.inputs)
-    return rounded((dout * out).sum(-1), recipe.delta).swapaxes(1, 2)
+    return rounded(pairwise_sum(dout * out, -1), recipe.delta).swapaxes(1, 2)
 
 
 def rounded(x: Array, step: Step) -> Array:

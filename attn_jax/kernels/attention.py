@@ -28,6 +28,7 @@ from attn_jax.kernels.partition import Layout, partitioned, varying_alike
 from attn_jax.kernels.tuning import Backward, Configuration
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
+from attn_jax.pairwise import pairwise_sum
 from attn_jax.recipe import ATTN_JAX, Architecture, Recipe
 from attn_jax.reference import check_arguments, default_scale, python_float
 from attn_jax.residuals import named_lse, named_out
@@ -342,7 +343,7 @@ def _attention_bwd(static, residuals, cotangents):
     run = _backward_program(static, more.layout, tuple(rest), wanted.dbias)
     operands = *inputs, dout, lse, out, *rest.values(), *more.arrays
     dquery, dkey, dvalue, dsinks, *dbias = run(*operands)
-    dsinks = None if sinks is None else dsinks.sum(axis=0, keepdims=True)
+    dsinks = None if sinks is None else pairwise_sum(dsinks, 0, keepdims=True)
     return dquery, dkey, dvalue, dbias[0] if dbias else None, None, dsinks
 
 

@@ -14,6 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float32
 
+from attn_jax.pairwise import pairwise_sum
+
 
 class Sums(NamedTuple):
     """How many tiles there are along batch, heads, queries and keys: `kept` of them of
@@ -65,7 +67,7 @@ class Sums(NamedTuple):
             *self.kept[:2], self.kept[2] * rows, self.kept[3] * columns
         )
         if shape[2] == 1:
-            total = total.sum(axis=2, keepdims=True)
+            total = pairwise_sum(total, 2, keepdims=True)
         if shape[3] == 1:
-            total = total.sum(axis=3, keepdims=True)
+            total = pairwise_sum(total, 3, keepdims=True)
         return total[:, :, : shape[2], : shape[3]]

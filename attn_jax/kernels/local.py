@@ -33,6 +33,7 @@ from attn_jax.kernels.hopper_range import range_of
 from attn_jax.kernels.options import DEFAULT, Options
 from attn_jax.kernels.tuning import Backward, Configuration, Tiling
 from attn_jax.kernels.visibility import Band, Rules
+from attn_jax.pairwise import pairwise_mean, pairwise_sum
 from attn_jax.recipe import Architecture
 
 INPUTS = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}
@@ -192,7 +193,7 @@ def backward(
         if low is not None:
             wide_out += low.astype(jnp.float32)
         products = dout[:, :query_count].astype(jnp.float32) * wide_out
-        excess = jnp.sum(products, axis=-1).swapaxes(1, 2)
+        excess = pairwise_sum(products, -1).swapaxes(1, 2)
     if rules is not None or chosen.repeated_max_factor is not None:
         # Rows that see nothing, or have no weight: their P = exp(S - LSE) is to be 0.
         empty = jnp.isneginf(lse)
@@ -219,7 +220,7 @@ def backward(
     if sinks is not None:
         # The sink is a key whose dP is zero: dS = P (0 - delta).
         of_sink = jnp.exp(sinks[..., None] - lse) * -delta
-        dsinks = of_sink.sum(axis=-1)
+        dsinks = pairwise_sum(of_sink, -1)
         row_sum = -of_sink if dlse is None else dlse - of_sink
     operands = (query, key, value, dout, lse, delta)
     found = range_of(
@@ -360,13 +361,14 @@ def mean_key(
     """
     wide = key.astype(jnp.float32)
     if not is_causal:
-        return wide.mean(axis=1)[:, :, None]
+        return pairwise_mean(wide, 1)[:, :, None]
     batch, key_count, heads, head_dim = key.shape
     rows = tiling.rows
     count = -(-query_count // tiling.tile) * tiling.warpgroups
     wide = wide[:, : count * rows]
     wide = jnp.pad(wide, ((0, 0), (0, count * rows - wide.shape[1]), (0, 0), (0, 0)))
-    sums = wide.reshape(batch, count, rows, heads, head_dim).sum(axis=2).cumsum(axis=1)
+    sums = pairwise_sum(wide.reshape(batch, count, rows, heads, head_dim), 2)
+    sums = sums.cumsum(axis=1)
     seen = jnp.minimum((jnp.arange(count) + 1) * rows, key_count).astype(jnp.float32)
     return (sums / seen[:, None, None]).swapaxes(1, 2)
 

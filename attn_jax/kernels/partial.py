@@ -32,6 +32,7 @@ from attn_jax.kernels.options import Options
 from attn_jax.kernels.tiles import LN_2
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
+from attn_jax.pairwise import pairwise_sum
 from attn_jax.varying import varying_alike
 
 _OPTIONS = Options("mean", delta_source="o", half_weights=True)
@@ -222,7 +223,7 @@ def _range(
 ) -> Range:
     """The powers of two of the part: |dS| <= |dO| |V| + |excess|, by norms; for what
     is left of its keys when a `centre`, which may be larger than they, comes off."""
-    squares = jnp.square(dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    squares = pairwise_sum(jnp.square(dout.astype(jnp.float32)), -1).swapaxes(1, 2)
     scaled = numbers is not None
     found = range_of(numbers, squares, excess, key, centred=False, scaled=scaled)
     if centre is None:

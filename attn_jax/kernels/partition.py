@@ -17,6 +17,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from attn_jax.pairwise import pairwise_sum
 from attn_jax.varying import varying_alike
 
 _WHOLE = {
@@ -91,7 +92,7 @@ def _mapped(function: Callable, layout: Layout, depth: int) -> Callable:
                 return x
             x = x.reshape(*batch, *x.shape[1:])
             # The copies that `one_batch_axis` made, not those of a mapped axis.
-            return x if axes[0] == "B" else x.sum(axis=depth, keepdims=True)
+            return x if axes[0] == "B" else pairwise_sum(x, depth, keepdims=True)
 
         operands = map(one_batch_axis, arrays, layout.operands.values())
         results = function(*operands)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from attn_jax.kernels.tiles import GROUP, WGMMA, Fragments, head_of, read_tile
 from attn_jax.mask import Mask
+from attn_jax.pairwise import pairwise_mean
 
 # Columns of `Rules.spans`.
 OFFSET, QUERY_LENGTH, KEY_LENGTH = range(3)
@@ -214,7 +215,7 @@ def mean_key(
     """
     wide = key.astype(jnp.float32)
     # Differences of sums lose digits where the mean is large, so it is taken out first.
-    middle = wide.mean(axis=1, keepdims=True)
+    middle = pairwise_mean(wide, 1, keepdims=True)
     wide = wide - middle
     key_count = key.shape[1]
     if rules.query_ids is not None:

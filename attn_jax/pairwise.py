@@ -1,0 +1,40 @@
+"""Sums whose order is the program's.
+
+XLA tries out, while it compiles for a GPU, which of two emitters is faster for a fusion
+that holds a reduction (`xla_gpu_experimental_enable_fusion_autotuner`), and each adds
+in an order of its own: a program that is compiled twice, on a busy machine, may differ
+in the last bit. It leaves additions alone that are written out.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def pairwise_sum(
+    x: Float[Array, "..."], axis: int, *, keepdims: bool = False
+) -> Float[Array, "..."]:
+    """Sum along an axis, the upper half onto the lower until one is left.
+
+    Rounds to the type of x after each addition, log2(n) times on the way of a term, so
+    that the error is at most log2(n) units in the last place of the sum of the absolute
+    values (Higham, "Accuracy and Stability of Numerical Algorithms", section 4.2).
+    """
+    axis %= x.ndim
+    if not x.shape[axis]:
+        x = jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype)
+    while (size := x.shape[axis]) > 1:
+        half = -(-size // 2)
+        lower = lax.slice_in_dim(x, 0, half, axis=axis)
+        upper = lax.slice_in_dim(x, half, size, axis=axis)
+        missing = [(0, 0)] * x.ndim
+        missing[axis] = (0, 2 * half - size)
+        x = lower + jnp.pad(upper, missing)
+    return x if keepdims else lax.squeeze(x, (axis,))
+
+
+def pairwise_mean(
+    x: Float[Array, "..."], axis: int, *, keepdims: bool = False
+) -> Float[Array, "..."]:
+    """`pairwise_sum` over the number of terms."""
+    return pairwise_sum(x, axis, keepdims=keepdims) / x.shape[axis]
