@@ -131,8 +131,8 @@ def _over(
                 if seed in bound and row[name] and bound[seed][name]
             ]
             if logs:
-                middle, width = float(np.mean(logs)), min(half_width(logs), 99)
-                found.setdefault(arm, {})[name] = math.exp(middle), math.exp(width)
+                ratio, width = np.exp([np.mean(logs), half_width(logs)]).tolist()
+                found.setdefault(arm, {})[name] = ratio, width
     return found
 
 

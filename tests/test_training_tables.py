@@ -54,6 +54,12 @@ def test_ratios_are_of_the_low_precision_bound():
     )
 
 
+def test_a_single_seed_has_no_interval():
+    ends = [weights_row("fp32", 0, 64, 3.0), weights_row("pallas", 0, 64, 2.0)]
+    (found,) = training_tables.ratios(ends)
+    assert found["rel_l2"] == "1.5 (x/ inf)"
+
+
 def test_ratios_by_step_name_every_comparison_that_has_one():
     sizes = {"fp32": 6.0, "pallas": 2.0, "re-run": 0.0}
     rows = [
