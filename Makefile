@@ -48,7 +48,7 @@ docs:
 
 # The newest JAX that the kernels compile with; constraints.txt has the usual one.
 NEXT_JAX := 0.12.0.1
-NEXT_TESTS := compile lowering dispatch fused head_dims rows
+NEXT_TESTS := compile lowering dispatch fused head_dims
 test-next:
 	@tools/environment.sh test,compile $(NEXT_JAX)
 	@.venv-jax-$(NEXT_JAX)/bin/python -m pytest -n auto --maxprocesses=8 \

@@ -10,6 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+# Along the last axis halves are as many numbers that lie together. A program of all the
+# additions would have each thread read a row of its own: XLA makes two of them, and the
+# first still reads whole sectors of memory.
+_COALESCED = 16
+
 
 def pairwise_sum(
     x: Float[Array, "..."], axis: int, *, keepdims: bool = False
@@ -24,6 +29,8 @@ def pairwise_sum(
     if not x.shape[axis]:
         x = jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype)
     while (size := x.shape[axis]) > 1:
+        if size == _COALESCED and axis == x.ndim - 1:
+            x = lax.optimization_barrier(x)
         half = -(-size // 2)
         lower = lax.slice_in_dim(x, 0, half, axis=axis)
         upper = lax.slice_in_dim(x, half, size, axis=axis)

@@ -204,6 +204,13 @@ def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
     if isinstance(there, dict) and isinstance(here, dict):
         for x in sorted(there.keys() | here.keys()):
             yield from _differences(there.get(x), here.get(x), f"{name}.{x}".strip("."))
+    elif isinstance(there, list) and isinstance(here, list):
+        # Of long lists only the entries that differ; all, if it is their order.
+        gone = [x for x in there if x not in here]
+        new = [x for x in here if x not in there]
+        if gone or new:
+            there, here = gone, new
+        yield from _differences(str(there), str(here), name)
     elif there != here:
         yield f"{name} {_short(there)} there, {_short(here)} here"
 

@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import os
 import re
 import sys
 
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attn_jax import audit
+from attn_jax import audit, machine
 from attn_jax.audit import audit_attention, command
-from attn_jax.audit.command import main
+from attn_jax.audit.command import _folder, main, parser
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.plan import plan
 from attn_jax.audit.problem import MASKS
@@ -186,6 +187,44 @@ def test_shapes_of_equal_lengths_are_kept_apart(tmp_path):
         assert report.verdict == "trustworthy"
 
 
+@pytest.mark.parametrize(
+    ("installed", "driver", "chosen", "wanted"),
+    [
+        (["jax_cuda13_plugin"], None, "", "cpu"),
+        (["jax_cuda13_plugin"], "/usr/bin/nvidia-smi", "", ""),
+        (["jax_cuda13_plugin", "libtpu"], None, "", ""),
+        (["jax_cuda13_plugin"], None, "cuda", "cuda"),
+        ([], None, "", ""),
+    ],
+)
+def test_without_a_driver_jax_looks_for_no_gpu(
+    installed, driver, chosen, wanted, monkeypatch
+):
+    monkeypatch.setattr(machine.shutil, "which", lambda name: driver)
+    monkeypatch.setattr(machine.Path, "exists", lambda path: False)
+    monkeypatch.setattr(machine, "_installed", installed.__contains__)
+    monkeypatch.setenv("JAX_PLATFORMS", chosen)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", chosen)
+    try:
+        machine.prefer_cpu_without_driver()
+        found = jax.config.jax_platforms, os.environ["JAX_PLATFORMS"]
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert found == (wanted, wanted)
+
+
+def test_a_report_has_a_folder_by_what_is_audited():
+    def folder(*options: str) -> str:
+        return str(_folder(parser().parse_args(["context_parallel:ring", *options])))
+
+    plain = "runs/audit/context_parallel-ring"
+    assert folder() == folder("--shapes", "2,32,32,4,2,16") == plain
+    assert folder("--argument", "layout=zigzag") == f"{plain}-layout-zigzag"
+    both = folder("--shards", "64", "--argument", "simulated=true")
+    assert both == f"{plain}-simulated-True-shards-64"
+
+
 def test_a_folder_of_another_audit_is_refused(tmp_path, capsys):
     assert main(["reference", *OPTIONS, "--out", str(tmp_path)]) == 0
     with pytest.raises(SystemExit) as ended:
@@ -193,6 +232,11 @@ def test_a_folder_of_another_audit_is_refused(tmp_path, capsys):
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "rows of other settings" in line and "--fresh" in line
+    # Of lists, what they do not share.
+    with pytest.raises(SystemExit):
+        main(["reference", *OPTIONS, "--against", "flash3", "--out", str(tmp_path)])
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "['flash3'] here" in line
     assert main(["reference", *OPTIONS, "--fresh", "--out", str(tmp_path)]) == 0
 
 

@@ -248,12 +248,12 @@ def _wide_gradients(head_dim: int, bias_dtype: str | None) -> Program:
     key = jax.ShapeDtypeStruct((1, 1100, 2, head_dim), "bfloat16")
     rows = jax.ShapeDtypeStruct((1, 4, 1000), "float32")
     centre = jax.ShapeDtypeStruct((1, 2, head_dim), "float32")
-    operands = query, key, key, query, rows, rows, centre
+    operands = query, key, key, query, rows, rows, rows, centre
     if bias_dtype is not None:
         operands += (jax.ShapeDtypeStruct((1, 1, 1000, 1100), bias_dtype),)
 
     def run(*operands):
-        *operands, bias = *operands, *(None,) * (8 - len(operands))
+        *operands, bias = *operands, *(None,) * (9 - len(operands))
         mask = Mask(is_causal=True)
         return partial.backward(*operands, scale=0.1, bias=bias, mask=mask)
 

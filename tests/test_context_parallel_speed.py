@@ -5,15 +5,10 @@ import json
 
 import pytest
 
+from analysis import device_trace
 from analysis.__main__ import main
 from analysis.experiments import context_parallel_speed as module
-from analysis.experiments.context_parallel_speed import (
-    ONE,
-    Cell,
-    Heads,
-    compared,
-    under_way,
-)
+from analysis.experiments.context_parallel_speed import ONE, Cell, Heads, compared
 from attn_jax.timing import Event
 
 COMMAND = [
@@ -23,7 +18,7 @@ COMMAND = [
 
 
 def _rows(folder):
-    (path,) = folder.glob("*.csv")
+    (path,) = (path for path in folder.glob("*.csv") if "kernels" not in path.name)
     return list(csv.DictReader(path.open()))
 
 
@@ -89,14 +84,39 @@ def test_shares_and_rates():
     assert none["share"] is None and none["tflops"] is None
 
 
-def test_messages_are_exposed_where_nothing_else_runs(monkeypatch):
-    events = [
-        Event("ncclDevKernel_SendRecv", 0.0, 4.0),
-        Event("attention_forward", 1.0, 3.0),
-        Event("fusion", 2.0, 3.5),
-        Event("ncclDevKernel_AllReduce", 8.0, 9.0),
+EVENTS = [
+    Event("ncclDevKernel_SendRecv", 0.0, 4.0),
+    Event("attention_forward_12", 1.0, 3.0),
+    Event("loop_add_fusion.3", 2.0, 3.5),
+    Event("ncclDevKernel_AllReduce", 8.0, 9.0),
+    Event("attention_forward_7", 9.0, 10.0),
+]
+
+
+def test_messages_are_exposed_where_nothing_else_runs():
+    assert device_trace.summary(EVENTS, 2) == {
+        **{"attention": 3.0 / 2, "rest": 1.5 / 2, "communication": 5.0 / 2},
+        **{"exposed": (5.0 - 2.5) / 2, "idle": 4.0 / 2},
+    }
+    assert device_trace.under_way(EVENTS) == [(0.0, 4.0), (8.0, 10.0)]
+    assert not any(device_trace.summary([], 2).values())
+
+
+def test_kernels_are_named_once(tmp_path, monkeypatch):
+    found = device_trace.kernels(EVENTS, 2)
+    assert [row["kernel"] for row in found][:2] == [
+        *("ncclDevKernel_SendRecv", "attention_forward")
     ]
-    monkeypatch.setattr(module, "device_events", lambda run: [events])
-    found = module._messages(lambda: None)
-    assert found == {"communication": 5.0 / 2, "exposed": (5.0 - 2.5) / 2}  # two runs
-    assert under_way(events) == [(0.0, 4.0), (8.0, 9.0)]
+    assert found[1] == {"kernel": "attention_forward", "count": 1.0, "ms": 1.5}
+    # The table of a measurement has each device's.
+    seen = module._seen([EVENTS, [], EVENTS[:1]], kernels=True)
+    monkeypatch.setattr(module.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(module, "device_events", lambda run: [EVENTS, EVENTS[:1]])
+    command = [*COMMAND, "--devices", "2", "--layouts", "zigzag", "--kernels"]
+    command += ["--passes", "forward", "--strategies", "ring", "--out", str(tmp_path)]
+    assert main(command) == 0
+    (path,) = tmp_path.glob("*-kernels.csv")
+    rows = list(csv.DictReader(path.open()))
+    assert len(rows) == 2 * len(seen["kernels"])  # one device, and a ring
+    assert {row["device"] for row in rows} == {"0", "1"}
+    assert rows[-1]["strategy"] == "ring" and float(rows[-1]["ms"]) == 2.0

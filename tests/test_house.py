@@ -112,6 +112,13 @@ def test_documented_commands_exist():
         for module in re.findall(r"python -m (\w+(?:\.\w+)*)", text):
             folder = ROOT.joinpath(*module.split("."))
             assert module == "pytest" or (folder / "__main__.py").exists()
+    (named,) = re.findall(r"^NEXT_TESTS := (.*)$", makefile, re.MULTILINE)
+    missing = [
+        name
+        for name in named.split()
+        if not (ROOT / f"tests/test_kernels_{name}.py").exists()
+    ]
+    assert not missing
     # A target whose name is a file would never run.
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
     assert phony and targets == set(phony[1].split())

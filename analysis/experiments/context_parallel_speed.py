@@ -14,19 +14,20 @@ arguments, results and, `beside` them, what XLA allocates for all that is betwee
 NCCL's own buffers. `over_one` is that over what one device holds for the whole
 sequence. `--compile-for` says so of any number of GPUs, without any, and nothing else.
 
-`communication` is how long messages travel, of one run on one device, and `exposed` how
-much of that time nothing else runs there (both in milliseconds; by JAX's profiler, so
-on GPUs alone).
+On GPUs JAX's profiler says, in milliseconds of a run on the first device, how long our
+kernels run (`attention`) and what else computes or copies (`rest`), how long messages
+travel (`communication`) and how much of that time nothing else runs (`exposed`), and
+for how long nothing does (`idle`); `--kernels` writes each kernel of each device to a
+table of its own.
 """
 
 import argparse
 import contextlib
 import functools
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
@@ -38,7 +39,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from analysis import ExperimentError, store
+from analysis import ExperimentError, device_trace, store
 from analysis.figures import Panel, write_figure
 from analysis.record import Row, check_writable, environment, show, write, written
 from analysis.speed import in_jax
@@ -59,18 +60,16 @@ from train.config import UsageError
 SUMMARY = "speed, memory and hidden messages of context parallelism, by strategy"
 PASSES = "forward", "both"
 ONE = "one device"
-# Kernels of NCCL, and copies from card to card.
-_MESSAGES = re.compile(r"nccl|p2p|sendrecv", re.IGNORECASE)
 _TRACED = 2
 ULYSSES = 2  # devices to which ring+ulysses deals heads
 _COLUMNS = (
     *("ms", "ms_25", "ms_75", "rounds", "tflops", "share", "megabytes", "beside"),
-    *("over_one", "communication", "exposed", "compile_seconds", "sm_mhz", "watts"),
+    *("over_one", *device_trace.COLUMNS, "compile_seconds", "sm_mhz", "watts"),
     "refused",
 )
 _SHOWN = (
     *("tokens", "devices", "strategy", "layout", "pass", "ms", "tflops", "share"),
-    *("communication", "exposed", "megabytes", "over_one"),
+    *(*device_trace.COLUMNS, "megabytes", "over_one"),
 )
 
 
@@ -116,6 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--head-dim", type=int, default=128, help="default 128")
     add("--seconds", type=float, default=3.0, help="of timing a size (default 3)")
     out = Path("results", "context_parallel_speed")
+    add("--kernels", action="store_true", help="what each kernel takes (GPU)")
     add("--compile-for", choices=["h100", "h200"], help="compile alone, without a GPU")
     add("--out", type=Path, default=out, help="folder")
     add("--fresh", action="store_true", help="measure anew what is there already")
@@ -159,7 +159,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     settings = {
         **{"experiment": "context-parallel-speed", "strategies": strategies},
         **{"layouts": layouts, "heads": list(heads), "seconds": options.seconds},
-        "compile_for": target,
+        **{"compile_for": target, "kernels": options.kernels},
     }
     tables = {
         (tokens, count, of): list(_cells(tokens, count, of, strategies, layouts))
@@ -182,12 +182,18 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         print(f"{sum(map(len, built.values()))} programs compiled", file=sys.stderr)
         seconds = None if target else options.seconds
         for key in missing:
-            measured = _measured(tables[key], built.pop(key), seconds)
+            measured = _measured(tables[key], built.pop(key), seconds, options.kernels)
             kept.add(_named(key), compared(measured, tables[key][0], heads))
             print(f"{_named(key)} measured", file=sys.stderr)
         rows = kept.rows([_named(key) for key in tables])
+        kernels = [
+            {**_names(row), **kernel} for row in rows for kernel in row.pop("kernels")
+        ]
         beside = {"settings": settings, "measured": kept.environments}
     files = [path, *write(rows, described | beside, stem)]
+    if options.kernels:
+        own = stem.with_name(f"{stem.name}-kernels")
+        files += write(kernels, described | beside, own)
     files += _figure(rows, stem.with_suffix(".png"))
     show([{k: row[k] for k in _SHOWN} for row in rows], "Context parallelism, causal")
     said = "ms" if target is None else "megabytes"
@@ -199,6 +205,12 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
 
 def _named(table: tuple[int, int, str]) -> dict[str, Any]:
     return dict(zip(("tokens", "devices", "pass"), table, strict=True))
+
+
+def _names(row: Row) -> Row:
+    """What tells a row from the others."""
+    names = "tokens", "devices", "pass", "strategy", "layout"
+    return {name: row[name] for name in names}
 
 
 def _cells(
@@ -277,10 +289,13 @@ def _check(cell: Cell, heads: Heads) -> None:
 
 
 def _measured(
-    cells: Sequence[Cell], built: Sequence[Built | str], seconds: float | None
+    cells: Sequence[Cell],
+    built: Sequence[Built | str],
+    seconds: float | None,
+    kernels: bool,
 ) -> list[Row]:
     """Rows of programs that take turns; None seconds: which do not run."""
-    rows = [cell.row for cell in cells]
+    rows = [cell.row | {"kernels": []} for cell in cells]
     arguments: dict[Any, tuple] = {}
     turns: dict[int, Callable[[], object]] = {}
     for number, (found, row) in enumerate(zip(built, rows, strict=True)):
@@ -316,9 +331,25 @@ def _measured(
             rows[number]["refused"] = found
             continue
         rows[number] |= {**quartiles(found), "rounds": len(found), **reading}
-        if cells[number].strategy != ONE and jax.default_backend() == "gpu":
-            rows[number] |= _messages(run)
+        if jax.default_backend() == "gpu":
+            devices = device_events(lambda run=run: _milliseconds(run, _TRACED - 1))
+            rows[number] |= _seen(devices, kernels=kernels)
     return rows
+
+
+def _seen(devices: Sequence[Sequence[Event]], *, kernels: bool) -> Row:
+    """What a trace says of `_TRACED` runs, for a row."""
+    busy = [events for events in devices if events]
+    if not busy:
+        return {}
+    found = device_trace.summary(busy[0], _TRACED)
+    if kernels:
+        found["kernels"] = [
+            {"device": number, **kernel}
+            for number, events in enumerate(busy)
+            for kernel in device_trace.kernels(events, _TRACED)
+        ]
+    return found
 
 
 def _compiled(cell: Cell, heads: Heads, devices: Sequence[Any]) -> Built:
@@ -382,32 +413,6 @@ def _milliseconds(run: Callable[[], object], runs: int) -> float:
         found = run()
     jax.block_until_ready(found)
     return (time.perf_counter() - began) / runs * 1e3
-
-
-def _messages(run: Callable[[], object]) -> Row:
-    """How long messages travel, and how much of it nothing else runs."""
-    planes = device_events(lambda: _milliseconds(run, _TRACED - 1))
-    events = planes[0] if planes else []
-    sent = under_way(event for event in events if _MESSAGES.search(event.name))
-    rest = under_way(event for event in events if not _MESSAGES.search(event.name))
-    total = sum(end - start for start, end in sent)
-    hidden = sum(
-        max(0.0, min(end, stop) - max(start, begin))
-        for start, end in sent
-        for begin, stop in rest
-    )
-    return {"communication": total / _TRACED, "exposed": (total - hidden) / _TRACED}
-
-
-def under_way(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """The times at which any of the events is."""
-    found: list[tuple[float, float]] = []
-    for event in sorted(events, key=lambda event: event.start):
-        if found and event.start <= found[-1][1]:
-            found[-1] = found[-1][0], max(event.end, found[-1][1])
-        else:
-            found.append((event.start, event.end))
-    return found
 
 
 def compared(rows: Sequence[Row], cell: Cell, heads: Heads) -> list[Row]:

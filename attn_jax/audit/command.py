@@ -19,6 +19,7 @@ from attn_jax.audit.target import Adapter, TargetError, resolve
 from attn_jax.audit.workers import NotStartedError
 from attn_jax.canaries import CanaryError
 from attn_jax.command import Parser
+from attn_jax.machine import prefer_cpu_without_driver
 from attn_jax.recipe import RECIPES, Recipe
 from attn_jax.store import StoreError
 
@@ -104,7 +105,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="RECIPE",
         help="recipes to look among for one that rounds alike; all, if not given",
     )
-    add("--out", type=Path, help="folder of the report (runs/audit/TARGET)")
+    add(
+        "--out",
+        type=Path,
+        help="folder of the report (runs/audit/TARGET, with --argument and --shards)",
+    )
     add("--fresh", action="store_true", help="measure anew what is in the folder")
     add(
         *("--processes",),
@@ -181,6 +186,14 @@ def _devices(text: str) -> int:
     return int(text)
 
 
+def _folder(options: argparse.Namespace) -> Path:
+    """Of what is audited: with other arguments it is another function."""
+    named = [options.target, *(f"{k}={v}" for k, v in options.argument)]
+    if options.shards > 1:
+        named.append(f"shards={options.shards}")
+    return Path("runs", "audit", re.sub(r"[^\w.-]+", "-", " ".join(named)))
+
+
 def _against(names: Sequence[str] | None, shards: int) -> list[Recipe] | None:
     """Rings are of as many devices as the target's, where that is known."""
     if names is None:
@@ -200,6 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     made = parser()
     options = made.parse_args(arguments)
+    prefer_cpu_without_driver()
     adapter = Adapter(
         layout=options.layout,
         packed=options.packed,
@@ -211,9 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         more=dict(options.argument),
         shards=options.shards,
     )
-    folder = options.out
-    if folder is None:
-        folder = Path("runs") / "audit" / re.sub(r"[^\w.-]+", "-", options.target)
+    folder = options.out or _folder(options)
     # Several processes share a GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:

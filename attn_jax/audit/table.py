@@ -121,9 +121,9 @@ def _cells(report: Report) -> Iterator[str]:
         yield f"Canaries: {len(report.canaries)} passed"
     if report.cells:
         counts = ", ".join(f"{n} {x}" for x, n in summary.counts(report.cells).items())
-        # Some ran beside each other: less time went by.
+        # Some ran beside each other, and the audit takes its own time besides.
         seconds = sum(cell.seconds for cell in report.cells)
-        yield f"Problems: {counts}; {figure(seconds)} s of work"
+        yield f"Problems: {counts}; {figure(seconds)} s in the target"
     if passed := report.settings.get("mask_arguments"):
         yield "Masks: " + ", ".join(f"{mask} by {by}" for mask, by in passed.items())
     if (found := summary.two_times(report.cells)) is not None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from attn_jax import emulator
 from attn_jax.centre import centre_from
@@ -42,6 +42,22 @@ class OverDevices(NamedTuple):
     def here(cls) -> "OverDevices":
         """One device has it all."""
         return cls(lambda x: x, lambda x: x)
+
+
+class WholeRows(NamedTuple):
+    """What the backward pass knows of whole rows."""
+
+    dout: Float[Array, "B T N D"]
+    lse: Float[Array, "B N T"]
+    excess: Float[Array, "B N T"]  # delta - dLSE
+    dout_squares: Float[Array, "B N T"] | None = None  # as `Block.row_sums` gives them
+    centre: Float[Array, "B K H"] | None = None  # of all keys, as the block wants it
+
+    def of(self, take: Callable[[Array], Array]) -> "WholeRows":
+        """What `take` takes of each array of rows, and the centre as it is."""
+        squares = None if self.dout_squares is None else take(self.dout_squares)
+        of_rows = take(self.dout), take(self.lse), take(self.excess)
+        return WholeRows(*of_rows, squares, self.centre)
 
 
 @runtime_checkable
@@ -100,19 +116,23 @@ class Block(Protocol):
         """(O, LSE) of what was carried over all keys."""
         ...
 
+    def row_sums(
+        self, dout: Array, out: Array, query: Array
+    ) -> tuple[Array, Array | None]:
+        """delta of whole rows, from the O that `partial.kept_for_delta` kept, and the
+        squares of dO summed over each, if `backward` wants them."""
+        ...
+
     def backward(
         self,
         query: Array,
         key: Array,
         value: Array,
-        dout: Array,
-        lse: Array,
-        excess: Array,
-        centre: Array | None,
+        rows: WholeRows,
         mask: Mask,
         bias: Array | None = None,
     ) -> Partial:
-        """What these keys bring to the gradients; `excess` is delta - dLSE."""
+        """What these keys bring to the gradients of the rows."""
         ...
 
     def nothing(self, query: Array, key: Array, value: Array) -> Partial:
@@ -171,10 +191,13 @@ class Emulated:
             (m, l, total), query, recipe=self._alone, scale=self.scale
         )
 
-    def backward(self, query, key, value, dout, lse, excess, centre, mask, bias=None):
-        del centre
+    def row_sums(self, dout, out, query):
+        del query
+        return partial.delta(dout, out, self.recipe), None
+
+    def backward(self, query, key, value, rows, mask, bias=None):
         return partial.backward(
-            *(query, key, value, dout, lse, excess),
+            *(query, key, value, rows.dout, rows.lse, rows.excess),
             recipe=self._alone,
             scale=self.scale,
             bias=bias,
@@ -251,11 +274,16 @@ class Kernels:
         del query
         return kernels.finished(state)
 
-    def backward(self, query, key, value, dout, lse, excess, centre, mask, bias=None):
+    def row_sums(self, dout, out, query):
+        from attn_jax.kernels import partial as kernels
+
+        return kernels.row_sums(dout.astype(query.dtype), out)
+
+    def backward(self, query, key, value, rows, mask, bias=None):
         from attn_jax.kernels import partial as kernels
 
         found = kernels.backward(
-            *(query, key, value, dout, lse, excess, centre),
+            *(query, key, value, *rows),
             scale=self.scale,
             bias=bias,
             mask=mask,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from attn_jax.context_parallel.blocks import OverDevices
+from attn_jax.context_parallel.blocks import WholeRows
 from attn_jax.context_parallel.layouts import from_layout, to_layout
 from attn_jax.context_parallel.local import (
     Local,
@@ -30,7 +30,6 @@ from attn_jax.context_parallel.local import (
     unpacked,
 )
 from attn_jax.context_parallel.meeting import (
-    Rows,
     Shard,
     add_backward,
     add_forward,
@@ -51,19 +50,19 @@ def forward(static: Static, x: Local) -> tuple[Array, Array]:
 
 
 def backward(
-    static: Static, x: Local, lse: Array, for_delta: Array, dout: Array, dlse: Array
+    static: Static, x: Local, lse: Array, for_delta, centre, dout: Array, dlse: Array
 ) -> tuple[Array | None, ...]:
     """dQ, dK, dV and dbias of this device's arrays, rounded once."""
-    centre = static.block.centre(x.key, OverDevices.of_axis(static.axis))
-    rows, dlse = rows_of(static.block, dout, dlse, lse, for_delta, centre)
+    rows, dlse = rows_of(static.block, dout, dlse, lse, for_delta, x.query, centre)
     stride, groups = _query_stride(static, x), _by_heads(static, x)
     parts = []
     for number, part in enumerate(groups):
         heads = slice(number * stride, (number + 1) * stride)
-        own = Rows(
-            *(rows.dout[:, :, heads], rows.lse[:, heads], rows.excess[:, heads]),
-            None if centre is None else jnp.split(centre, len(groups), axis=1)[number],
+        own = rows.of(
+            lambda x, heads=heads: x[:, :, heads] if x.ndim > 3 else x[:, heads]
         )
+        if centre is not None:
+            own = own._replace(centre=jnp.split(centre, len(groups), axis=1)[number])
         parts.append(_backward(static, part, own))
 
     # Heads are axis 2 or 1 of all but what counts keys, which is the same for all; a
@@ -121,7 +120,7 @@ def _forward(static: Static, x: Local) -> tuple[Array, Array]:
     return over_parts(visit, static.block, x.query, x.value, x)
 
 
-def _backward(static: Static, x: Local, rows: Rows) -> Partial:
+def _backward(static: Static, x: Local, rows: WholeRows) -> Partial:
     rank, meetings = lax.axis_index(static.axis), _Meetings(static, x)
     block = static.block
     nothing = block.nothing(x.query, x.key, x.value), no_dbias(block, x.bias)

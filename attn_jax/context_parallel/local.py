@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from attn_jax.context_parallel.blocks import Block
+from attn_jax.context_parallel.blocks import Block, WholeRows
 from attn_jax.context_parallel.layouts import Layout
-from attn_jax.context_parallel.meeting import Rows, Shard, pairs_of
+from attn_jax.context_parallel.meeting import Shard, pairs_of
 from attn_jax.context_parallel.schedule import Schedule, schedule
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
@@ -90,17 +90,17 @@ def returned(static: Static, out: Array) -> Array:
 
 
 def rows_of(
-    block: Block, dout, dlse, lse, for_delta, centre: Array | None
-) -> tuple[Rows, Array]:
+    block: Block, dout, dlse, lse, for_delta, query, centre: Array | None
+) -> tuple[WholeRows, Array]:
     """What the backward pass knows of rows, and dLSE without that of empty ones."""
     # The LSE of a query that sees nothing is a constant, whatever its cotangent.
     dlse = jnp.where(jnp.isneginf(lse), 0.0, dlse.astype(lse.dtype))
-    delta = partial.delta(dout, for_delta, block.recipe)
-    return Rows(dout, lse, delta - dlse, centre), dlse
+    delta, squares = block.row_sums(dout, for_delta, query)
+    return WholeRows(dout, lse, delta - dlse, squares, centre), dlse
 
 
 def gradients(
-    block: Block, total: Partial, rows: Rows, dlse: Array, inputs
+    block: Block, total: Partial, rows: WholeRows, dlse: Array, inputs
 ) -> tuple[Array | None, ...]:
     """dQ, dK and dV of the summed parts, each rounded once as `gradient` says, and
     dbias, which is rounded to its type by who widened the bias."""
@@ -151,7 +151,8 @@ def pairs_in(
 
 
 def packed(key: Array, value: Array) -> Array:
-    """Two arrays as one, that one message carries."""
+    """Two arrays as one, that one message carries: XLA has one on its way at a time,
+    and would wait for the first of two before it computes anything."""
     return jnp.concatenate([key, value], axis=-1)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from attn_jax.context_parallel.blocks import Block, carrier
+from attn_jax.context_parallel.blocks import Block, WholeRows, carrier
 from attn_jax.context_parallel.merge import Add, Keys, RowArrays, kept
 from attn_jax.context_parallel.schedule import Call, Schedule
 from attn_jax.emulator.partial import Partial
@@ -56,15 +56,6 @@ class Shard(NamedTuple):
             query_offset=jnp.broadcast_to(offset, batch) if call.shifted else None,
         )
         return part, mask
-
-
-class Rows(NamedTuple):
-    """What the backward pass knows of whole rows."""
-
-    dout: Float[Array, "B T N D"]
-    lse: Float[Array, "B N T"]
-    excess: Float[Array, "B N T"]  # delta - dLSE
-    centre: Float[Array, "B K H"] | None = None  # of all keys, as the block wants it
 
 
 def add_forward(
@@ -111,7 +102,7 @@ def add_backward(
     schedule: Schedule,
     so_far: Partial,
     shard: Shard,
-    rows: Rows,
+    rows: WholeRows,
     rank,
     source,
     hop: int | None = None,
@@ -135,7 +126,7 @@ def add_backward(
         new = kept(read(total, axis, start, part.shape[axis]) + part, step)
         return write(total, new, axis, start)
 
-    def run(plan: tuple[Call, ...], offset, so_far: Partial, shard, rows: Rows):
+    def run(plan: tuple[Call, ...], offset, so_far: Partial, shard, rows: WholeRows):
         dkey = jnp.zeros(shard.key.shape, so_far.dquery.dtype)
         dvalue = jnp.zeros(shard.value.shape, so_far.dquery.dtype)
         dbias = no_dbias(block, shard.bias)
@@ -148,8 +139,7 @@ def add_backward(
 
             found = block.backward(
                 *(part.query, part.key, part.value),
-                *(of_rows(rows.dout), of_rows(rows.lse), of_rows(rows.excess)),
-                rows.centre,
+                rows.of(of_rows),
                 mask,
                 part.bias,
             )

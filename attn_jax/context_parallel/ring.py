@@ -11,7 +11,6 @@ from itertools import pairwise
 from jax import lax
 from jaxtyping import Array
 
-from attn_jax.context_parallel.blocks import OverDevices
 from attn_jax.context_parallel.local import (
     Local,
     Static,
@@ -57,15 +56,14 @@ def forward(static: Static, x: Local) -> Rows:
 
 
 def backward(
-    static: Static, x: Local, lse: Array, for_delta: Array, dout: Array, dlse: Array
+    static: Static, x: Local, lse: Array, for_delta, centre, dout: Array, dlse: Array
 ) -> tuple[Array | None, ...]:
     """dQ, dK, dV and dbias of this device's arrays, rounded once."""
     block, shards = static.block, static.shards
     recipe = block.recipe
     meetings = static.schedule(x.query, x.key)
     rank = lax.axis_index(static.axis)
-    centre = block.centre(x.key, OverDevices.of_axis(static.axis))
-    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, centre)
+    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, centre)
     nothing = block.nothing(x.query, x.key, x.value), no_dbias(block, x.bias)
     (total, dbias), _ = varying_alike(nothing, x)
     hops = [hop for hop in range(shards) if meetings.is_live(hop)]

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from attn_jax.context_parallel import gather, ring
-from attn_jax.context_parallel.blocks import Block, Emulated, Kernels
+from attn_jax.context_parallel.blocks import Block, Emulated, Kernels, OverDevices
 from attn_jax.context_parallel.layouts import (
     Layout,
     check_layout,
@@ -251,7 +251,12 @@ def _attention_fwd(static: Static, *arrays):
     exact, lse = made_by.forward(static, x)
     for_delta = named_out(partial.kept_for_delta(exact, static.block.recipe))
     out, lse = named_out(returned(static, exact)), named_lse(lse)
-    return (out, lse), (x, lse, for_delta)
+    # Here its message is hidden; nothing would be there yet to hide it in the other
+    # pass.
+    centre = static.block.centre(x.key, OverDevices.of_axis(static.axis))
+    if centre is not None:
+        centre = named_lse(centre)
+    return (out, lse), (x, lse, for_delta, centre)
 
 
 def _attention_bwd(static: Static, residuals, cotangents):

@@ -36,7 +36,6 @@ from attn_jax.context_parallel.local import (
     widened,
 )
 from attn_jax.context_parallel.meeting import (
-    Rows,
     Shard,
     add_backward,
     add_forward,
@@ -162,20 +161,18 @@ def _simulated_bwd(static: Static, residuals, cotangents):
     block, recipe = static.block, static.block.recipe
     meetings = _Meetings.of(static, x, static.backward_by)
     centre = block.centre(x.key, OverDevices.here())
-    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, centre)
+    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, centre)
     zero = block.nothing(x.query, x.key, x.value)
 
     def meet(carry, pair):
         total, sums, dbias = carry
         rank, source = pair
-        of_rows = rows.dout, rows.lse, rows.excess
-        dout, lse, excess = meetings.of_queries(of_rows, rank)
         mine, dkey, dvalue, of_bias = add_backward(
             block,
             meetings.schedule,
             Partial(*meetings.of_queries(total, rank)),
             meetings.shard(rank, source),
-            Rows(dout, lse, excess, centre),
+            rows.of(lambda x: meetings.of_queries([x], rank)[0]),
             rank,
             source,
         )

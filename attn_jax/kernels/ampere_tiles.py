@@ -46,6 +46,10 @@ COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane,
 )
 
+# Of JAX 0.12, which refuses a plain store whose strips are no whole cache lines, such
+# as those of 96 columns have.
+_STORE = getattr(plgpu, "store", None)
+
 
 def start_copy(gmem, smem) -> None:
     """Starts copying a tile to shared memory (cp.async); all of it must exist.
@@ -182,7 +186,11 @@ def store_rows(x: jax.Array, smem, gmem, strip: int) -> None:
     wait_for_copies(0)  # as barrier
     swizzle_bytes = strip * jnp.dtype(x.dtype).itemsize
     layout = plgpu.Layout.SMEM_GMEM_COPY(x.shape, x.dtype, swizzle_bytes)
-    gmem[...] = plgpu.load(smem, layout=layout)
+    x = plgpu.load(smem, layout=layout)
+    if _STORE is None:
+        gmem[...] = x
+    else:
+        _STORE(gmem, x, optimized=False)
     wait_for_copies(0)
 
 

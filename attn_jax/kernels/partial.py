@@ -20,6 +20,7 @@ from attn_jax.kernels import (
     hopper_backward_dkv,
     hopper_backward_dq,
     hopper_backward_fused,
+    hopper_row_sums,
     local,
     tuning,
     visibility,
@@ -32,7 +33,6 @@ from attn_jax.kernels.options import Options
 from attn_jax.kernels.tiles import LN_2
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
-from attn_jax.pairwise import pairwise_sum
 from attn_jax.varying import varying_alike
 
 _OPTIONS = Options("mean", delta_source="o", half_weights=True)
@@ -128,6 +128,17 @@ def _forward(
     )
 
 
+def row_sums(
+    dout: Float[Array, "B T N D"], out: Float32[Array, "B T N D"]
+) -> hopper_row_sums.RowSums:
+    """rowsum(dO O) and rowsum(dO dO) of whole rows, for `backward`; O as merged."""
+    found = hopper_row_sums.row_sums(
+        local.pad_sequence(out), None, local.pad_sequence(dout)
+    )
+    rows = dout.shape[1]
+    return hopper_row_sums.RowSums(*(x[:, :, :rows] for x in found))
+
+
 def backward(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -135,6 +146,7 @@ def backward(
     dout: Float[Array, "B T N D"],
     lse: Float32[Array, "B N T"],
     excess: Float32[Array, "B N T"],
+    dout_squares: Float32[Array, "B N T"],
     centre: Float32[Array, "B K H"],
     *,
     scale: float,
@@ -149,7 +161,8 @@ def backward(
     """What these keys bring to dQ, what dK and dV of them are, and dbias if there is a
     bias.
 
-    `lse` and `excess` (delta - dLSE) are those of whole rows. Each part of dQ is less
+    `lse`, `excess` (delta - dLSE) and `dout_squares` are those of whole rows
+    (`row_sums`). Each part of dQ is less
     rowsum(rounded dS) * centre, which over all keys comes to dLSE * centre in exact
     arithmetic: whoever adds them up adds scale * dLSE * centre.
     """
@@ -175,7 +188,7 @@ def backward(
         numbers, _ = key_numbers(key, value, key_count, inputs, half=False)
     if made == "fused":
         gradients = hopper_backward_fused.backward_fused(
-            *(*operands, None, _range(numbers, dout, excess, key, centre)),
+            *(*operands, None, _range(numbers, dout_squares, excess, key, centre)),
             plan=static.tilings.backward_fused,
             dq_dtype=jnp.dtype(jnp.float16) if scaled else query.dtype,
             wide=True,
@@ -188,7 +201,9 @@ def backward(
             # One entry for each pair, but that batch and heads stay.
             shape = *bias.shape[:2], query_count, key_count
             options["bias"] = jnp.broadcast_to(bias, shape)
-        own = _range(numbers, dout, excess, key, None) if scaled else None
+        own = None
+        if scaled:
+            own = _range(numbers, dout_squares, excess, key, None)
         dquery = hopper_backward_dq.backward_dq(
             *(*operands, jnp.zeros_like(excess), centre[:, :, None]),
             tiling=static.tilings.backward_dq,
@@ -216,16 +231,15 @@ def _as_read(bias: Array | None) -> Array | None:
 
 def _range(
     numbers: KeyNumbers | None,
-    dout: Float[Array, "B Tpad N D"],
+    dout_squares: Float32[Array, "B N T"],
     excess: Float32[Array, "B N T"],
     key: Float[Array, "B Spad K H"],
     centre: Float32[Array, "B K H"] | None,
 ) -> Range:
     """The powers of two of the part: |dS| <= |dO| |V| + |excess|, by norms; for what
     is left of its keys when a `centre`, which may be larger than they, comes off."""
-    squares = pairwise_sum(jnp.square(dout.astype(jnp.float32)), -1).swapaxes(1, 2)
     scaled = numbers is not None
-    found = range_of(numbers, squares, excess, key, centred=False, scaled=scaled)
+    found = range_of(numbers, dout_squares, excess, key, centred=False, scaled=scaled)
     if centre is None:
         return found
     found = found._replace(centre=centre)
