@@ -111,7 +111,7 @@ def test_documented_commands_exist():
         assert used <= targets, f"{name}: {used - targets} is no target"
         for module in re.findall(r"python -m (\w+(?:\.\w+)*)", text):
             folder = ROOT.joinpath(*module.split("."))
-            assert module == "pytest" or (folder / "__main__.py").exists()
+            assert module in ("pytest", "build") or (folder / "__main__.py").exists()
     (named,) = re.findall(r"^NEXT_TESTS := (.*)$", makefile, re.MULTILINE)
     missing = [
         name

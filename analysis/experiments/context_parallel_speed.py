@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The experiment's options."""
     add = parser.add_argument
     add("--tokens", nargs="+", type=int, help="on a device (default 8192 32768)")
-    add("--devices", nargs="+", type=int, help="default: 2, 4, ... of what is there")
+    add("--devices", nargs="+", type=int, help="default: 2, 4, ... of what is there; 8")
     add("--strategies", nargs="+", choices=get_args(Strategy), help="default: all")
     add("--layouts", nargs="+", choices=get_args(Layout), help="default: all")
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="both")
@@ -135,9 +135,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     there = len(jax.devices()) if target is None else max(options.devices or [8])
     heads = Heads(options.heads, options.kv_heads, options.head_dim)
     sizes = sorted(set(options.tokens or ([8192, 32768] if gpu else [256])))
-    counts = sorted(
-        set(options.devices or [2**n for n in range(1, 10) if 2**n <= there])
-    )
+    doubled = [2**n for n in range(1, 10) if 2**n <= there]
+    counts = sorted(set(options.devices or (doubled if target is None else [there])))
     if min(*heads, *sizes) < 1 or options.seconds <= 0:
         raise UsageError("--tokens, heads, --head-dim and --seconds must be above 0")
     if heads.query % heads.key:
@@ -370,6 +369,8 @@ def _compiled(cell: Cell, heads: Heads, devices: Sequence[Any]) -> Built:
     began = time.monotonic()
     program = jax.jit(function).lower(*shapes).compile()
     seconds = time.monotonic() - began
+    what = f"{cell.strategy} {cell.layout}".strip(), f"{cell.of}, {cell.tokens} tokens"
+    print(f"{', '.join(what)}: compiled in {seconds:.0f} s", file=sys.stderr)
     said = {**in_jax.memory_of(program), "compile_seconds": seconds}
     return Built(program, shapes, said)
 
