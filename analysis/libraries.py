@@ -2,7 +2,8 @@
 
 `LIBRARIES` has one of each class, by what is kept in 16 bits between devices:
 
-    attn_jax         nothing: FP32 parts, sums and gradients on their way. (So do
+    attn_jax         nothing: FP32 parts, sums and gradients on their way, and m, l and
+                     A go on from part to part (`context_parallel`'s default). (So do
                      MagiAttention with its two FP32 switches and an open change of
                      FlashAttention-3; kvax for dK and dV)
     flash2           nothing either, on parts of FlashAttention-2, which the others
@@ -41,7 +42,7 @@ class Variant:
 
 
 LIBRARIES = {
-    "attn_jax": Variant(RECIPES["attn_jax"]),
+    "attn_jax": Variant(dataclasses.replace(RECIPES["attn_jax"], ring_merge="carry")),
     "flash2": Variant(RECIPES["flash2"]),
     "ring_flash_attn": Variant(RECIPES["ring_flash_attn"]),
     "issue_42": Variant(RECIPES["ring_flash_attn"], "all_gather+ring"),
