@@ -20,7 +20,8 @@ def prefer_cpu_without_driver() -> None:
 
     With its CUDA wheels installed, as for compiling kernels without a GPU, the search
     ends in a traceback on stderr. A choice the user has made stands, and other devices
-    are looked for as ever. Processes that are started later do the same.
+    are looked for as ever. Processes that are started later do the same. (`train` has
+    its own, which works before JAX is imported, as this package imports it.)
     """
     driver = shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()
     if driver or jax.config.jax_platforms or not any(map(_installed, _CUDA)):

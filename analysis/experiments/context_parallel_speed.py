@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The experiment's options."""
     add = parser.add_argument
     add("--tokens", nargs="+", type=int, help="on a device (default 8192 32768)")
-    add("--devices", nargs="+", type=int, help="default: 2, 4, ... of what is there; 8")
+    add("--devices", nargs="+", type=int, help="default: 2, 4, ...; --compile-for: 8")
     add("--strategies", nargs="+", choices=get_args(Strategy), help="default: all")
     add("--layouts", nargs="+", choices=get_args(Layout), help="default: all")
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="both")

@@ -252,7 +252,7 @@ def _attention_fwd(static: Static, *arrays):
     for_delta = named_out(partial.kept_for_delta(exact, static.block.recipe))
     out, lse = named_out(returned(static, exact)), named_lse(lse)
     # Here its message is hidden; nothing would be there yet to hide it in the other
-    # pass.
+    # pass. Whoever saves LSE by name saves it, too: it is smaller.
     centre = static.block.centre(x.key, OverDevices.of_axis(static.axis))
     if centre is not None:
         centre = named_lse(centre)
