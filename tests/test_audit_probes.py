@@ -245,6 +245,25 @@ def test_other_bits_in_a_rerun_are_found():
     assert 0 < found["out"].ulps <= 2
 
 
+def test_bits_that_hang_on_how_xla_compiles_are_found(monkeypatch):
+    # On a CPU nothing is tuned; whether casts to 16 bits are left out stands for it.
+    options = {"xla_allow_excess_precision": False}
+    monkeypatch.setattr(invariance, "_untuned", lambda: options)
+    problem = Problem(SHAPE)
+
+    def rounded_twice(query, key, value):
+        out, lse = attend(Mask())(query, key, value)
+        return (out * out.dtype.type(1.1)) * out.dtype.type(0.9), lse
+
+    for target, hangs in ((rounded_twice, True), (attend(Mask()), False)):
+        records = invariance.invariances(target, problem)
+        found = [r for r in records if r.name == "tuning"]
+        assert {r.tensor for r in found} >= {"out", "dquery", "dkey", "dvalue"}
+        findings = [r.finding for r in found if r.finding]
+        assert bool(findings) == hangs
+        assert {(f.kind, f.cause) for f in findings} <= {("not reproducible", "tuning")}
+
+
 def test_the_batch_position_is_found():
     records = invariance.invariances(attend(Mask(), "batch position"), Problem(SHAPE))
     found = {r.finding.cause for r in records if r.finding}

@@ -1,4 +1,4 @@
-"""What should not change a bit: re-runs, the batch, padding, the place of a head."""
+"""What should not change a bit: re-runs, tuning, the batch, padding, a head's place."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -12,10 +12,11 @@ from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import by_keys, by_lse, by_rows
 from attn_jax.audit.noise import Noise, rounding_noise
 from attn_jax.audit.problem import TENSORS, Problem, Results
-from attn_jax.audit.programs import run
+from attn_jax.audit.programs import run, run_compiled
 from attn_jax.audit.target import Attend
 from attn_jax.formats import BF16, FP16, FP32, FP64
 from attn_jax.mask import Mask
+from attn_jax.xla_options import RUN_ONCE
 
 # Queries or keys that are added, and runs of the same program.
 PADDING = 64
@@ -30,7 +31,8 @@ class Invariance:
     ulps       largest difference in units of the last place of the larger of the two
     measured   RMS of the difference in units of what rounding allows two runs (for LSE
                the largest, in units of what FP32 allows); 0 to `bound` is noise
-    finding    for re-runs, if bits differ; for all else if `measured` exceeds `bound`
+    finding    for re-runs and tuning, if bits differ; for all else if `measured`
+               exceeds `bound`
     """
 
     name: str
@@ -53,6 +55,7 @@ def invariances(
     """All that apply, forward and gradients, for the inputs of `problem`.
 
     re-run          the same program three times
+    tuning          the same, compiled by an XLA that tries nothing out; on a GPU
     batch size      the first entry alone; needs two entries
     batch position  entries rolled; needs two
     head position   key heads and their groups rolled, or the one group's heads
@@ -70,11 +73,16 @@ def invariances(
     first = run(attend, inputs)
     again = [run(attend, inputs) for _ in range(RUNS - 1)]
     records = [
-        _of_rerun(max(pairs, key=lambda record: record.ulps))
+        _bit_by_bit(max(pairs, key=lambda record: record.ulps), _RERUN)
         for pairs in zip(
             *(_compare("re-run", first, x, noise, problem) for x in again), strict=True
         )
     ]
+    # What differs from run to run says nothing of how it was compiled.
+    if (options := _untuned()) is not None and all(r.bit_equal for r in records):
+        other = run_compiled(attend, inputs, options)
+        found = _compare("tuning", first, other, noise, problem)
+        records += [_bit_by_bit(record, _TUNING) for record in found]
     for name, transformed in _transformed(attend, problem, attend_of):
         try:
             results = transformed()
@@ -249,18 +257,32 @@ def _first(noise: Noise, entries: int) -> Noise:
 _BATCHED = set(Noise._fields) - {"rows", "by_logits"}
 
 
-def _of_rerun(record: Invariance) -> Invariance:
+_RERUN = (
+    "of one program on the same inputs differs from run to run, by up to {ulps:.3g} "
+    "units of the last place: sums are added up in no fixed order"
+)
+_TUNING = (
+    "has other bits, by up to {ulps:.3g} units of the last place, when XLA compiles it "
+    "without trying out what is fastest (xla_gpu_autotune_level=0): two compilations "
+    "may differ, as the order of a sum depends on what was fastest that time"
+)
+
+
+def _untuned() -> Mapping[str, Any] | None:
+    """XLA's options to try nothing out; None where it never does."""
+    return RUN_ONCE if jax.default_backend() == "gpu" else None
+
+
+def _bit_by_bit(record: Invariance, says: str) -> Invariance:
     """Other bits are a finding, and nothing else is."""
     finding = None
     if not record.bit_equal:
         finding = Finding(
             "not reproducible",
-            "re-run",
-            f"{record.tensor} of one program on the same inputs differs from run to "
-            f"run, by up to {record.ulps:.3g} units of the last place: sums are added "
-            "up in no fixed order",
+            record.name,
+            f"{record.tensor} {says.format(ulps=record.ulps)}",
             (record.tensor,),
-            ("re-run",),
+            (record.name,),
             {"ulps": record.ulps},
         )
     return dataclasses.replace(record, finding=finding)

@@ -7,7 +7,7 @@ compiled beside what else goes on (`begin`).
 import concurrent.futures
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,14 @@ def run(attend: Attend, arrays: Arrays, *, gradients: bool = True) -> Results:
         _results.lower(attend, gradients, *_types(arrays)).compile()
     with ALONE:
         return jax.device_get(_results(attend, gradients, *map(jnp.asarray, arrays)))
+
+
+def run_compiled(attend: Attend, arrays: Arrays, options: Mapping[str, Any]) -> Results:
+    """What `run` gives, compiled by itself with XLA's `options`."""
+    lowered = _results.lower(attend, True, *_types(arrays))
+    compiled = lowered.compile(compiler_options=dict(options))
+    with ALONE:
+        return jax.device_get(compiled(*map(jnp.asarray, arrays)))
 
 
 def run_forward(attend: Attend, query, key, value) -> Results:
