@@ -316,6 +316,10 @@ def test_what_does_not_run_at_all_is_no_verdict(name, says, tmp_path, capsys):
     [
         (KeyboardInterrupt, 130, "interrupted; what is done is kept in"),
         (NotStartedError("no main module"), 2, "no main module"),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+            *(2, "no memory is left on the device for exact results"),
+        ),
     ],
 )
 def test_what_ends_a_command_is_said(

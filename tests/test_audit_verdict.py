@@ -130,6 +130,16 @@ def test_wiring_under_a_mask_explains_nothing_without_it():
     assert verdict.together([without], [probed], cells) == [without]
 
 
+def test_what_is_known_of_one_result_hides_nothing_of_another():
+    kind = "not reproducible"
+    race = Finding(kind, "re-run", "", ("dkey",), ("full",))
+    tuned = Finding(kind, "tuning", "", ("dquery", "dkey"), ("tuning",))
+    both = verdict.together([race], [tuned], [cell(dquery=1.0)])
+    assert both == [race, tuned]
+    same = dataclasses.replace(tuned, tensors=("dkey",))
+    assert verdict.together([race], [same], [cell(dquery=1.0)]) == [race]
+
+
 def test_infinities_where_none_should_be():
     (found,) = judge([cell(mask="lengths", not_finite=3), cell()], None)
     assert found.kind == "not finite" and found.cause == "rows that see no key"

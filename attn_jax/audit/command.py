@@ -8,9 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+
 from attn_jax.audit import attribution, workers
 from attn_jax.audit.bar import progress_bar
 from attn_jax.audit.inputs import FAMILIES, Shape
+from attn_jax.audit.measure import is_out_of_memory
 from attn_jax.audit.parts import cores
 from attn_jax.audit.problem import DTYPES, MASKS
 from attn_jax.audit.run import audit_attention
@@ -252,6 +255,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     except (TargetError, StoreError, CanaryError, NotStartedError, OSError) as error:
         made.exit(2, f"{made.prog}: {error}\n")
+    except jax.errors.JaxRuntimeError as error:
+        # What the target asks for is a row of the report; this is what we compare with.
+        if not is_out_of_memory(error):
+            raise
+        said = (
+            "no memory is left on the device for exact results: does another program "
+        )
+        said += f"hold it? What is done is kept in {folder}, for the same command"
+        made.exit(2, f"{made.prog}: {said}\n")
     except KeyboardInterrupt:
         said = f"interrupted; what is done is kept in {folder}, for the same command"
         made.exit(130, f"{made.prog}: {said}\n")

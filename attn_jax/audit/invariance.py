@@ -11,7 +11,7 @@ from attn_jax.audit.finding import Finding
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import by_keys, by_lse, by_rows
 from attn_jax.audit.noise import Noise, rounding_noise
-from attn_jax.audit.problem import TENSORS, Problem, Results
+from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem, Results
 from attn_jax.audit.programs import run, run_compiled
 from attn_jax.audit.target import Attend
 from attn_jax.formats import BF16, FP16, FP32, FP64
@@ -280,7 +280,7 @@ def _bit_by_bit(record: Invariance, says: str) -> Invariance:
         finding = Finding(
             "not reproducible",
             record.name,
-            f"{record.tensor} {says.format(ulps=record.ulps)}",
+            f"{SYMBOLS[record.tensor]} {says.format(ulps=record.ulps)}",
             (record.tensor,),
             (record.name,),
             {"ulps": record.ulps},

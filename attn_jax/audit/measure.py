@@ -106,9 +106,14 @@ class Runner:
         raise AssertionError("the last program returns")
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether it is XLA that says so."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 def _refusal(error: Exception, problem: Problem, shards: int) -> tuple[Status, str]:
     reason = said(error)
-    if "RESOURCE_EXHAUSTED" in str(error):
+    if is_out_of_memory(error):
         return "out of memory", reason
     # Many refuse a mask so, and lengths that cannot be cut. Where there is neither
     # there is nothing to refuse.

@@ -93,9 +93,18 @@ def together(
         finding
         for finding in _merged(others)
         if not (wired and finding.kind != "not reproducible")
-        and not {(finding.kind, tensor) for tensor in finding.tensors} & known
+        and not _is_known(finding, known)
     ]
     return [*found, *new]
+
+
+def _is_known(finding: Finding, known: set[tuple[str, str]]) -> bool:
+    """What is poor in one result is so in others that are made of it; bits that differ
+    in one say nothing of another."""
+    same = [(finding.kind, tensor) in known for tensor in finding.tensors]
+    if finding.kind == "not reproducible":
+        return bool(same) and all(same)
+    return any(same)
 
 
 def _masks_of(
