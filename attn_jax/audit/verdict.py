@@ -89,22 +89,20 @@ def together(
     wiring = [f for f in found if f.kind == "wrong wiring"]
     wired = _is_of(cells[0], _masks_of(wiring, {"out"}, cells))
     known = {(f.kind, tensor) for f in found for tensor in f.tensors}
+
+    def is_known(finding: Finding) -> bool:
+        return not known.isdisjoint((finding.kind, x) for x in finding.tensors)
+
+    # Poor in one result is poor in those made of it, and one line says so. Bits that
+    # differ in one say nothing of another.
+    bits = "not reproducible"
+    others = [f for f in others if f.kind != bits or not is_known(f)]
     new = [
         finding
         for finding in _merged(others)
-        if not (wired and finding.kind != "not reproducible")
-        and not _is_known(finding, known)
+        if not (wired and finding.kind != bits) and not is_known(finding)
     ]
     return [*found, *new]
-
-
-def _is_known(finding: Finding, known: set[tuple[str, str]]) -> bool:
-    """What is poor in one result is so in others that are made of it; bits that differ
-    in one say nothing of another."""
-    same = [(finding.kind, tensor) in known for tensor in finding.tensors]
-    if finding.kind == "not reproducible":
-        return bool(same) and all(same)
-    return any(same)
 
 
 def _masks_of(
