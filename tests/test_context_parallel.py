@@ -334,7 +334,7 @@ def test_lse_far_apart_are_merged(way):
         for number in range(2):
             key = jnp.full((1, 1, 1, 1), float(number))
             keys = merge.Keys(query, key, key, Mask())
-            so_far = add(so_far, keys, number == 0)
+            so_far = add(so_far, keys, number == 0, 0)
         return so_far
 
     with jax.debug_nans(True):

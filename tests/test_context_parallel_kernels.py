@@ -5,6 +5,7 @@ import functools
 import math
 from unittest.mock import patch
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -188,6 +189,38 @@ def test_parts_of_any_size_are_carried(order):
     assert not out[0, 2].any() and lse[0, 0, 2] == -np.inf
 
 
+def _in_place(count: int):
+    """The state with some keys added to rows in its middle, those rows by themselves,
+    and what there was."""
+    rng = np.random.default_rng(0)
+    heads, rows, first = 2, 3 * 128, 128
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), "bfloat16")
+
+    m = jnp.asarray(rng.integers(-3, 4, (1, heads, rows)), jnp.float32)
+    l = jnp.asarray(rng.uniform(1, 2, (1, heads, rows)), jnp.float32)  # noqa: E741
+    total = jnp.asarray(rng.standard_normal((1, rows, heads, H)), jnp.float32)
+    query, key = normal(1, count, heads, H), normal(1, 64, heads, H)
+    value = normal(1, 64, heads, H)
+    with made_for("hopper"), interpreted():
+        before = partial.Carried(m, l, total)
+        add = functools.partial(partial.carry_on, scale=0.1)
+        found = add(before, query, key, value, first=first)
+        alone = add(before.rows(first, count), query, key, value)
+        return jax.device_get((found, alone, before))
+
+
+@pytest.mark.parametrize("count", [128, 120])
+def test_other_rows_of_a_state_stay(count):
+    """Of whole tiles, which the kernel adds to in place, and of others."""
+    found, alone, before = in_child_process(_in_place, count, seconds=TIME_LIMIT)
+    chex.assert_trees_all_equal(found.rows(128, count), alone)
+    for first, more in ((0, 128), (128 + count, 3 * 128 - 128 - count)):
+        chex.assert_trees_all_equal(found.rows(first, more), before.rows(first, more))
+    assert not np.array_equal(alone.total, before.rows(128, count).total)
+
+
 def _compiled(strategy: str, layout: str) -> Program:
     mesh = h200_mesh((4,), ("seq",), (AxisType.Auto,))
     spec = P(None, "seq")
@@ -286,7 +319,7 @@ def _in_one_pass() -> Program:
     rows = jax.ShapeDtypeStruct((1, 32, 4096), "float32")
     centre = jax.ShapeDtypeStruct((1, 8, 128), "float32")
     run = functools.partial(partial.backward, scale=0.1, mask=Mask(is_causal=True))
-    return gpu_compiler.compiled(run, query, key, key, query, rows, rows, centre)
+    return gpu_compiler.compiled(run, query, key, key, query, *[rows] * 3, centre)
 
 
 def _carrying() -> Program:

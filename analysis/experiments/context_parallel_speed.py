@@ -1,6 +1,7 @@
 """Speed and memory of context-parallel attention on the GPUs of a host.
 
-`ms` is the median over rounds of the mean of several runs in a row, by the wall clock;
+`ms` is the median over rounds of the mean of several runs in a row, by the wall clock,
+as many as take `_ROW` seconds, so that to start them is hidden behind those before;
 programs take turns. Each has `tokens` on every device, causal. `share` is how much of
 what the plain kernel does on one device they keep, each of them,
 
@@ -61,6 +62,7 @@ SUMMARY = "speed, memory and hidden messages of context parallelism, by strategy
 PASSES = "forward", "both"
 ONE = "one device"
 _TRACED = 2
+_ROW, _LEAST_RUNS = 0.1, 3
 ULYSSES = 2  # devices to which ring+ulysses deals heads
 _COLUMNS = (
     *("ms", "ms_25", "ms_75", "rounds", "tflops", "share", "megabytes", "beside"),
@@ -297,6 +299,7 @@ def _measured(
     rows = [cell.row | {"kernels": []} for cell in cells]
     arguments: dict[Any, tuple] = {}
     turns: dict[int, Callable[[], object]] = {}
+    in_a_row: dict[int, int] = {}
     for number, (found, row) in enumerate(zip(built, rows, strict=True)):
         if isinstance(found, str):
             row["refused"] = found
@@ -310,17 +313,23 @@ def _measured(
                 arguments[given] = tuple(map(_normal, found.shapes, range(len(given))))
             run = functools.partial(found.program, *arguments[given])
             jax.block_until_ready(run())
+            one = _milliseconds(run, 1)
         except JaxRuntimeError as error:
             row["refused"] = reason(error)
             continue
         turns[number] = run
+        # A CPU's threads all wait for one another where many have begun.
+        many = int(_ROW * 1e3 / one) if jax.default_backend() == "gpu" else 0
+        in_a_row[number] = max(_LEAST_RUNS, many)
     if seconds is None:
         return rows
     with card() as reading:
         times = interleaved(
             {
-                str(number): functools.partial(_milliseconds, run)
-                for number, run in turns.items()
+                str(number): lambda _, number=number: _milliseconds(
+                    turns[number], in_a_row[number]
+                )
+                for number in turns
             },
             seconds,
         )

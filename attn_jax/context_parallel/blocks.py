@@ -18,6 +18,7 @@ from attn_jax import emulator
 from attn_jax.centre import centre_from
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
+from attn_jax.emulator.sums import read, write
 from attn_jax.formats import FP16, carrier_dtype
 from attn_jax.mask import Mask
 from attn_jax.pairwise import pairwise_mean
@@ -107,9 +108,11 @@ class Block(Protocol):
         bias: Array | None = None,
         *,
         nothing: bool,
+        first: int,
     ) -> tuple[Array, ...]:
-        """(m, l, A) with these keys, for ring_merge 'carry'; of none (-inf, 0, 0), and
-        `nothing` where it is known that the state is that."""
+        """(m, l, A) with these keys, for ring_merge 'carry', of rows of which the query
+        is those from the `first` on; of no keys (-inf, 0, 0), and `nothing` where it is
+        known that the state is that."""
         ...
 
     def finished(self, state: tuple[Array, ...], query: Array) -> tuple[Array, Array]:
@@ -175,15 +178,16 @@ class Emulated:
             mask=mask,
         )
 
-    def carry_on(self, state, query, key, value, mask, bias=None, *, nothing):
+    def carry_on(self, state, query, key, value, mask, bias=None, *, nothing, first):
         del nothing
-        return partial.carry_on(
-            *(state, query, key, value),
+        rows = partial.carry_on(
+            *(rows_from(state, first, query.shape[1]), query, key, value),
             recipe=self._alone,
             scale=self.scale,
             bias=bias,
             mask=mask,
         )
+        return with_rows(state, rows, first)
 
     def finished(self, state, query):
         m, l, total = state  # noqa: E741
@@ -260,13 +264,18 @@ class Kernels:
             query, key, value, scale=self.scale, bias=bias, mask=mask
         )
 
-    def carry_on(self, state, query, key, value, mask, bias=None, *, nothing):
+    def carry_on(self, state, query, key, value, mask, bias=None, *, nothing, first):
         from attn_jax.kernels import partial as kernels
 
-        state, scale = None if nothing else state, self.scale
-        return kernels.carry_on(
-            state, query, key, value, scale=scale, bias=bias, mask=mask
+        all_rows = state[0].shape[-1] == query.shape[1]
+        found = kernels.carry_on(
+            *(None if nothing and all_rows else state, query, key, value),
+            scale=self.scale,
+            bias=bias,
+            mask=mask,
+            first=first,
         )
+        return tuple(found)
 
     def finished(self, state, query):
         from attn_jax.kernels import partial as kernels
@@ -310,6 +319,23 @@ class Kernels:
         group = total.dquery.shape[2] // centre.shape[1]
         own = jnp.repeat(centre, group, axis=1)[:, None]
         return total.dquery + self.scale * dlse.swapaxes(1, 2)[..., None] * own
+
+
+def rows_axis(x: Array) -> int:
+    """Axis of the queries: the last of [B, N, T] and [B, T], else the second."""
+    return x.ndim - 1 if x.ndim < 4 else 1
+
+
+def rows_from(arrays: tuple[Any, ...], first, count: int) -> tuple[Any, ...]:
+    """So many rows of each."""
+    return tuple(read(x, rows_axis(x), first, count) for x in arrays)
+
+
+def with_rows(arrays: tuple[Any, ...], new: tuple[Any, ...], first) -> tuple[Any, ...]:
+    """Each with other rows from the `first` on."""
+    return tuple(
+        write(x, rows, rows_axis(x), first) for x, rows in zip(arrays, new, strict=True)
+    )
 
 
 def carrier(block: Block) -> jnp.dtype:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from attn_jax.context_parallel.blocks import Block, WholeRows, carrier
+from attn_jax.context_parallel.blocks import Block, WholeRows, carrier, rows_axis
 from attn_jax.context_parallel.merge import Add, Keys, RowArrays, kept
 from attn_jax.context_parallel.schedule import Call, Schedule
 from attn_jax.emulator.partial import Partial
@@ -79,13 +79,8 @@ def add_forward(
         for number, call in enumerate(plan):
             part, mask = shard.of(call, offset[number])
             keys = Keys(part.query, part.key, part.value, mask, part.bias)
-            rows = tuple(read(x, rows_axis(x), *call.query) for x in so_far)
             nothing = first and not any(_overlap(call, old) for old in plan[:number])
-            rows = add(rows, keys, nothing)
-            so_far = tuple(
-                write(old, new, rows_axis(old), call.query[0])
-                for old, new in zip(so_far, rows, strict=True)
-            )
+            so_far = add(so_far, keys, nothing, call.query[0])
         return so_far
 
     return _choose(schedule, run, (so_far, shard), rank, source, hop)
@@ -205,8 +200,3 @@ def with_pairs(
     rows = read(total, 2, first_query, part.shape[2])
     new = read(rows, 3, first_key, part.shape[3]) + part
     return write(total, write(rows, new, 3, first_key), 2, first_query)
-
-
-def rows_axis(x: Array) -> int:
-    """Axis of the queries: the last of [B, N, T] and [B, T], else the second."""
-    return x.ndim - 1 if x.ndim < 4 else 1

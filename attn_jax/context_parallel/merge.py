@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from attn_jax.context_parallel.blocks import Block, carrier
+from attn_jax.context_parallel.blocks import Block, carrier, rows_from, with_rows
 from attn_jax.formats import round_to
 from attn_jax.mask import Mask
 from attn_jax.recipe_schema import Recipe, Step
@@ -40,8 +40,9 @@ class Keys(NamedTuple):
     bias: Float[Array, "#B #N #T #S"] | None = None
 
 
-# (what the rows have so far, some keys, whether that is nothing yet) -> with the keys.
-Add = Callable[[RowArrays, Keys, bool], RowArrays]
+# (what all rows have so far, some keys, whether that is nothing yet, the first of the
+# rows that meet them) -> with the keys.
+Add = Callable[[RowArrays, Keys, bool, int], RowArrays]
 Visit = Callable[[Add, RowArrays], RowArrays]
 
 
@@ -64,33 +65,41 @@ def over_parts(
         return block.finished(visit(_carrying(block), start), query)
     if recipe.ring_merge != "two_pass":
 
-        def add(rows, keys, nothing):
-            del nothing
+        def add(rows, keys):
             return merged((rows[0], rows[1]), block.forward(*keys), recipe)
 
-        out, lse = visit(add, (out, lse))
+        out, lse = visit(_to_rows(add), (out, lse))
         return out, lse
 
-    def add_lse(rows, keys, nothing):
-        del nothing
+    def add_lse(rows, keys):
         return (merged_lse(rows[0], block.forward(*keys)[1], recipe),)
 
-    def add_weighted(rows, keys, nothing):
-        del nothing
+    def add_weighted(rows, keys):
         return weighted(rows[0], rows[1], block.forward(*keys), recipe), rows[1]
 
-    (lse,) = visit(add_lse, (lse,))
-    out, lse = visit(add_weighted, (out, lse))
+    (lse,) = visit(_to_rows(add_lse), (lse,))
+    out, lse = visit(_to_rows(add_weighted), (out, lse))
     return out, lse
 
 
 def _carrying(block: Block) -> Add:
     """Keys are added to (m, l, A) without a merge."""
 
-    def add(rows, keys, nothing):
-        return block.carry_on(rows, *keys, nothing=nothing)
+    def add(so_far, keys, nothing, first):
+        return block.carry_on(so_far, *keys, nothing=nothing, first=first)
 
     return add
+
+
+def _to_rows(add: Callable[[RowArrays, Keys], RowArrays]) -> Add:
+    """Keys are added to the rows that meet them."""
+
+    def to_rows(so_far, keys, nothing, first):
+        del nothing
+        rows = add(rows_from(so_far, first, keys.query.shape[1]), keys)
+        return with_rows(so_far, rows, first)
+
+    return to_rows
 
 
 def nothing_yet(query: Float[Array, "B T N H"], columns: int, dtype) -> Rows:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from attn_jax.context_parallel.blocks import OverDevices
+from attn_jax.context_parallel.blocks import OverDevices, rows_axis
 from attn_jax.context_parallel.layouts import (
     Layout,
     check_length,
@@ -41,7 +41,6 @@ from attn_jax.context_parallel.meeting import (
     add_forward,
     no_dbias,
     pairs_of,
-    rows_axis,
     with_pairs,
 )
 from attn_jax.context_parallel.merge import kept, over_parts

@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.kernels import hopper_links, schedule
+from attn_jax.kernels import hopper_links, in_place, schedule
 from attn_jax.kernels.hopper_outputs import Carried, Outputs
 from attn_jax.kernels.hopper_softmax import LOG2_P_SCALE, Softmax
 from attn_jax.kernels.tiles import (
@@ -85,8 +85,9 @@ def forward(
     rescale_threshold: float = 0.0,
     repeated_max_factor: float | None = None,
     unscale: Float32[Array, "B K D"] | None = None,
-    before: Carried | None = None,
     carries: bool = False,
+    before: Carried | None = None,
+    first_row: int = 0,
 ) -> (
     tuple[
         Float[Array, "B T N D"], Float[Array, "B T N D"] | None, Float32[Array, "B N T"]
@@ -100,8 +101,8 @@ def forward(
     `mask` it is that and `band` which say what is seen, and `is_causal` is False; a
     `bias` comes with one. `rescale_threshold` and `repeated_max_factor` are `Recipe`'s.
     `unscale` comes with V as FP16 numbers (`hopper_key_numbers`): P then is FP16, too,
-    times `hopper_softmax.P_SCALE`. `carries`: returns `Carried`, of FP32, with the keys
-    of `before` (None: there are none), whose rows are whole tiles (`carried_rows`).
+    times `hopper_softmax.P_SCALE`. `carries`: returns `Carried`, of whole tiles, or
+    `before` with these added where it lies, to whole tiles from `first_row` on.
     """
     batch, padded, query_heads, head_dim = query.shape
     value_dim = value.shape[-1]
@@ -111,7 +112,7 @@ def forward(
     tile_count = pl.cdiv(query_count, tiling.tile)
     key_blocks = pl.cdiv(key_count, columns)
     group = query_heads // key.shape[2]
-    # What logits are multiplied by in the exponent: capped ones are in units of log2.
+    # Of logits in the exponent: capped ones are in units of log2.
     unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
     softmax = Softmax(
         *(unit, value.dtype, mask is not None, rescale_threshold, repeated_max_factor),
@@ -148,16 +149,16 @@ def forward(
         until = lax.div(row_end + jnp.int32(columns - 1), jnp.int32(columns))
         return jnp.minimum(until, jnp.int32(key_blocks))
 
-    ends = ((tile + 1) * tiling.tile for tile in range(tile_count))
+    ends = (pl.cdiv((tile + 1) * tiling.tile, columns) for tile in range(tile_count))
     costs = tuple(
-        TILE_COST
-        + (min(pl.cdiv(end, columns), key_blocks) if is_causal else key_blocks)
-        for end in ends
+        TILE_COST + (min(end, key_blocks) if is_causal else key_blocks) for end in ends
     )
     together = schedule.heads_together(
         batch * query_heads, key.shape[1] * (head_dim + value_dim) * dtype.itemsize
     )
-    table = schedule.balanced(batch * query_heads, costs, together, MULTIPROCESSORS)
+    # Messages beside parts hold multiprocessors for a while.
+    deal = schedule.then_singly if carries and not in_links else schedule.balanced
+    table = deal(batch * query_heads, costs, together, MULTIPROCESSORS)
     # In a program of its own: custom_partitioning takes no function with constants.
     table = jax.jit(functools.partial(jnp.asarray, table))()
 
@@ -197,11 +198,11 @@ def forward(
 
         def consume_tile(_, b, n, tile, first_step):
             """Attention of a warpgroup's rows; the result is the next first step."""
-            first_row = tile * tiling.tile + warpgroup * rows
+            row = tile * tiling.tile + warpgroup * rows
             q_tile = q_smem.at[warpgroup]
             if pairs is None:
                 tile_blocks = blocks_seen((tile + 1) * tiling.tile)
-                blocks = blocks_seen(first_row + rows)
+                blocks = blocks_seen(row + rows)
             else:
                 listed = pairs.entries(b, n, tile)
                 tile_blocks = blocks = listed[0]
@@ -223,13 +224,13 @@ def forward(
                 tile = None
                 if bias_gmem is not None:
                     tile = head_of(bias_gmem, b, n)
-                    tile = read_tile(tile, first_row, key_start, s.shape)
+                    tile = read_tile(tile, row, key_start, s.shape)
                 s, _ = capped(s, scale, soft_cap, tile)
                 if pairs is None:
                     return s
 
                 def hide_some(s):
-                    return hide(s, pairs, band, b, n, first_row, key_start)
+                    return hide(s, pairs, band, b, n, row, key_start)
 
                 partial = lax.rem(entry, jnp.int32(2)) == 1
                 return lax.cond(partial, hide_some, lambda s: s, s)
@@ -243,7 +244,7 @@ def forward(
                 first_key = (blocks - 1 - (first - start)) * columns
                 seen = key_count - first_key if key_count % columns else None
                 if is_causal:
-                    diagonal = row_positions(rows) + (first_row + 1 - first_key)
+                    diagonal = row_positions(rows) + (row + 1 - first_key)
                     seen = diagonal if seen is None else jnp.minimum(diagonal, seen)
                 return s if seen is None else hide_from(s, seen)
 
@@ -347,14 +348,14 @@ def forward(
                     accumulator(rows, value_dim),
                 )
             yield
-            own_rows = pl.ds(first_row, rows)
+            own_rows = pl.ds(row, rows)
             if carries:
                 unscale = 1.0
                 if unscale_gmem is not None:
                     unscale = unscale_gmem[b, lax.div(n, jnp.int32(group)), 0]
                 after = Carried(lse_gmem, row_sum_gmem, out_gmem)
-                place = b, n, first_row
-                after.add(before_gmem, acc, state, softmax, unscale, *place)
+                keep = after.begin if before_gmem is None else after.add
+                keep(acc, state, softmax, unscale, b, n, first_row + row)
                 yield last + 1
                 return
             sink = None if sinks_gmem is None else sinks_gmem[0, n]
@@ -454,17 +455,27 @@ def forward(
     tile_rows = tile_count * tiling.tile
     # TMA stores drop what lies outside an array; plain stores (FP32 out, LSE) do not.
     out_rows = tile_rows if wide_out else padded
-    low = jax.ShapeDtypeStruct((*query.shape[:3], value_dim), dtype)
-    of_rows = jax.ShapeDtypeStruct((batch, query_heads, tile_rows), jnp.float32)
-    sums = (table.shape[0], warpgroups, rows, value_dim)
-    out, low, lse, row_sum, _ = plgpu.kernel(
+    shaped = jax.ShapeDtypeStruct
+    out = shaped((batch, out_rows, query_heads, value_dim), out_dtype)
+    low = shaped((*query.shape[:3], value_dim), dtype)
+    of_rows = shaped((batch, query_heads, tile_rows), jnp.float32)
+    sums = shaped((table.shape[0], warpgroups, rows, value_dim), jnp.float32)
+    operands = query, key, value, table, pairs, sinks, bias, unscale, before
+    made = plgpu.kernel
+    if before is not None:
+        of_rows, _, out = before
+        count = len(jax.tree.leaves(operands))
+        # Of row_max, row_sum and total, the last ones: LSE's place, its own, and out's.
+        aliases = {count - 3: 1, count - 2: 2, count - 1: 0}
+        made = functools.partial(in_place.kernel, aliases=aliases)
+    out, low, lse, row_sum, _ = made(
         attention_forward,
         out_type=[
-            jax.ShapeDtypeStruct((batch, out_rows, query_heads, value_dim), out_dtype),
+            out,
             low if keep_low else None,
             of_rows,
             of_rows if carries else None,
-            jax.ShapeDtypeStruct(sums, jnp.float32) if in_links else None,
+            sums if in_links else None,
         ],
         scratch_types=[
             (
@@ -488,8 +499,8 @@ def forward(
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query, key, value, table, pairs, sinks, bias, unscale, before)
+    )(*operands)
     if carries:
         return Carried(lse, row_sum, out)
-    cut = slice(0, query_count)
-    return out[:, cut], None if low is None else low[:, cut], lse[:, :, cut]
+    low = None if low is None else low[:, :query_count]
+    return out[:, :query_count], low, lse[:, :, :query_count]

@@ -72,46 +72,54 @@ class Carried(NamedTuple):
     row_max: Float32[Array, "B N T"]
     row_sum: Float32[Array, "B N T"]
     total: Float32[Array, "B T N D"]
+    AXES = 2, 2, 1  # of the rows
 
-    def add(
-        self,
-        before: "Carried | None",
-        acc: jax.Array,
-        state: State,
-        softmax: Softmax,
-        unscale,
-        b,
-        n,
-        first_row,
+    def rows(self, first: int, count: int) -> "Carried":
+        """So many of them."""
+        return Carried(
+            *(
+                lax.slice_in_dim(x, first, first + count, axis=axis)
+                for x, axis in zip(self, self.AXES, strict=True)
+            )
+        )
+
+    def begin(
+        self, acc: jax.Array, state: State, softmax: Softmax, unscale, b, n, first_row
     ) -> None:
-        """Leaves here what was `before` and the keys of (acc, state), of some rows.
+        """Leaves here the keys of (acc, state), of some rows.
 
         `unscale`: what the values of `acc` are multiplied by, but for P's scale.
         """
+        rows = pl.ds(first_row, acc.shape[0])
+        now = 2.0**-softmax.log2_scale
+        self.row_max[b, n, rows] = state.row_max
+        self.row_sum[b, n, rows] = state.row_sum.sum(axis=1) * now
+        self.total[b, rows, n] = acc * (now * unscale)
+
+    def add(
+        self, acc: jax.Array, state: State, softmax: Softmax, unscale, b, n, first_row
+    ) -> None:
+        """Adds them to what is here."""
         rows, width = acc.shape
         place = b, n, pl.ds(first_row, rows)
         now = 2.0**-softmax.log2_scale
         row_max, row_sum = state.row_max, state.row_sum.sum(axis=1) * now
-        if before is None:
-            self.row_max[place], self.row_sum[place] = row_max, row_sum
-            self.total[b, pl.ds(first_row, rows), n] = acc * (now * unscale)
-            return
         m, l = (  # noqa: E741
-            plgpu.load(rows_of.at[place], layout=ROWS, optimized=False)
-            for rows_of in cast(Any, before)[:2]
+            plgpu.load(of_rows.at[place], layout=ROWS, optimized=False)
+            for of_rows in cast(Any, self)[:2]
         )
         larger = jnp.maximum(m, row_max)
         base = finite(larger)
         shrink, weight = jnp.exp2(m - base), jnp.exp2(row_max - base)
         self.row_max[place] = larger
         self.row_sum[place] = shrink * l + weight * row_sum
-        old_rows, new_rows = (cast(Any, x).total.at[b, :, n] for x in (before, self))
+        total = cast(Any, self.total).at[b, :, n]
         # In groups of columns, for the registers.
         shape = rows, GROUP
         shrink, weight = (along_rows(x, shape) for x in (shrink, weight * now))
         for column in range(0, width, GROUP):
             part = lax.slice(acc, (0, column), (rows, column + GROUP))
-            old = read_tile(old_rows, first_row, column, shape)
+            old = read_tile(total, first_row, column, shape)
             columns = pl.ds(column, GROUP)
             part = old * shrink + part * (weight * unscale)
-            new_rows[pl.ds(first_row, rows), columns] = part
+            total[pl.ds(first_row, rows), columns] = part

@@ -28,7 +28,6 @@ from attn_jax.kernels import (
     visibility,
 )
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers, key_numbers
-from attn_jax.kernels.hopper_outputs import Carried
 from attn_jax.kernels.hopper_range import range_of
 from attn_jax.kernels.options import DEFAULT, Options
 from attn_jax.kernels.tuning import Backward, Configuration, Tiling
@@ -105,12 +104,12 @@ def forward(
     static: Static,
     more,
     residual,
-    carries: bool = False,
-    before: Carried | None = None,
+    **carrying,
 ):
     """(out, out_low if kept, LSE, `KeyNumbers` if kept) of one device's arrays.
 
-    `residual`: for a backward pass. `carries`: what `hopper_forward` returns then."""
+    `residual`: for a backward pass. `carrying`: arguments of `hopper_forward`, and what
+    it returns then."""
     rules, sinks, bias = _unpacked(more, arrays)
     target = static.target
     _log(query, key, value, bias, static, listed=rules is not None)
@@ -129,8 +128,6 @@ def forward(
         numbers, half_value = key_numbers(key, value, key_count, inputs, half=half)
         if half_value is not None:
             value, options["unscale"] = half_value, numbers.unscale
-    if carries:
-        options |= {"carries": True, "before": before}
     found = _FORWARD[target].forward(
         *(query, key, value),
         query_count=query_count,
@@ -143,8 +140,9 @@ def forward(
         **options,
         **_of_softmax(static),
         **({} if sinks is None else {"sinks": sinks}),
+        **carrying,
     )
-    if carries:
+    if carrying:
         return found
     out, low, lse = found
     kept = () if numbers is None or not keeps_numbers else numbers

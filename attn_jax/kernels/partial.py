@@ -10,6 +10,7 @@ them and leaves them, and no LSE is rounded before the last.
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.formats import FP16
@@ -75,30 +76,52 @@ def carry_on(
     scale: float,
     bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
+    first: int = 0,
 ) -> Carried:
-    """The state with these keys, too. With logits S in units of log2, all FP32,
+    """The state with these keys, too, of the rows from the `first` on that the query
+    is; others stay. With logits S in units of log2, all FP32,
 
         m' = max(m, max S)      l' = 2^(m - m') l + sum 2^(S - m')
                                 A' = 2^(m - m') A + sum 2^(S - m') V
 
     with maxima rounded to whole numbers, so that the factors are exact. Before any keys
     (None) m is -inf, l and A are 0. The sums over these keys are made as ever, from
-    their own maximum, and added to what was there in the end.
+    their own maximum, and added to what was there in the end; the kernel does it where
+    the state lies, which XLA copies only if somebody else reads it, too.
     """
     static, rules = _static(query, key, value, scale, mask, bias)
-    rows, more = query.shape[1], -query.shape[1] % static.tilings.forward.tile
+    count, more = query.shape[1], -query.shape[1] % static.tilings.forward.tile
 
-    def whole_tiles(x: Array, axis: int) -> Array:
-        return jnp.pad(x, [(0, more if axis == i else 0) for i in range(x.ndim)])
+    def carried(before: Carried | None, first: int) -> Carried:
+        found = _forward(
+            *(query, key, value, bias, static, rules),
+            carries=True,
+            before=before,
+            first_row=first,
+        )
+        m, l, total, _ = varying_alike(*found, query)  # noqa: E741
+        return Carried(m, l, total)
 
-    before = None
-    if state is not None:
-        before = Carried(*map(whole_tiles, state, (2, 2, 1)))
-    found = _forward(
-        *(query, key, value, bias, static, rules), carries=True, before=before
+    if state is None:
+        return carried(None, 0).rows(0, count)
+    before = Carried(*state)
+    if not more:
+        return carried(before, first)
+    # The kernel's tiles would reach into rows that are not this query's.
+    own = before.rows(first, count)
+    padded = Carried(
+        *(
+            jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
+            for x, axis in zip(own, Carried.AXES, strict=True)
+        )
     )
-    m, l, total, _ = varying_alike(*found, query)  # noqa: E741
-    return Carried(m[..., :rows], l[..., :rows], total[:, :rows])
+    found = carried(padded, 0).rows(0, count)
+    return Carried(
+        *(
+            lax.dynamic_update_slice_in_dim(x, rows, first, axis)
+            for x, rows, axis in zip(before, found, Carried.AXES, strict=True)
+        )
+    )
 
 
 def finished(

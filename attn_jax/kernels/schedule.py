@@ -3,11 +3,13 @@
 A grid of one CTA a multiprocessor saves what starting a CTA costs, and its stores
 overlap with the next tile; but nothing hands a tile to whoever is idle. So the tiles
 are dealt out beforehand, as a scheduler would that knew what each costs: the next one
-in the list to the CTA that has had the least. The same shapes get the same schedule.
+in the list to the CTA that has had the least. The same shapes get the same schedule,
+and which CTA a tile is given to changes no bit of it.
 """
 
 import functools
 import heapq
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +28,10 @@ def heads_together(pairs: int, bytes_a_head: int) -> int:
     return max(size for size in range(1, most + 1) if pairs % size == 0)
 
 
+# What `then_singly` deals out beforehand.
+DEALT = 0.75
+
+
 @functools.lru_cache(maxsize=64)
 def balanced(
     pairs: int, costs: Sequence[int], group: int, multiprocessors: int
@@ -37,22 +43,50 @@ def balanced(
     what each tile of a pair takes. Pairs are taken `group` at a time; within a group
     the dear tiles come first, so that the cheap ones fill the gaps at the end.
     """
-    count = pairs * len(costs)
-    ctas = min(multiprocessors, count)
+    order = _order(pairs, costs, group)
+    return _table(_dealt(order, min(multiprocessors, len(order))))
+
+
+@functools.lru_cache(maxsize=64)
+def then_singly(
+    pairs: int, costs: Sequence[int], group: int, multiprocessors: int
+) -> np.ndarray:
+    """The same of the first tiles, the share `DEALT` of the work, and a CTA for each of
+    the others, which start as multiprocessors come free. Where something else holds
+    some of them for a while (NCCL's kernels, which no CTA of ours fits beside), the
+    rest do their work; CTAs start in the order of their numbers."""
+    order = _order(pairs, costs, group)
+    wanted = DEALT * sum(cost for _, cost in order)
+    before = itertools.accumulate((cost for _, cost in order), initial=0)
+    first = [tile for tile, done in zip(order, before) if done < wanted]
+    dealt = _dealt(first, min(multiprocessors, len(first)))
+    return _table([*dealt, *([tile] for tile, _ in order[len(first) :])])
+
+
+def _order(pairs: int, costs: Sequence[int], group: int) -> list[tuple[int, int]]:
+    """(number, cost) of all tiles, as they are to be taken."""
     dear_first = sorted(range(len(costs)), key=lambda tile: (-costs[tile], tile))
-    order = (
-        (pair, tile)
+    return [
+        (pair * len(costs) + tile, costs[tile])
         for first in range(0, pairs, group)
         for tile in dear_first
         for pair in range(first, min(first + group, pairs))
-    )
+    ]
+
+
+def _dealt(order: Sequence[tuple[int, int]], ctas: int) -> list[list[int]]:
+    """Each tile to the CTA that has had the least."""
     tiles: list[list[int]] = [[] for _ in range(ctas)]
     least = [(0, cta) for cta in range(ctas)]
-    for pair, tile in order:
+    for tile, cost in order:
         load, cta = least[0]
-        tiles[cta].append(pair * len(costs) + tile)
-        heapq.heapreplace(least, (load + costs[tile], cta))
-    table = np.zeros((ctas, 2 + max(map(len, tiles))), np.int32)
+        tiles[cta].append(tile)
+        heapq.heapreplace(least, (load + cost, cta))
+    return tiles
+
+
+def _table(tiles: list[list[int]]) -> np.ndarray:
+    table = np.zeros((len(tiles), 2 + max(map(len, tiles))), np.int32)
     for cta, mine in enumerate(tiles):
         table[cta, 0] = len(mine)
         table[cta, 1 : 1 + len(mine)] = mine
