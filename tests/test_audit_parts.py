@@ -161,6 +161,23 @@ def test_what_cannot_be_traced_fails_when_it_is_run():
     )
 
 
+@pytest.mark.parametrize("says", ["INTERNAL: out of memory", "RESOURCE_EXHAUSTED: x"])
+def test_no_memory_for_a_gradient_is_no_fault(says):
+    @jax.custom_jvp
+    def attend(query):
+        return query
+
+    @attend.defjvp
+    def raises(primals, tangents):
+        raise jax.errors.JaxRuntimeError(says)
+
+    def function(query, key, value, *, scale):
+        return attend(_flash2(query, key, value, scale=scale))
+
+    outcome = Runner(Target("too large", function).on(PROBLEM))(PROBLEM)
+    assert outcome.status == "out of memory" and not outcome.no_gradients
+
+
 def test_what_a_target_will_not_be_run_for_hides_nothing_else():
     def no_lengths(query, key, value, *, scale, key_value_seq_lengths=None):
         if key_value_seq_lengths is not None:

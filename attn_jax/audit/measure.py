@@ -107,8 +107,9 @@ class Runner:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether it is XLA that says so."""
-    return "RESOURCE_EXHAUSTED" in str(error)
+    """Whether that is what it says: XLA does in two ways."""
+    said = str(error)
+    return "RESOURCE_EXHAUSTED" in said or "out of memory" in said.lower()
 
 
 def _refusal(error: Exception, problem: Problem, shards: int) -> tuple[Status, str]:
