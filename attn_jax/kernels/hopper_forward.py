@@ -105,13 +105,11 @@ def forward(
     `before` with these added where it lies, to whole tiles from `first_row` on.
     """
     batch, padded, query_heads, head_dim = query.shape
-    value_dim = value.shape[-1]
-    dtype = query.dtype
+    value_dim, dtype = value.shape[-1], query.dtype
     rows, columns, stages = tiling.rows, tiling.columns, tiling.stages
-    warpgroups = tiling.warpgroups
+    warpgroups, group = tiling.warpgroups, query_heads // key.shape[2]
     tile_count = pl.cdiv(query_count, tiling.tile)
     key_blocks = pl.cdiv(key_count, columns)
-    group = query_heads // key.shape[2]
     # Of logits in the exponent: capped ones are in units of log2.
     unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
     softmax = Softmax(
@@ -236,8 +234,7 @@ def forward(
                 return lax.cond(partial, hide_some, lambda s: s, s)
 
             def hide_first(s, first):
-                """What the rows do not see of a link's first block: without a list, of
-                the last keys there are."""
+                """What the rows do not see of a link's first block."""
                 if pairs is not None:
                     return hide_pairs(s, entry(first))
                 s, _ = capped(s, scale, soft_cap)
@@ -439,8 +436,7 @@ def forward(
 
             end, *before = for_each_tile(produce_tile, (jnp.int32(0),) * 4)
             load_v(end - 1, *before)
-            # Every release is awaited: no barrier may be left with an arrival nobody
-            # saw.
+            # Every release is awaited: no arrival may be left that nobody saw.
             plgpu.barrier_wait(q_free)
             for free in (k_free, v_free):
                 for back in range(stages, 0, -1):
@@ -453,23 +449,23 @@ def forward(
     low_smem = out_smem if keep_low and stored == value_dim else None
     free = functools.partial(plgpu.Barrier, num_arrivals=warpgroups)
     tile_rows = tile_count * tiling.tile
+    shaped = jax.ShapeDtypeStruct
     # TMA stores drop what lies outside an array; plain stores (FP32 out, LSE) do not.
     out_rows = tile_rows if wide_out else padded
-    shaped = jax.ShapeDtypeStruct
     out = shaped((batch, out_rows, query_heads, value_dim), out_dtype)
     low = shaped((*query.shape[:3], value_dim), dtype)
     of_rows = shaped((batch, query_heads, tile_rows), jnp.float32)
     sums = shaped((table.shape[0], warpgroups, rows, value_dim), jnp.float32)
     operands = query, key, value, table, pairs, sinks, bias, unscale, before
-    made = plgpu.kernel
+    aliases = {}
     if before is not None:
         of_rows, _, out = before
         count = len(jax.tree.leaves(operands))
         # Of row_max, row_sum and total, the last ones: LSE's place, its own, and out's.
         aliases = {count - 3: 1, count - 2: 2, count - 1: 0}
-        made = functools.partial(in_place.kernel, aliases=aliases)
-    out, low, lse, row_sum, _ = made(
+    out, low, lse, row_sum, _ = in_place.kernel(
         attention_forward,
+        aliases=aliases,
         out_type=[
             out,
             low if keep_low else None,
@@ -487,11 +483,9 @@ def forward(
             ),
             (
                 plgpu.Barrier(num_barriers=warpgroups),
-                plgpu.Barrier(num_barriers=stages),
-                plgpu.Barrier(num_barriers=stages),
+                *[plgpu.Barrier(num_barriers=stages)] * 2,
                 free(),
-                free(num_barriers=stages),
-                free(num_barriers=stages),
+                *[free(num_barriers=stages)] * 2,
             ),
         ],
         grid=(table.shape[0],),

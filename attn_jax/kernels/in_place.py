@@ -26,6 +26,15 @@ def kernel(
     That function has no such option, and references, which it takes, may not vary over
     the axes of a `jax.shard_map` (JAX 0.11.2).
     """
+    if not aliases:
+        return plgpu.kernel(
+            body,
+            out_type=out_type,
+            scratch_types=scratch_types,
+            compiler_params=compiler_params,
+            thread_name=thread_name,
+            **mesh,
+        )
 
     def whole(*refs) -> None:
         run = functools.partial(body, *refs)
