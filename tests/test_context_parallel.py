@@ -347,6 +347,33 @@ def test_lse_far_apart_are_merged(way):
     np.testing.assert_allclose(merged[0, 0], want, rtol=4 * 2.0**-23)
 
 
+def test_hops_share_what_is_compiled(monkeypatch):
+    """Eight shards in zigzag have the meeting of a shard with itself, that with an
+    earlier one and that with a later one: three programs a pass, not one a hop."""
+    made = []
+
+    def counted(name):
+        original = getattr(Emulated, name)
+
+        def run(self, *given, **more):
+            made.append(name)
+            return original(self, *given, **more)
+
+        return run
+
+    for name in ("carry_on", "backward"):
+        monkeypatch.setattr(Emulated, name, counted(name))
+    attend = sharded(8, "ring", "zigzag", is_causal=True, implementation="emulated")
+
+    def both(*inputs):
+        results, pullback = jax.vjp(attend, *inputs)
+        return pullback(results)
+
+    x = jax.ShapeDtypeStruct((1, 128, 1, 16), jnp.bfloat16)
+    jax.eval_shape(both, x, x, x)
+    assert (made.count("carry_on"), made.count("backward")) == (3, 3)
+
+
 # --------------------------------------------------------------------- bad arguments
 
 

@@ -30,6 +30,7 @@ from attn_jax.context_parallel.local import (
     unpacked,
 )
 from attn_jax.context_parallel.meeting import (
+    Made,
     Shard,
     add_backward,
     add_forward,
@@ -110,10 +111,13 @@ def _forward(static: Static, x: Local) -> tuple[Array, Array]:
     rank, meetings = lax.axis_index(static.axis), _Meetings(static, x)
 
     def visit(add, so_far):
+        made = Made()
         for number, source in enumerate(meetings.sources(rank)):
             shard, first = meetings.shard(source), number == 0
             so_far = add_forward(
-                *(meetings.schedule, add, so_far, shard, rank, source), first=first
+                *(meetings.schedule, add, so_far, shard, rank, source),
+                first=first,
+                made=made,
             )
         return so_far
 
@@ -125,11 +129,12 @@ def _backward(static: Static, x: Local, rows: WholeRows) -> Partial:
     block = static.block
     nothing = block.nothing(x.query, x.key, x.value), no_dbias(block, x.bias)
     (total, dbias), _ = varying_alike(nothing, x)
-    found = []
+    found, made = [], Made()
     for source in meetings.sources(rank):
         total, *part, of_bias = add_backward(
             *(block, meetings.schedule, total, meetings.shard(source), rows),
             *(rank, source),
+            made=made,
         )
         found.append(packed(*part))
         dbias = with_pairs(dbias, of_bias, 0, source * x.key.shape[1])

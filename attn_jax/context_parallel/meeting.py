@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -21,6 +22,10 @@ from attn_jax.emulator.sums import read, write
 from attn_jax.mask import Mask, slice_tile
 from attn_jax.recipe_schema import Step
 from attn_jax.varying import varying_alike
+
+# By plan, and by whether the queries have seen nothing: what JAX traces and lowers once
+# for all hops that have it.
+Made = dict[tuple[tuple[Call, ...], bool], Callable[..., Any]]
 
 
 class Shard(NamedTuple):
@@ -68,11 +73,13 @@ def add_forward(
     hop: int | None = None,
     *,
     first: bool = False,
+    made: Made | None = None,
 ) -> RowArrays:
     """`so_far` with what the queries see of the keys of `source`, call after call.
 
     `rank` and `source` may be traced; `hop`, if known, is rank - source mod W, and only
     the plans of that hop are compiled. `first`: the queries have seen nothing so far.
+    `made`: of one pass, for its other hops.
     """
 
     def run(plan: tuple[Call, ...], offset, so_far, shard: Shard):
@@ -83,7 +90,8 @@ def add_forward(
             so_far = add(so_far, keys, nothing, call.query[0])
         return so_far
 
-    return _choose(schedule, run, (so_far, shard), rank, source, hop)
+    where = rank, source, hop
+    return _choose(schedule, run, (so_far, shard), *where, made, first)
 
 
 def _overlap(one: Call, other: Call) -> bool:
@@ -101,6 +109,8 @@ def add_backward(
     rank,
     source,
     hop: int | None = None,
+    *,
+    made: Made | None = None,
 ) -> tuple[
     Partial,
     Float[Array, "B S K H"],
@@ -152,18 +162,30 @@ def add_backward(
             dbias = with_pairs(dbias, found.dbias, first, call.key[0])
         return so_far, dkey, dvalue, dbias
 
-    return _choose(schedule, run, (so_far, shard, rows), rank, source, hop)
+    return _choose(schedule, run, (so_far, shard, rows), rank, source, hop, made)
 
 
-def _choose(schedule: Schedule, run: Callable, operands: tuple, rank, source, hop):
+def _choose(
+    schedule: Schedule,
+    run: Callable,
+    operands: tuple,
+    rank,
+    source,
+    hop: int | None,
+    made: Made | None,
+    first: bool = False,
+):
     """run(plan, offsets, *operands) for the plan of a meeting."""
+    made = {} if made is None else made
     numbers = schedule.plan if hop is None else schedule.at_hop(hop)
     used = np.unique(numbers)
     offset = jnp.asarray(schedule.offset)[rank, source]
-    branches = [
-        functools.partial(_alike, functools.partial(run, schedule.plans[number]))
-        for number in used
-    ]
+    branches = []
+    for plan in (schedule.plans[number] for number in used):
+        if (plan, first) not in made:
+            of_plan = functools.partial(run, plan)
+            made[plan, first] = jax.jit(functools.partial(_alike, of_plan))
+        branches.append(made[plan, first])
     if len(used) == 1:
         return branches[0](offset, *operands)
     places = jnp.asarray(np.searchsorted(used, numbers).astype(np.int32))

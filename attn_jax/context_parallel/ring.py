@@ -21,6 +21,7 @@ from attn_jax.context_parallel.local import (
     unpacked,
 )
 from attn_jax.context_parallel.meeting import (
+    Made,
     add_backward,
     add_forward,
     no_dbias,
@@ -37,6 +38,7 @@ def forward(static: Static, x: Local) -> Rows:
     hops = [hop for hop in range(shards) if meetings.is_live(hop)]
 
     def visit(add, so_far):
+        made = Made()
         both = packed(x.key, x.value)
         if hops:
             both = _moved(both, static, hops[0])
@@ -47,7 +49,9 @@ def forward(static: Static, x: Local) -> Rows:
             shard = x.meets(*unpacked(both, x.key.shape[-1]), source)
             first = hop == hops[0]
             so_far = add_forward(
-                meetings, add, so_far, shard, rank, source, hop, first=first
+                *(meetings, add, so_far, shard, rank, source, hop),
+                first=first,
+                made=made,
             )
             both = ahead
         return so_far
@@ -69,7 +73,7 @@ def backward(
     hops = [hop for hop in range(shards) if meetings.is_live(hop)]
     columns = x.key.shape[-1]
     both, sums = packed(x.key, x.value), packed(total.dkey, total.dvalue)
-    at = 0
+    at, made = 0, Made()
     if hops:
         both = _moved(both, static, hops[0])
     for hop, after in pairwise([*hops, None]):
@@ -79,7 +83,7 @@ def backward(
         source = (rank - hop) % shards
         shard = x.meets(*unpacked(both, columns), source)
         total, *part, of_bias = add_backward(
-            block, meetings, total, shard, rows, rank, source, hop
+            *(block, meetings, total, shard, rows, rank, source, hop), made=made
         )
         sums = kept(arrived + packed(*part), recipe.ring_gradient_accumulator)
         dbias = with_pairs(dbias, of_bias, 0, source * x.key.shape[1])
