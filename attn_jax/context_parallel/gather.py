@@ -24,17 +24,18 @@ from attn_jax.context_parallel.local import (
     Static,
     gradients,
     keys_in,
-    packed,
     rows_of,
     sent,
-    unpacked,
 )
 from attn_jax.context_parallel.meeting import (
+    Arriving,
     Made,
     Shard,
     add_backward,
     add_forward,
     no_dbias,
+    packed,
+    unpacked,
     with_pairs,
 )
 from attn_jax.context_parallel.merge import over_parts
@@ -176,14 +177,14 @@ class _Meetings:
             return [0]
         return [(rank - hop) % self.static.shards for hop in range(self.static.shards)]
 
-    def shard(self, source) -> Shard:
+    def shard(self, source) -> Shard | Arriving:
         x, both = self.x, self.both
         if self.in_order:
             key, value = unpacked(both, x.key.shape[-1])
             return Shard(x.query, key, value, x.query_ids, self.ids, x.bias)
         local = x.key.shape[1]
         both = lax.dynamic_slice_in_dim(both, source * local, local, axis=1)
-        return x.meets(*unpacked(both, x.key.shape[-1]), source)
+        return x.meets(both, source)
 
     def in_layout(self, found: list[Array], rank) -> Array:
         """What all shards' keys gain, shard after shard, from what each source does."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from attn_jax.context_parallel.blocks import Block, WholeRows
 from attn_jax.context_parallel.layouts import Layout
-from attn_jax.context_parallel.meeting import Shard, pairs_of
+from attn_jax.context_parallel.meeting import Arriving, pairs_of
 from attn_jax.context_parallel.schedule import Schedule, schedule
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
@@ -73,13 +73,13 @@ class Local(NamedTuple):
     key_ids: Int[Array, "W B S"] | None
     bias: Float[Array, "#B #N #T #L"] | None
 
-    def meets(self, key: Array, value: Array, source) -> Shard:
-        """This device's queries and the keys of a shard."""
+    def meets(self, both: Array, source) -> Arriving:
+        """This device's queries and the keys of a shard, as a message has them."""
         ids = None if self.key_ids is None else self.key_ids[source]
-        bias, (T, S) = self.bias, (x.shape[1] for x in (self.query, key))
+        bias, (T, S) = self.bias, (x.shape[1] for x in (self.query, self.key))
         if bias is not None:
             bias = pairs_of(bias, (0, T), (source * S, S))
-        return Shard(self.query, key, value, self.query_ids, ids, bias)
+        return Arriving(self.query, both, self.query_ids, ids, bias)
 
 
 def returned(static: Static, out: Array) -> Array:
@@ -148,17 +148,6 @@ def pairs_in(
     if bias is not None and bias.shape[2] > 1:
         bias = order(bias, shards, layout, axis=2)
     return keys_in(order, bias, shards, layout)
-
-
-def packed(key: Array, value: Array) -> Array:
-    """Two arrays as one, that one message carries: XLA has one on its way at a time,
-    and would wait for the first of two before it computes anything."""
-    return jnp.concatenate([key, value], axis=-1)
-
-
-def unpacked(both: Array, key_columns: int) -> tuple[Array, Array]:
-    """The inverse of `packed`."""
-    return both[..., :key_columns], both[..., key_columns:]
 
 
 def sent(static: Static, sums: Array) -> Array:

@@ -23,6 +23,30 @@ from attn_jax.mask import Mask, slice_tile
 from attn_jax.recipe_schema import Step
 from attn_jax.varying import varying_alike
 
+
+def packed(key: Array, value: Array) -> Array:
+    """Two arrays as one, that one message carries: XLA has one on its way at a time,
+    and would wait for the first of two before it computes anything. Its second axis is
+    theirs."""
+    return jnp.concatenate([key, value], axis=-1)
+
+
+def stacked(key: Array, value: Array) -> Array:
+    """The same, where kernels can read both where they lie, if their shapes are one."""
+    if key.shape != value.shape:
+        return packed(key, value)
+    return jnp.stack([key, value])
+
+
+def unpacked(
+    both: Array, key_columns: int, keys: slice = slice(None)
+) -> tuple[Array, Array]:
+    """The inverse of either, of some keys."""
+    if both.ndim == 5:
+        return both[0, :, keys], both[1, :, keys]
+    return both[:, keys, :, :key_columns], both[:, keys, :, key_columns:]
+
+
 # By plan, and by whether the queries have seen nothing: what JAX traces and lowers once
 # for all hops that have it.
 Made = dict[tuple[tuple[Call, ...], bool], Callable[..., Any]]
@@ -41,33 +65,52 @@ class Shard(NamedTuple):
     key_ids: Int[Array, "B S"] | None = None
     bias: Float[Array, "#B #N #T #S"] | None = None
 
-    def of(self, call: Call, offset: Array) -> tuple["Shard", Mask]:
-        """The entries that a call is about, and its mask."""
-        q, k = call.query, call.key
-        ids = (None, None)
-        if self.query_ids is not None and self.key_ids is not None:
-            ids = read(self.query_ids, 1, *q), read(self.key_ids, 1, *k)
-        part = Shard(
-            *(read(self.query, 1, *q), read(self.key, 1, *k), read(self.value, 1, *k)),
-            *ids,
-            None if self.bias is None else pairs_of(self.bias, q, k),
-        )
-        batch = self.query.shape[:1]
-        mask = Mask(
-            is_causal=call.is_causal,
-            window=call.window,
-            query_segment_ids=ids[0],
-            key_value_segment_ids=ids[1],
-            query_offset=jnp.broadcast_to(offset, batch) if call.shifted else None,
-        )
-        return part, mask
+    def keys(self, first: int, count: int) -> tuple[Array, Array]:
+        """So many of the keys and values."""
+        return read(self.key, 1, first, count), read(self.value, 1, first, count)
+
+
+class Arriving(NamedTuple):
+    """The same, but that keys and values are `both` in a message, which is opened where
+    kernels are called: XLA then hands them a part of it, and copies none."""
+
+    query: Float[Array, "B T N H"]
+    both: Array
+    query_ids: Int[Array, "B T"] | None
+    key_ids: Int[Array, "B S"] | None
+    bias: Float[Array, "#B #N #T #S"] | None
+
+    def keys(self, first: int, count: int) -> tuple[Array, Array]:
+        """So many of the keys and values."""
+        return unpacked(self.both, self.query.shape[-1], slice(first, first + count))
+
+
+def _part(
+    shard: Shard | Arriving, call: Call, offset: Array
+) -> tuple[Array, Array, Array, Mask, Array | None]:
+    """Queries, keys and values that a call is about, its mask, and the bias of the
+    pairs."""
+    q, k = call.query, call.key
+    ids = (None, None)
+    if shard.query_ids is not None and shard.key_ids is not None:
+        ids = read(shard.query_ids, 1, *q), read(shard.key_ids, 1, *k)
+    batch = shard.query.shape[:1]
+    mask = Mask(
+        is_causal=call.is_causal,
+        window=call.window,
+        query_segment_ids=ids[0],
+        key_value_segment_ids=ids[1],
+        query_offset=jnp.broadcast_to(offset, batch) if call.shifted else None,
+    )
+    bias = None if shard.bias is None else pairs_of(shard.bias, q, k)
+    return read(shard.query, 1, *q), *shard.keys(*k), mask, bias
 
 
 def add_forward(
     schedule: Schedule,
     add: Add,
     so_far: RowArrays,
-    shard: Shard,
+    shard: Shard | Arriving,
     rank,
     source,
     hop: int | None = None,
@@ -82,10 +125,9 @@ def add_forward(
     `made`: of one pass, for its other hops.
     """
 
-    def run(plan: tuple[Call, ...], offset, so_far, shard: Shard):
+    def run(plan: tuple[Call, ...], offset, so_far, shard: Shard | Arriving):
         for number, call in enumerate(plan):
-            part, mask = shard.of(call, offset[number])
-            keys = Keys(part.query, part.key, part.value, mask, part.bias)
+            keys = Keys(*_part(shard, call, offset[number]))
             nothing = first and not any(_overlap(call, old) for old in plan[:number])
             so_far = add(so_far, keys, nothing, call.query[0])
         return so_far
@@ -104,7 +146,7 @@ def add_backward(
     block: Block,
     schedule: Schedule,
     so_far: Partial,
-    shard: Shard,
+    shard: Shard | Arriving,
     rows: WholeRows,
     rank,
     source,
@@ -132,22 +174,19 @@ def add_backward(
         return write(total, new, axis, start)
 
     def run(plan: tuple[Call, ...], offset, so_far: Partial, shard, rows: WholeRows):
-        dkey = jnp.zeros(shard.key.shape, so_far.dquery.dtype)
-        dvalue = jnp.zeros(shard.value.shape, so_far.dquery.dtype)
+        dkey, dvalue = (
+            jnp.zeros(shape, so_far.dquery.dtype) for shape in _shapes(shard)
+        )
         dbias = no_dbias(block, shard.bias)
         step = recipe.ring_gradient_accumulator
         for number, call in enumerate(plan):
-            part, mask = shard.of(call, offset[number])
+            query, key, value, mask, bias = _part(shard, call, offset[number])
 
             def of_rows(x: Array, entries=call.query) -> Array:
                 return read(x, rows_axis(x), *entries)
 
-            found = block.backward(
-                *(part.query, part.key, part.value),
-                rows.of(of_rows),
-                mask,
-                part.bias,
-            )
+            mine = rows.of(of_rows)
+            found = block.backward(query, key, value, mine, mask, bias)
             first, size = call.query
             sums = {"dquery": add(so_far.dquery, found.dquery, 1, first, step)}
             for name in ("row_sum", "key_sum", "key_count"):
@@ -163,6 +202,13 @@ def add_backward(
         return so_far, dkey, dvalue, dbias
 
     return _choose(schedule, run, (so_far, shard, rows), rank, source, hop, made)
+
+
+def _shapes(shard: Shard | Arriving) -> list[tuple[int, ...]]:
+    """Of keys and values."""
+    if isinstance(shard, Shard):
+        return [shard.key.shape, shard.value.shape]
+    return [x.shape for x in unpacked(shard.both, shard.query.shape[-1])]
 
 
 def _choose(

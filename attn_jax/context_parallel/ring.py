@@ -15,16 +15,17 @@ from attn_jax.context_parallel.local import (
     Local,
     Static,
     gradients,
-    packed,
     rows_of,
     sent,
-    unpacked,
 )
 from attn_jax.context_parallel.meeting import (
     Made,
     add_backward,
     add_forward,
     no_dbias,
+    packed,
+    stacked,
+    unpacked,
     with_pairs,
 )
 from attn_jax.context_parallel.merge import Rows, kept, over_parts
@@ -39,14 +40,14 @@ def forward(static: Static, x: Local) -> Rows:
 
     def visit(add, so_far):
         made = Made()
-        both = packed(x.key, x.value)
+        both = stacked(x.key, x.value)
         if hops:
             both = _moved(both, static, hops[0])
         for hop, after in pairwise([*hops, None]):
             assert hop is not None
             ahead = both if after is None else _moved(both, static, after - hop)
             source = (rank - hop) % shards
-            shard = x.meets(*unpacked(both, x.key.shape[-1]), source)
+            shard = x.meets(both, source)
             first = hop == hops[0]
             so_far = add_forward(
                 *(meetings, add, so_far, shard, rank, source, hop),
@@ -72,7 +73,7 @@ def backward(
     (total, dbias), _ = varying_alike(nothing, x)
     hops = [hop for hop in range(shards) if meetings.is_live(hop)]
     columns = x.key.shape[-1]
-    both, sums = packed(x.key, x.value), packed(total.dkey, total.dvalue)
+    both, sums = stacked(x.key, x.value), packed(total.dkey, total.dvalue)
     at, made = 0, Made()
     if hops:
         both = _moved(both, static, hops[0])
@@ -81,7 +82,7 @@ def backward(
         ahead = both if after is None else _moved(both, static, after - hop)
         arrived = _moved_sums(sums, static, hop - at)
         source = (rank - hop) % shards
-        shard = x.meets(*unpacked(both, columns), source)
+        shard = x.meets(both, source)
         total, *part, of_bias = add_backward(
             *(block, meetings, total, shard, rows, rank, source, hop), made=made
         )

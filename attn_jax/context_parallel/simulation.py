@@ -27,12 +27,10 @@ from attn_jax.context_parallel.local import (
     gradients,
     kept_bias,
     keys_in,
-    packed,
     pairs_in,
     returned,
     rows_of,
     sent,
-    unpacked,
     widened,
 )
 from attn_jax.context_parallel.meeting import (
@@ -40,7 +38,9 @@ from attn_jax.context_parallel.meeting import (
     add_backward,
     add_forward,
     no_dbias,
+    packed,
     pairs_of,
+    unpacked,
     with_pairs,
 )
 from attn_jax.context_parallel.merge import kept, over_parts
