@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.kernels import hopper_links, in_place, schedule
+from attn_jax.kernels import hopper_links, internals, schedule
 from attn_jax.kernels.hopper_outputs import Carried, Outputs
 from attn_jax.kernels.hopper_softmax import LOG2_P_SCALE, Softmax
 from attn_jax.kernels.tiles import (
@@ -463,7 +463,7 @@ def forward(
         count = len(jax.tree.leaves(operands))
         # Of row_max, row_sum and total, the last ones: LSE's place, its own, and out's.
         aliases = {count - 3: 1, count - 2: 2, count - 1: 0}
-    out, low, lse, row_sum, _ = in_place.kernel(
+    out, low, lse, row_sum, _ = internals.kernel(
         attention_forward,
         aliases=aliases,
         out_type=[

@@ -1,19 +1,23 @@
 """Everything that leans on the inside of JAX, which changes without notice.
 
-What JAX's interpreter of Mosaic GPU kernels lacks for ours. Which versions of JAX this
+A kernel that writes in place, and what JAX's interpreter of Mosaic GPU kernels lacks
+for ours. Which versions of JAX this
 is known to fit is checked when the package is imported (`attn_jax/kernels/__init__`).
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax._src import callback as callbacks
+from jax._src import config
+from jax._src.pallas import mpmd
 from jax._src.pallas.mosaic_gpu import core as mgpu_core
 from jax._src.pallas.mosaic_gpu import primitives as mgpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
@@ -24,9 +28,56 @@ from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import (
 from jax._src.state import primitives as state_primitives
 from jax._src.state.types import AbstractRef
 from jax.experimental import io_callback
+from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 
 from attn_jax.kernels import ampere_tiles, ring_order, tiles, turns
+
+
+def kernel(
+    body: Callable[..., None],
+    *,
+    aliases: Mapping[int, int],
+    out_type: Sequence[Any],
+    scratch_types: Sequence[Any],
+    compiler_params: plgpu.CompilerParams,
+    thread_name: str,
+    **mesh: Any,
+) -> Callable[..., Any]:
+    """`plgpu.kernel`, where the results `aliases[i]` begin as the operands i, leaves of
+    both counted, and lie there. XLA copies an operand first if it is used elsewhere,
+    too.
+
+    That function has no such option, and references, which it takes, may not vary over
+    the axes of a `jax.shard_map` (JAX 0.11.2).
+    """
+    if not aliases:
+        return plgpu.kernel(
+            body,
+            out_type=out_type,
+            scratch_types=scratch_types,
+            compiler_params=compiler_params,
+            thread_name=thread_name,
+            **mesh,
+        )
+
+    def whole(*refs) -> None:
+        run = functools.partial(body, *refs)
+        pl.run_scoped(run, *scratch_types, collective_axes=thread_name)
+
+    def called(*operands):
+        interpreter = config.pallas_tpu_interpret_mode_context_manager.value
+        with config._check_vma(False):
+            return mpmd._mpmd_map(
+                [(plgpu.Mesh(thread_name=thread_name, **mesh), whole)],
+                out_type,
+                input_output_aliases=aliases,
+                compiler_params=compiler_params,
+                interpret=interpreter or False,
+                name=body.__name__,
+            )(*operands)
+
+    return called
 
 
 @contextlib.contextmanager
