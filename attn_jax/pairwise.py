@@ -3,7 +3,8 @@
 XLA tries out, while it compiles for a GPU, which of two emitters is faster for a fusion
 that holds a reduction (`xla_gpu_experimental_enable_fusion_autotuner`), and each adds
 in an order of its own: a program that is compiled twice, on a busy machine, may differ
-in the last bit. It leaves additions alone that are written out.
+in the last bit. `jnp.cumsum` is a tree of windows there, or a kernel of CUB's, as XLA
+likes. It leaves additions alone that are written out.
 """
 
 import jax.numpy as jnp
@@ -45,3 +46,13 @@ def pairwise_mean(
 ) -> Float[Array, "..."]:
     """`pairwise_sum` over the number of terms."""
     return pairwise_sum(x, axis, keepdims=keepdims) / x.shape[axis]
+
+
+def pairwise_cumsum(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """Sums of the first 1, 2, ... entries along an axis, of pairs, pairs of pairs, ...
+
+    Rounds to the type of x after each addition, at most 2 log2(n) times on the way of a
+    term (Brent & Kung 1982), so that the error is at most so many units in the last
+    place of the sum of the absolute values.
+    """
+    return lax.associative_scan(jnp.add, x, axis=axis)

@@ -13,12 +13,12 @@ from attn_jax.context_parallel import sharded
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 from attn_jax.mask import Mask
-from attn_jax.pairwise import pairwise_mean, pairwise_sum
+from attn_jax.pairwise import pairwise_cumsum, pairwise_mean, pairwise_sum
 from attn_jax.recipe import ATTN_JAX
 from tests.test_residuals import equations
 
 # Of operations that XLA gives an order of their own.
-UNORDERED = {"reduce_sum", "dot_general", "reduce", "reduce_window"}
+UNORDERED = {"reduce_sum", "dot_general", "reduce", "reduce_window", "cumsum"}
 N, K, H = 4, 2, 128
 
 
@@ -44,6 +44,18 @@ def test_is_the_sum(length, axis):
         )
 
 
+@pytest.mark.parametrize("length", [1, 2, 7, 64, 1000])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_is_the_running_sum(length, axis):
+    shape = [3, 5, 2]
+    shape[axis] = length
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    exact = x.astype(np.float64).cumsum(axis)
+    bound = np.abs(x.astype(np.float64)).cumsum(axis) * 2 * np.ceil(np.log2(length))
+    bound *= 2.0**-24 * (1 + 2.0**-10)
+    assert (np.abs(pairwise_cumsum(jnp.asarray(x), axis) - exact) <= bound).all()
+
+
 def test_every_step_is_written_out():
     """Which is what makes the order ours, and few of them, that XLA fuses."""
     jaxpr = jax.make_jaxpr(functools.partial(pairwise_sum, axis=1))(jnp.ones((2, 64)))
@@ -63,7 +75,10 @@ def _sums(function, *operands) -> list[str]:
         if eqn.primitive.name in UNORDERED
         and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
         # Of one term, as the transpose of a broadcast may have.
-        and eqn.outvars[0].aval.size < eqn.invars[0].aval.size
+        and (
+            eqn.primitive.name == "cumsum"
+            or eqn.outvars[0].aval.size < eqn.invars[0].aval.size
+        )
     ]
 
 

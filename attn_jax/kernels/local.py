@@ -32,7 +32,7 @@ from attn_jax.kernels.hopper_range import range_of
 from attn_jax.kernels.options import DEFAULT, Options
 from attn_jax.kernels.tuning import Backward, Configuration, Tiling
 from attn_jax.kernels.visibility import Band, Rules
-from attn_jax.pairwise import pairwise_mean, pairwise_sum
+from attn_jax.pairwise import pairwise_cumsum, pairwise_mean, pairwise_sum
 from attn_jax.recipe import Architecture
 
 INPUTS = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}
@@ -366,7 +366,7 @@ def mean_key(
     wide = wide[:, : count * rows]
     wide = jnp.pad(wide, ((0, 0), (0, count * rows - wide.shape[1]), (0, 0), (0, 0)))
     sums = pairwise_sum(wide.reshape(batch, count, rows, heads, head_dim), 2)
-    sums = sums.cumsum(axis=1)
+    sums = pairwise_cumsum(sums, 1)
     seen = jnp.minimum((jnp.arange(count) + 1) * rows, key_count).astype(jnp.float32)
     return (sums / seen[:, None, None]).swapaxes(1, 2)
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from attn_jax.kernels.tiles import GROUP, WGMMA, Fragments, head_of, read_tile
 from attn_jax.mask import Mask
-from attn_jax.pairwise import pairwise_mean
+from attn_jax.pairwise import pairwise_cumsum, pairwise_mean
 
 # Columns of `Rules.spans`.
 OFFSET, QUERY_LENGTH, KEY_LENGTH = range(3)
@@ -235,7 +235,8 @@ def mean_key(
         low = _patches(jnp.where(real, low, key_count), rows, key_count).min(-1)
         high = _patches(jnp.where(real, high, 0), rows, 0).max(-1)
         low = jnp.minimum(low, high)
-    sums = jnp.pad(wide.cumsum(axis=1), ((0, 0), (1, 0), (0, 0), (0, 0)))
+    sums = pairwise_cumsum(wide, 1)
+    sums = jnp.pad(sums, ((0, 0), (1, 0), (0, 0), (0, 0)))
     top, bottom = (
         jnp.take_along_axis(sums, i[..., None, None], axis=1) for i in (high, low)
     )
