@@ -11,17 +11,22 @@ from hypothesis import strategies as st
 
 from attn_jax.kernels import schedule
 
+# Pairs, costs of a pair's tiles, pairs taken together, multiprocessors.
+PROBLEMS = (
+    st.integers(1, 40),
+    st.lists(st.integers(1, 50), min_size=1, max_size=30).map(tuple),
+    st.integers(1, 40),
+    st.integers(1, 140),
+)
+# What the start of a CTA takes, in blocks of keys.
+START = 3
+
 
 def tiles_of(table: np.ndarray) -> list[list[int]]:
     return [list(row[1 : 1 + row[0]]) for row in table]
 
 
-@given(
-    pairs=st.integers(1, 40),
-    costs=st.lists(st.integers(1, 50), min_size=1, max_size=30).map(tuple),
-    group=st.integers(1, 40),
-    multiprocessors=st.integers(1, 140),
-)
+@given(*PROBLEMS)
 def test_every_tile_once_and_evenly(pairs, costs, group, multiprocessors):
     """The next tile goes to who has least, so nobody ends with more than the mean and
     one tile (Graham 1966)."""
@@ -35,12 +40,7 @@ def test_every_tile_once_and_evenly(pairs, costs, group, multiprocessors):
     assert max(loads) <= pairs * sum(costs) / len(tiles) + max(costs)
 
 
-@given(
-    pairs=st.integers(1, 40),
-    costs=st.lists(st.integers(1, 50), min_size=1, max_size=30).map(tuple),
-    group=st.integers(1, 40),
-    multiprocessors=st.integers(1, 140),
-)
+@given(*PROBLEMS)
 def test_what_is_not_dealt_comes_singly(pairs, costs, group, multiprocessors):
     table = schedule.then_singly(pairs, costs, group, multiprocessors)
     tiles = tiles_of(table)
@@ -58,7 +58,7 @@ def makespan(table: np.ndarray, costs, held: int, until: int) -> int:
     free = [until if number < held else 0 for number in range(132)]
     heapq.heapify(free)
     for mine in tiles_of(table):
-        taken = 3 + sum(costs[tile % len(costs)] for tile in mine)
+        taken = START + sum(costs[tile % len(costs)] for tile in mine)
         heapq.heapreplace(free, free[0] + taken)
     return max(free)
 
@@ -67,13 +67,16 @@ def test_held_multiprocessors_are_made_up_for():
     """A part of a ring: 8192 causal queries of 32 heads, and 16 multiprocessors that
     NCCL holds for a quarter of the time."""
     costs = tuple(1 + tile + 1 for tile in range(64))
-    ideal = sum(costs) * 32 / 132
-    one, other = (
-        makespan(deal(32, costs, 16, 132), costs, 16, int(ideal / 4)) / ideal
-        for deal in (schedule.balanced, schedule.then_singly)
+    work, held = 32 * sum(costs), 16
+    until = work // 132 // 4
+    dealt, singly = (
+        deal(32, costs, 16, 132) for deal in (schedule.balanced, schedule.then_singly)
     )
-    # The held ones lose 3 % of the work, and CTAs take time to start.
-    assert other < 1.1 and one > 1.2
+    # No multiprocessor is idle before the last CTA starts, which has one tile.
+    least = (work + held * until + START * len(singly)) / 132
+    assert makespan(singly, costs, held, until) <= least + START + max(costs)
+    # One that is held has its whole list left.
+    assert makespan(dealt, costs, held, until) > least + START + max(costs)
 
 
 @pytest.mark.parametrize("length", [1024, 4096, 16384])
