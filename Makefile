@@ -49,6 +49,8 @@ docs:
 # The newest JAX that the kernels compile with; constraints.txt has the usual one.
 NEXT_JAX := 0.12.0.1
 NEXT_TESTS := compile lowering dispatch fused head_dims
+# Without the tests of what parts spill: there a kernel is compiled once a process, and the
+# report of a second program lacks it.
 test-next:
 	@tools/environment.sh test,compile $(NEXT_JAX)
 	@.venv-jax-$(NEXT_JAX)/bin/python -m pytest -n auto --maxprocesses=8 \

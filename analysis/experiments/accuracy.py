@@ -41,6 +41,7 @@ from attn_jax import IMPLEMENTATIONS, RECIPES, dot_product_attention
 from attn_jax.api import Implementation
 from attn_jax.audit import error
 from attn_jax.audit.inputs import FAMILIES, Inputs, Shape, make_inputs
+from attn_jax.audit.measure import is_out_of_memory
 from attn_jax.formats import BF16
 from attn_jax.reference import Golden, golden
 from train.config import UsageError
@@ -385,7 +386,7 @@ def _run(program: Program, inputs: Inputs) -> dict[str, Any] | str:
         return {"same_bits": same, **jax.device_get(found)}
     except JaxRuntimeError as reason:
         # Memory may end only now; whatever else a kernel ends with is no refusal.
-        if "RESOURCE_EXHAUSTED" not in str(reason):
+        if not is_out_of_memory(reason):
             raise
         return str(reason).strip().splitlines()[0][:200]
 

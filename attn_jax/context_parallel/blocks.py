@@ -275,7 +275,7 @@ class Kernels:
             mask=mask,
             first=first,
         )
-        return tuple(found)
+        return tuple(found)  # As where a plan has no calls.
 
     def finished(self, state, query):
         from attn_jax.kernels import partial as kernels

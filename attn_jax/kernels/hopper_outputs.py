@@ -1,5 +1,6 @@
 """How a warpgroup of Hopper's forward kernel leaves the results of its rows."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -76,12 +77,29 @@ class Carried(NamedTuple):
 
     def rows(self, first: int, count: int) -> "Carried":
         """So many of them."""
-        return Carried(
-            *(
-                lax.slice_in_dim(x, first, first + count, axis=axis)
-                for x, axis in zip(self, self.AXES, strict=True)
+        return self._each(
+            lambda x, axis: lax.slice_in_dim(x, first, first + count, axis=axis)
+        )
+
+    def padded(self, more: int) -> "Carried":
+        """With more rows, of zeros, at the end."""
+        return self._each(
+            lambda x, axis: jnp.pad(
+                x, [(0, more if i == axis else 0) for i in range(x.ndim)]
             )
         )
+
+    def with_rows(self, new: "Carried", first: int) -> "Carried":
+        """With other rows from the `first` on."""
+        return Carried(
+            *(
+                lax.dynamic_update_slice_in_dim(x, rows, first, axis)
+                for x, rows, axis in zip(self, new, self.AXES, strict=True)
+            )
+        )
+
+    def _each(self, function: Callable[[Array, int], Array]) -> "Carried":
+        return Carried(*map(function, self, self.AXES))
 
     def begin(
         self, acc: jax.Array, state: State, softmax: Softmax, unscale, b, n, first_row

@@ -10,7 +10,6 @@ them and leaves them, and no LSE is rounded before the last.
 """
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.formats import FP16
@@ -108,20 +107,8 @@ def carry_on(
     if not more:
         return carried(before, first)
     # The kernel's tiles would reach into rows that are not this query's.
-    own = before.rows(first, count)
-    padded = Carried(
-        *(
-            jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
-            for x, axis in zip(own, Carried.AXES, strict=True)
-        )
-    )
-    found = carried(padded, 0).rows(0, count)
-    return Carried(
-        *(
-            lax.dynamic_update_slice_in_dim(x, rows, first, axis)
-            for x, rows, axis in zip(before, found, Carried.AXES, strict=True)
-        )
-    )
+    own = before.rows(first, count).padded(more)
+    return before.with_rows(carried(own, 0).rows(0, count), first)
 
 
 def finished(
