@@ -376,12 +376,14 @@ def kernel_centre(program: Program, batch: Batch) -> tuple[np.ndarray, np.ndarra
 
     Without arrays, window or bias the mean of all keys or, with a causal mask, for
     every `rows` queries that of the keys up to their last one, which Hopper's take past
-    the last query too. Otherwise with segment ids the mean of the keys of the query's
-    id, and else, for every `rows` queries, of the keys from the first to the last that
-    lengths, offset and window show to any of them.
+    the last query too. Otherwise with segment ids the mean of the longest of the first
+    S / 8 runs of keys that has the query's id, and else, for every `rows` queries, of
+    the keys from the first to the last that lengths, offset and window show to any of
+    them.
 
-    A mean of n numbers is taken as a difference of running sums of all S, which errs
-    by at most 4 (S + 2) u sum |K_j - mean| / n, u = 2^-24.
+    A mean of n numbers is taken as a difference of running sums of at most S, which
+    errs by at most (2 log2(S) + 6) u sum |K_j - K_0| / n, and by two roundings of K_0,
+    u = 2^-24.
     """
     from attn_jax.kernels import architecture, tuning, visibility
 
@@ -396,8 +398,7 @@ def kernel_centre(program: Program, batch: Batch) -> tuple[np.ndarray, np.ndarra
     weights = np.ones((cases.BATCH, T, S))
     if listed:
         if mask.query_segment_ids is not None:
-            q_ids, k_ids = mask.query_segment_ids, mask.key_value_segment_ids
-            weights = (q_ids[:, :, None] == k_ids[:, None, :]).astype(np.float64)
+            weights = _longest_runs(mask, T, S)
         else:
             of_rows = seen_pairs(program, dataclasses.replace(mask, dense=None))[:, 0]
             weights = _runs(of_rows, rows)
@@ -411,10 +412,26 @@ def kernel_centre(program: Program, batch: Batch) -> tuple[np.ndarray, np.ndarra
     flat = key.reshape(cases.BATCH, S, -1)
     shape = cases.BATCH, T, program.K, program.H
     centre = (weights @ flat).reshape(shape) / divisor
-    spread = np.abs(key - key.mean(1, keepdims=True)).sum(1)[:, None]
-    spread = spread + np.abs(key.mean(1))[:, None]
-    error = np.where(count > 0, 4 * (S + 2) * 2.0**-24 * spread / divisor, 0.0)
+    spread = np.abs(key - key[:, :1]).sum(1)[:, None] / divisor
+    error = (2 * np.log2(S) + 6) * spread + 2 * np.abs(key[:, :1])
+    error = np.where(count > 0, 2.0**-24 * error, 0.0)
     return centre, error
+
+
+def _longest_runs(mask: Mask, T: int, S: int) -> np.ndarray:
+    """1 at the keys of the longest run that has a query's id, [B, T, S]."""
+    result = np.zeros((cases.BATCH, T, S))
+    for b, ids in enumerate(np.asarray(mask.key_value_segment_ids)):
+        lengths = mask.key_value_lengths
+        length = S if lengths is None else int(np.clip(lengths[b], 0, S))
+        edges = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1, append=ids[-1] - 1))
+        runs = [(n, min(m, length)) for n, m in zip(edges, edges[1:])][: -(-S // 8)]
+        for i, of_query in enumerate(np.asarray(mask.query_segment_ids)[b]):
+            own = [(n, m) for n, m in runs if ids[n] == of_query and n < m]
+            if own:
+                first, end = max(own, key=lambda run: run[1] - run[0])
+                result[b, i, first:end] = 1
+    return result
 
 
 def _runs(seen: np.ndarray, rows: int) -> np.ndarray:

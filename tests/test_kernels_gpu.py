@@ -127,13 +127,15 @@ def test_kernels_follow_their_recipe(shape, is_causal, backward):
         exact,
     ):
         # What differs is the order of FP32 additions and the hardware's exp2: it flips
-        # a rounding now and then, which can cost its row all. A step rounded elsewhere
-        # costs nearly every row about a unit, and half of one is far from both.
+        # a rounding now and then. One value of 128 that falls the other way is a unit
+        # in its last place, sqrt(12 / 128) = 0.31 of what rounding costs the row; one
+        # of P or dS can cost it all. A step rounded elsewhere costs nine rows of ten
+        # more than a unit (P in BF16, here: 1.19), and half of one is far from both.
         x, y = (np.asarray(a, float) for a in (x, y))
         unit = np.linalg.norm(correctly_rounded(z, BF16) - z, axis=-1)
         seen = unit > 0
         apart = np.linalg.norm(x - y, axis=-1)[seen]
-        assert np.quantile(apart, 0.9) <= 0.25 * np.sqrt(np.mean(unit[seen] ** 2)), name
+        assert np.quantile(apart, 0.9) <= 0.5 * np.sqrt(np.mean(unit[seen] ** 2)), name
         assert np.linalg.norm(apart) <= 0.5 * np.linalg.norm(unit), name
 
 
