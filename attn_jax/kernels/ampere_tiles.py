@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn_jax.kernels.tiles import Fragments, finite, swizzle
+from attn_jax.kernels.tiles import Fragments, finite, swizzle, write_tile
 
 # Fragments of mma.sync for 16-bit operands (BF16 and FP16 alike) and FP32 sums, with
 # one value per row and one per column of an accumulator.
@@ -45,10 +45,6 @@ COMPILER_PARAMS = plgpu.CompilerParams(
     unsafe_no_auto_barriers=True,
     lowering_semantics=plgpu.LoweringSemantics.Lane,
 )
-
-# Of JAX 0.12, which refuses a plain store whose strips are no whole cache lines, such
-# as those of 96 columns have.
-_STORE = getattr(plgpu, "store", None)
 
 
 def start_copy(gmem, smem) -> None:
@@ -187,10 +183,7 @@ def store_rows(x: jax.Array, smem, gmem, strip: int) -> None:
     swizzle_bytes = strip * jnp.dtype(x.dtype).itemsize
     layout = plgpu.Layout.SMEM_GMEM_COPY(x.shape, x.dtype, swizzle_bytes)
     x = plgpu.load(smem, layout=layout)
-    if _STORE is None:
-        gmem[...] = x
-    else:
-        _STORE(gmem, x, optimized=False)
+    write_tile(gmem, x)
     wait_for_copies(0)
 
 

@@ -45,7 +45,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.kernels import ring_order, tuning
+from attn_jax.kernels import internals, ring_order, tuning
 from attn_jax.kernels.hopper_fused_copies import load, store
 from attn_jax.kernels.hopper_fused_work import (
     DS_BUFFERS,
@@ -453,7 +453,8 @@ def _sums(
             approx_math=True, unsafe_no_auto_barriers=True
         ),
     )
-    total, *apart, dk, dv = kernel(
+    # Semaphores begin as zeros.
+    total, *apart, dk, dv = internals.in_place(kernel)(
         *(query, key, value, dout, *rows, numbers.centre),
         numbers.key_factor,
         power_of_two(-numbers.row_exponent),

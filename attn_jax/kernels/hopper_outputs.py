@@ -11,7 +11,15 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float32
 
 from attn_jax.kernels.hopper_softmax import Softmax, State
-from attn_jax.kernels.tiles import GROUP, ROWS, along_rows, finite, read_tile, widen
+from attn_jax.kernels.tiles import (
+    GROUP,
+    ROWS,
+    along_rows,
+    finite,
+    read_tile,
+    widen,
+    write_tile,
+)
 
 
 class Outputs(NamedTuple):
@@ -140,4 +148,4 @@ class Carried(NamedTuple):
             old = read_tile(total, first_row, column, shape)
             columns = pl.ds(column, GROUP)
             part = old * shrink + part * (weight * unscale)
-            total[pl.ds(first_row, rows), columns] = part
+            write_tile(total.at[pl.ds(first_row, rows), columns], part)

@@ -15,6 +15,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax._src import callback as callbacks
 from jax._src import config
 from jax._src.pallas import mpmd
@@ -65,6 +66,7 @@ def kernel(
         run = functools.partial(body, *refs)
         pl.run_scoped(run, *scratch_types, collective_axes=thread_name)
 
+    @in_place
     def called(*operands):
         interpreter = config.pallas_tpu_interpret_mode_context_manager.value
         with config._check_vma(False):
@@ -76,6 +78,24 @@ def kernel(
                 interpret=interpreter or False,
                 name=body.__name__,
             )(*operands)
+
+    return called
+
+
+def in_place(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a kernel some of whose results begin as operands: such as are carried on, and
+    semaphores, which begin as zeros.
+
+    XLA makes one program of a kernel and of slices that are its operands or that its
+    results are put into (`xla_gpu_enable_dynamic_slice_fusion`, on by default since
+    2026), and forgets there where results begin: they are whatever memory holds (JAX
+    0.11.2 and 0.12.0.1). Barriers keep slices out.
+    """
+
+    @functools.wraps(call)
+    def called(*operands):
+        results = call(*lax.optimization_barrier(operands))
+        return lax.optimization_barrier(results)
 
     return called
 

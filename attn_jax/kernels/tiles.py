@@ -150,6 +150,15 @@ def read_tile(
     return plgpu.load(tile, layout=fragments.tile, optimized=False)
 
 
+def write_tile(gmem, x: jax.Array) -> None:
+    """x to global memory, where its rows need not be whole cache lines: JAX 0.12 asks
+    that it be said, and 0.11.2 has nothing to say it with."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(gmem, x, optimized=False)
+    else:
+        gmem[...] = x
+
+
 def capped(
     s: jax.Array, scale: float, soft_cap: float | None, bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
