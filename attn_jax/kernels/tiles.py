@@ -153,10 +153,11 @@ def read_tile(
 def write_tile(gmem, x: jax.Array) -> None:
     """x to global memory, where its rows need not be whole cache lines: JAX 0.12 asks
     that it be said, and 0.11.2 has nothing to say it with."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(gmem, x, optimized=False)
-    else:
+    store = getattr(plgpu, "store", None)
+    if store is None:
         gmem[...] = x
+    else:
+        store(gmem, x, optimized=False)
 
 
 def capped(
