@@ -48,7 +48,7 @@ docs:
 
 # The newest JAX that the kernels compile with; constraints.txt has the usual one.
 NEXT_JAX := 0.12.0.1
-NEXT_TESTS := compile lowering dispatch fused head_dims
+NEXT_TESTS := compile lowering dispatch fused head_dims in_place
 # Without the tests of what parts spill: there a kernel is compiled once a process, and the
 # report of a second program lacks it.
 test-next:

@@ -44,6 +44,28 @@ def _slices_of_one_array() -> str:
     return partitioned(lambda x: _both(attend, x), inputs).hlo
 
 
+def _layers_in_a_loop() -> str:
+    """What the forward pass of a layer keeps is stacked, and the backward pass takes it
+    from there."""
+    mesh = h200_mesh((1,), ("one",), (AxisType.Auto,))
+    x, weights = (
+        jax.ShapeDtypeStruct(shape, BF16, sharding=NamedSharding(mesh, P()))
+        for shape in ((2, 1024, 4, 64), (3, 64, 64))
+    )
+
+    def model(x, weights):
+        def layer(x, weight):
+            y = x @ weight
+            out, _ = attention(
+                *(y, y, y), scale=0.1, mask=Mask(is_causal=True), backward="fused"
+            )
+            return x + out, None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    return partitioned(lambda *given: _both(model, *given), x, weights).hlo
+
+
 def _simulated() -> str:
     """Rows of what is carried on, in a loop over shards."""
     mesh = h200_mesh((1,), ("one",), (AxisType.Auto,))
@@ -89,7 +111,9 @@ def _ring() -> str:
         return partitioned(lambda *x: _both(attend, *x), query, query, query).hlo
 
 
-@pytest.mark.parametrize("program", [_slices_of_one_array, _simulated, _ring])
+@pytest.mark.parametrize(
+    "program", [_slices_of_one_array, _layers_in_a_loop, _simulated, _ring]
+)
 def test_results_that_begin_as_operands_are_in_no_fusion(program):
     """In one (JAX 0.11.2) they begin as whatever memory holds: rows of out were zero on
     an H200, and semaphores would be anything."""
