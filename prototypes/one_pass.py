@@ -14,7 +14,12 @@ def program(case, name, big, row):
 
     from attn_jax.centre import centre_of
     from attn_jax.formats import BF16
-    from attn_jax.kernels import ampere_backward_dkv, ampere_backward_dq, local, tuning
+    from attn_jax.kernels import (
+        ampere_backward_dkv,
+        ampere_backward_dq,
+        key_means,
+        tuning,
+    )
     from attn_jax.kernels.hopper_key_numbers import KeyNumbers
     from attn_jax.kernels.hopper_range import power_of_two, range_of
 
@@ -32,7 +37,7 @@ def program(case, name, big, row):
     def two_kernels(query, key, value, dout, lse, dlse, out):
         delta = (wide(dout) * wide(out)).sum(axis=-1).swapaxes(1, 2) - dlse
         operands = query, key, value, dout, lse, delta
-        centre = local.mean_key(key, is_causal, dq_tiling, length)
+        centre = key_means.mean(key, is_causal, dq_tiling, length)
         dq = ampere_backward_dq.backward_dq(
             *operands, dlse, centre, tiling=dq_tiling, **common
         )

@@ -15,7 +15,7 @@ from analysis import case_check, cases
 from analysis.__main__ import main
 from analysis.experiments import random_cases
 from attn_jax import dot_product_attention
-from attn_jax.kernels import local, tuning, visibility
+from attn_jax.kernels import key_means, tuning, visibility
 from attn_jax.mask import Mask
 
 # Cases of the emulator that once failed, by what was wrong: (seed, number, longest).
@@ -116,12 +116,12 @@ def test_the_centre_is_the_one_that_the_kernels_subtract():
         key, mask = jnp.asarray(batch.inputs.key), batch.mask
         tiling = tuning.tiling(tuning.BACKWARD_DQ, "hopper", program.H, program.H)
         if visibility.is_static(mask) and not program.bias:
-            found = local.mean_key(key, mask.is_causal, tiling, program.T)
+            found = key_means.mean(key, mask.is_causal, tiling, program.T)
         else:
             arrays = visibility.rules(mask, cases.BATCH, program.T, program.S)
             band = visibility.Band(*mask.band)
             rows = tiling.rows
-            found = visibility.mean_key(key, arrays, band, program.T, rows)
+            found = key_means.mean_under(key, arrays, band, program.T, rows)
         found = np.asarray(found).swapaxes(1, 2)  # [B, C, K, H]
         if found.shape[1] not in (1, program.T) or program.T == 1:
             found = found.repeat(tiling.rows, 1)[:, : program.T]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attn_jax.kernels import visibility
+from attn_jax.kernels import key_means, visibility
 from attn_jax.kernels.visibility import Band
 from attn_jax.mask import Mask
 
@@ -98,7 +98,7 @@ def test_centre_is_the_mean_of_keys_that_are_seen(name):
     key = (rng.standard_normal((B, S, K, 8)) + 100).astype(np.float32)
     rows = 64
     rules = visibility.rules(mask, B, T, S)
-    centre = visibility.mean_key(jnp.asarray(key), rules, Band(*mask.band), T, rows)
+    centre = key_means.mean_under(jnp.asarray(key), rules, Band(*mask.band), T, rows)
     if name == "documents":
         mask = Mask(
             query_segment_ids=mask.query_segment_ids,
@@ -122,7 +122,7 @@ def test_a_document_that_comes_back_has_the_centre_of_its_longest_run():
     queries = np.array([[1, 2, 3, 4, -1]])
     mask = Mask(query_segment_ids=queries, key_value_segment_ids=ids)
     rules = visibility.rules(mask, 1, 5, 133)
-    centre = visibility.mean_key(jnp.asarray(key), rules, Band(None, None), 5, 64)
+    centre = key_means.mean_under(jnp.asarray(key), rules, Band(None, None), 5, 64)
     for i, run in enumerate([slice(20, 50), slice(100, 128), slice(50, 100)]):
         np.testing.assert_allclose(centre[0, :, i], key[0, run].mean(0), atol=1e-5)
     assert not np.any(centre[0, :, 3:])  # Which see no key.
@@ -133,7 +133,7 @@ def test_more_documents_than_an_eighth_of_the_keys_leave_the_rest_without_a_cent
     key = np.random.default_rng(0).standard_normal((1, 64, K, 8)).astype(np.float32)
     mask = Mask(query_segment_ids=ids, key_value_segment_ids=ids)
     rules = visibility.rules(mask, 1, 64, 64)
-    centre = visibility.mean_key(jnp.asarray(key), rules, Band(None, None), 64, 64)
+    centre = key_means.mean_under(jnp.asarray(key), rules, Band(None, None), 64, 64)
     of_documents = key[0].reshape(16, 4, K, 8).mean(1).swapaxes(0, 1)
     first = centre[0, :, :32:4]
     np.testing.assert_allclose(first, of_documents[:, :8], atol=1e-5)
@@ -148,7 +148,7 @@ def test_what_lies_past_the_lengths_is_in_no_centre(name):
     real = np.arange(S) < np.asarray(lengths)[:, None]
     padded = np.where(real[..., None, None], key, np.float32(1e30))
     clean, found = (
-        visibility.mean_key(
+        key_means.mean_under(
             *(jnp.asarray(x), visibility.rules(mask, B, T, S), Band(*mask.band), T, 64)
         )
         for x in (key, padded)

@@ -32,7 +32,8 @@ def packed(key: Array, value: Array) -> Array:
 
 
 def stacked(key: Array, value: Array) -> Array:
-    """The same, where kernels can read both where they lie, if their shapes are one."""
+    """The same, one behind the other if their shapes are one: kernels that only read
+    take them from where they lie (`internals.in_place` says which do not)."""
     if key.shape != value.shape:
         return packed(key, value)
     return jnp.stack([key, value])
@@ -72,7 +73,8 @@ class Shard(NamedTuple):
 
 class Arriving(NamedTuple):
     """The same, but that keys and values are `both` in a message, which is opened where
-    kernels are called: XLA then hands them a part of it, and copies none."""
+    kernels are called: XLA then hands a part of it to those that only read, and copies
+    no more than the others need."""
 
     query: Float[Array, "B T N H"]
     both: Array

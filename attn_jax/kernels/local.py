@@ -24,15 +24,15 @@ from attn_jax.kernels import (
     hopper_backward_fused,
     hopper_forward,
     hopper_row_sums,
+    key_means,
     tuning,
-    visibility,
 )
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers, key_numbers
 from attn_jax.kernels.hopper_range import range_of
 from attn_jax.kernels.options import DEFAULT, Options
-from attn_jax.kernels.tuning import Backward, Configuration, Tiling
+from attn_jax.kernels.tuning import Backward, Configuration
 from attn_jax.kernels.visibility import Band, Rules
-from attn_jax.pairwise import pairwise_cumsum, pairwise_mean, pairwise_sum
+from attn_jax.pairwise import pairwise_sum
 from attn_jax.recipe import Architecture
 
 INPUTS = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}
@@ -250,9 +250,9 @@ def backward(
         # bits.
         cut = is_causal and target != "hopper"
         seen = unpadded_key[:, :query_count] if cut else unpadded_key
-        centre = mean_key(seen, is_causal, dq_tiling, query_count)
+        centre = key_means.mean(seen, is_causal, dq_tiling, query_count)
     else:
-        centre = visibility.mean_key(
+        centre = key_means.mean_under(
             unpadded_key, rules, static.band, query_count, dq_tiling.rows
         )
     if row_sum is None:
@@ -347,28 +347,6 @@ def _log(query, key, value, bias, static: Static, *, listed: bool) -> None:
     mask += "" if bias is None else ", bias"
     made = _design(query.shape, value.shape, static, listed=listed)
     tuning.log(static.target, shapes, mask, static.tilings, made)
-
-
-def mean_key(
-    key: Float[Array, "B S K H"], is_causal: bool, tiling: Tiling, query_count: int
-) -> Float32[Array, "B K C H"]:
-    """Mean of the keys that a row sees, in FP32: the centre that dQ's cure subtracts.
-
-    One for all rows (C = 1) or, with a causal mask, one for every `tiling.rows`:
-    the mean over the keys up to the last of them.
-    """
-    wide = key.astype(jnp.float32)
-    if not is_causal:
-        return pairwise_mean(wide, 1)[:, :, None]
-    batch, key_count, heads, head_dim = key.shape
-    rows = tiling.rows
-    count = -(-query_count // tiling.tile) * tiling.warpgroups
-    wide = wide[:, : count * rows]
-    wide = jnp.pad(wide, ((0, 0), (0, count * rows - wide.shape[1]), (0, 0), (0, 0)))
-    sums = pairwise_sum(wide.reshape(batch, count, rows, heads, head_dim), 2)
-    sums = pairwise_cumsum(sums, 1)
-    seen = jnp.minimum((jnp.arange(count) + 1) * rows, key_count).astype(jnp.float32)
-    return (sums / seen[:, None, None]).swapaxes(1, 2)
 
 
 def pad_sequence(x: Float[Array, "B L N H"]) -> Float[Array, "B M N H"]:

@@ -13,11 +13,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Int32
 
 from attn_jax.kernels.tiles import GROUP, WGMMA, Fragments, head_of, read_tile
 from attn_jax.mask import Mask
-from attn_jax.pairwise import pairwise_cumsum, pairwise_sum
 
 # Columns of `Rules.spans`.
 OFFSET, QUERY_LENGTH, KEY_LENGTH = range(3)
@@ -126,19 +125,19 @@ def _kinds(
     A pair counts if it is in the arrays. Each rule by itself, so a block in which two
     rules hide everything between them may be visited in vain.
     """
-    low, high = _interval(rules, band, query_count, key_count)
+    low, high = interval(rules, band, query_count, key_count)
     first_row = jnp.arange(0, query_count, query_tile)
     last_row = jnp.minimum(first_row + query_tile, query_count) - 1
     first_key = jnp.arange(0, key_count, key_tile, dtype=jnp.int32)
     end_key = jnp.minimum(first_key + key_tile, key_count)
     # Rows past a query length have an empty interval; bounds grow with the row before.
     real = low < high
-    lowest = _patches(jnp.where(real, low, key_count), query_tile, key_count).min(-1)
-    highest = _patches(jnp.where(real, high, 0), query_tile, 0).max(-1)
+    lowest = patches(jnp.where(real, low, key_count), query_tile, key_count).min(-1)
+    highest = patches(jnp.where(real, high, 0), query_tile, 0).max(-1)
     some = (lowest[..., None] < end_key) & (highest[..., None] > first_key)
     all_low, all_high = low[:, last_row], high[:, first_row]
     whole = (all_low[..., None] <= first_key) & (all_high[..., None] >= end_key)
-    whole &= _patches(real, query_tile, True).all(-1)[..., None]
+    whole &= patches(real, query_tile, True).all(-1)[..., None]
     # A block that runs over the last key has keys to hide.
     whole &= first_key + key_tile <= key_count
     some, whole = some[:, None], whole[:, None]
@@ -159,7 +158,7 @@ def _kinds(
     return some, whole
 
 
-def _interval(
+def interval(
     rules: Rules, band: Band, query_count: int, key_count: int
 ) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
     """First key and one past the last that a row sees by band and spans."""
@@ -175,7 +174,7 @@ def _interval(
     return low, jnp.where(row < query_length, high, 0)
 
 
-def _patches(x: Array, size: int, fill) -> Array:
+def patches(x: Array, size: int, fill) -> Array:
     """[..., L] as [..., patches, size], the last one filled up."""
     pad = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)]
     x = jnp.pad(x, pad, constant_values=fill)
@@ -184,7 +183,7 @@ def _patches(x: Array, size: int, fill) -> Array:
 
 def _tiles(x: Array, rows: int, columns: int, fill) -> Array:
     """[..., T, S] as [..., tiles, rows, blocks, columns]."""
-    x = _patches(x, columns, fill)
+    x = patches(x, columns, fill)
     pad = [(0, 0)] * (x.ndim - 3) + [(0, -x.shape[-3] % rows), (0, 0), (0, 0)]
     x = jnp.pad(x, pad, constant_values=fill)
     return x.reshape(*x.shape[:-3], -1, rows, *x.shape[-2:])
@@ -194,117 +193,9 @@ def _extremes(ids: Int32[Array, "B L"], size: int) -> tuple[Array, Array]:
     """Least and greatest id in each patch."""
     most = jnp.iinfo(jnp.int32)
     return (
-        _patches(ids, size, most.max).min(-1),
-        _patches(ids, size, most.min).max(-1),
+        patches(ids, size, most.max).min(-1),
+        patches(ids, size, most.min).max(-1),
     )
-
-
-def mean_key(
-    key: Float[Array, "B S K H"],
-    rules: Rules,
-    band: Band,
-    query_count: int,
-    rows: int,
-) -> Float32[Array, "B K C H"]:
-    """Mean of keys that a row sees, in FP32: the centre that dQ's cure subtracts.
-
-    With ids one for each query (C = T), over the longest run of keys of its id that
-    follow each other (`_Documents`); otherwise one for every `rows` queries, over the
-    keys that band and spans show to any of them. Zero where there are none.
-    """
-    if rules.query_ids is not None:
-        assert rules.key_ids is not None
-        runs = _Documents.of(rules.key_ids, rules.spans[:, KEY_LENGTH])
-        of_runs = _means(key, runs.edges[:, :-1], runs.edges[:, 1:])
-        run, found = runs.of_queries(rules.query_ids)
-        mean = jnp.take_along_axis(of_runs, run[..., None, None], axis=1)
-        mean = jnp.where(found[..., None, None], mean, 0.0)
-    else:
-        low, high = _interval(rules, band, query_count, key.shape[1])
-        real = low < high
-        low = _patches(jnp.where(real, low, key.shape[1]), rows, key.shape[1]).min(-1)
-        high = _patches(jnp.where(real, high, 0), rows, 0).max(-1)
-        mean = _means(key, jnp.minimum(low, high), high)
-    return mean.swapaxes(1, 2)
-
-
-class _Documents(NamedTuple):
-    """The first S / 8 runs of keys with the same id: run r is the keys edges[r] ...
-    edges[r + 1] - 1, none if those are the same.
-
-    A packed sequence has a run for each document. Those of shorter documents than eight
-    keys on average, and of ids that come back, are too many, and queries whose id is in
-    none of the first get no centre: what the kernel then computes is right, and rounds
-    as it does without the cure. An array of S / 8 rows costs next to nothing, one of S
-    as much as the kernel's own.
-    """
-
-    edges: Int32[Array, "B runs+1"]
-    ids: Int32[Array, "B runs"]
-
-    @classmethod
-    def of(cls, ids: Int32[Array, "B S"], length: Int32[Array, " B"]) -> "_Documents":
-        count = -(-ids.shape[1] // 8)
-        changes = ids[:, 1:] != ids[:, :-1]
-        number = jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
-        wanted = jnp.arange(count + 1, dtype=jnp.int32)
-        edges = jax.vmap(lambda x: _first_at_least(x, wanted))(number)
-        first = jnp.minimum(edges[:, :-1], ids.shape[1] - 1)
-        of_runs = jnp.take_along_axis(ids, first, axis=1)
-        return cls(jnp.minimum(edges, length[:, None]), of_runs)
-
-    def of_queries(self, ids: Int32[Array, "B T"]) -> tuple[Array, Array]:
-        """Longest run of each query's id, and whether there is one."""
-        lengths = self.edges[:, 1:] - self.edges[:, :-1]
-        number = jnp.broadcast_to(jnp.arange(lengths.shape[1]), lengths.shape)
-        empty = lengths == 0
-        # Empty ones last, whatever their id; of one id the longest first.
-        order = empty, self.ids, -lengths, number.astype(jnp.int32)
-        empty, sorted_ids, _, number = jax.lax.sort(order, num_keys=3)
-        last = jnp.iinfo(jnp.int32).max
-        sorted_ids = jnp.where(empty, last, sorted_ids)
-        place = jax.vmap(_first_at_least)(sorted_ids, ids)
-        place = jnp.minimum(place, ids.dtype.type(lengths.shape[1] - 1))
-        found = jnp.take_along_axis(sorted_ids, place, axis=1) == ids
-        found &= ~jnp.take_along_axis(empty, place, axis=1)
-        return jnp.take_along_axis(number, place, axis=1), found
-
-
-def _first_at_least(ascending: Int32[Array, " n"], x: Int32[Array, " m"]):
-    """Where the entries begin that are x or more; n if there are none. Steps are
-    written out: a loop is two kernels a step."""
-    found = jnp.searchsorted(ascending, x, method="scan_unrolled")
-    return found.astype(jnp.int32)
-
-
-def _means(
-    key: Float[Array, "B S K H"], low: Int32[Array, "B C"], high: Int32[Array, "B C"]
-) -> Float32[Array, "B C K H"]:
-    """Means of the keys low ... high - 1 in FP32, zero where there are none.
-
-    Differences of running sums, at multiples of 16 keys, and of those up to 15 that are
-    left over. Sums lose digits where keys have a mean, so the first key is taken out of
-    all before, and added at the end. An error of (2 log2(S / 16) + 6) u times the sum
-    of |K_j - K_0| up to `high`, over their number (u = 2^-24).
-    """
-    step = 16
-    batch, key_count, *heads = key.shape
-    shift = key[:, :1].astype(jnp.float32)
-    groups = jnp.pad(key, ((0, 0), (0, -key_count % step), (0, 0), (0, 0)))
-    groups = groups.reshape(batch, -1, step, *heads)
-    apart = groups.astype(jnp.float32) - shift[:, :, None]
-    sums = pairwise_cumsum(pairwise_sum(apart, 2), 1)
-    sums = jnp.pad(sums, ((0, 0), (1, 0), (0, 0), (0, 0)))
-    edges = jnp.concatenate([low, high], axis=1)
-    group = jnp.minimum(edges // step, groups.shape[1] - 1)
-    left = (edges - step * group)[..., None, None, None]
-    of_edges = jnp.take_along_axis(groups, group[..., None, None, None], axis=1)
-    rest = of_edges.astype(jnp.float32) - shift[:, :, None]
-    rest = jnp.where(jnp.arange(step)[:, None, None] < left, rest, 0.0)
-    before = jnp.take_along_axis(sums, group[..., None, None], axis=1)
-    bottom, top = jnp.split(before + pairwise_sum(rest, 2), 2, axis=1)
-    count = (high - low)[..., None, None]
-    return jnp.where(count > 0, (top - bottom) / jnp.maximum(count, 1) + shift, 0.0)
 
 
 class Pairs(NamedTuple):
