@@ -199,6 +199,30 @@ def test_mapped_axes_and_remat_change_no_bit(backward):
     )
 
 
+@both_designs
+def test_arrays_that_are_parts_of_larger_ones_change_no_bit(backward):
+    """As in a loop over layers, whose arrays are stacked. XLA hands parts of them to
+    kernels where they lie, which once took their semaphores away
+    (`kernels.internals.in_place`). Large enough that those of the fused kernel count."""
+    shape = Shape(2, 1024, 1024, 8, 8, 64)
+    layers = [make_inputs("normal", seed, shape) for seed in range(3)]
+    attend = kernels(shape.head_dim, True, backward)
+
+    def results(query, key, value, dout):
+        (out, lse), vjp = jax.vjp(attend, query, key, value)
+        return out, lse, *vjp((dout, jnp.zeros_like(lse)))
+
+    alone = [jax.jit(results)(*inputs) for inputs in layers]
+    stacked = [jnp.stack(arrays) for arrays in zip(*layers, strict=True)]
+    looped = jax.jit(lambda *x: jax.lax.map(lambda y: results(*y), x))(*stacked)
+    parts = jax.jit(lambda *x: [results(*(y[i] for y in x)) for i in range(3)])(
+        *stacked
+    )
+    for i, wanted in enumerate(alone):
+        chex.assert_trees_all_equal(wanted, tuple(x[i] for x in looped))
+        chex.assert_trees_all_equal(wanted, parts[i])
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_out_does_not_shrink_with_the_length(head_dim, is_causal):
