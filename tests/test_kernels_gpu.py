@@ -203,7 +203,7 @@ def test_mapped_axes_and_remat_change_no_bit(backward):
 def test_arrays_that_are_parts_of_larger_ones_change_no_bit(backward):
     """As in a loop over layers, whose arrays are stacked. XLA hands parts of them to
     kernels where they lie, which once took their semaphores away
-    (`kernels.internals.in_place`). Large enough that those of the fused kernel count."""
+    (`kernels.internals.in_place`). Large enough that those of one pass count."""
     shape = Shape(2, 1024, 1024, 8, 8, 64)
     layers = [make_inputs("normal", seed, shape) for seed in range(3)]
     attend = kernels(shape.head_dim, True, backward)
