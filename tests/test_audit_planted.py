@@ -105,6 +105,23 @@ def test_honest_functions_are_not_accused(name):
     assert set(ACCUSED).isdisjoint(HARMLESS)
 
 
+@pytest.mark.parametrize("off", [0.0, 1e-3])
+def test_an_lse_that_is_a_little_off_is_found(off):
+    """By too little for out or a merge to show it, and by the same everywhere, so that
+    it follows all that moves."""
+    honest = HONEST["blocks of 64"]
+
+    def attend(*arrays, return_residual=False, **rules):
+        if not return_residual:
+            return honest(*arrays, **rules)
+        out, lse = honest(*arrays, return_residual=True, **rules)
+        return out, lse + off
+
+    found = audit(attend, Group(GROUPED, "full", FAMILIES), "probes")
+    of_lse = {f.kind for f in found.findings if f.tensors == ("lse",)}
+    assert of_lse == ({WORSE} if off else set()), found.findings
+
+
 @pytest.mark.thorough
 def test_a_defect_of_p_is_found_beside_a_bias_alone():
     group = Group(GROUPED, "bias", ("uniform",))

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from attn_jax.audit import programs
-from attn_jax.audit.error import Errors, measure, signed_bias
+from attn_jax.audit.error import Errors, in_units, measure, signed_bias
+from attn_jax.audit.noise import logit_extent
 from attn_jax.audit.problem import Problem, Results
 from attn_jax.audit.target import (
     Attend,
@@ -57,6 +58,9 @@ class Measured(NamedTuple):
       not_finite: how many values are not finite where the exact ones are, or the other
         way round; they are left out of the rest.
       instead: what is there in all of these, where it is one value; None otherwise.
+      honest: what honest steps may come to whatever the recipe, in the same units: of
+        LSE, whose error in FP32 no recipe predicts (order of sums, the hardware's
+        exp2); 0 of others.
     """
 
     errors: Errors
@@ -64,6 +68,7 @@ class Measured(NamedTuple):
     bias_ci: float
     not_finite: int
     instead: float | None = None
+    honest: float = 0.0
 
 
 class Runner:
@@ -133,7 +138,22 @@ def measured(problem: Problem, results: Results) -> dict[str, Measured]:
         fmt = _FORMATS[str(x.dtype)] if name == "lse" else problem.format
         axes = (0, 1) if name in ("lse", "dbias") else (0, 2)
         found[name] = _measured(np.asarray(x, np.float64), problem, name, fmt, axes)
+        if name == "lse":
+            found[name] = found[name]._replace(honest=_honest_lse(problem, fmt))
     return found
+
+
+def _honest_lse(problem: Problem, fmt: NumberFormat) -> float:
+    """What FP32 logits and sums leave in LSE (`noise.Extent`), and its own rounding, in
+    units of that: RMS over rows."""
+    largest = 0.0
+    if problem.bias is not None:
+        bias = problem.bias.astype(np.float64)
+        largest = float(np.abs(np.where(np.isfinite(bias), bias, 0.0)).max())
+    noise = logit_extent(problem.inputs, problem.rules, problem.scale, largest)
+    unit = problem.yardstick("lse", fmt).unit
+    size = np.sqrt(np.mean(noise.shift[noise.seen] ** 2)) if noise.seen.any() else 0.0
+    return 1 + in_units(float(size), unit)
 
 
 def _measured(x, problem: Problem, name: str, fmt: NumberFormat, axes) -> Measured:

@@ -60,14 +60,14 @@ class Extent(NamedTuple):
     shift: Float[np.ndarray, "B R N"]
 
 
-def logit_extent(inputs: Inputs, mask: Mask, scale: float) -> Extent:
-    """`Extent` alone, without the logits."""
+def logit_extent(inputs: Inputs, mask: Mask, scale: float, bias: float = 0.0) -> Extent:
+    """`Extent` alone, without the logits. `bias`: the largest that is added to one."""
     (T, N, H), (S, K) = inputs.query.shape[1:], inputs.key.shape[1:3]
     rows = sampled_rows(T, S)
     seen = seen_by(mask, rows, S).any(-1).swapaxes(1, 2)
     lengths = np.sqrt(np.square(inputs.key, dtype=np.float32).sum(-1)).max(1)
     queries = np.linalg.norm(inputs.query[:, rows].astype(np.float64), axis=-1)
-    extent = abs(scale) * queries * np.repeat(lengths, N // K, 1)[:, None]
+    extent = abs(scale) * queries * np.repeat(lengths, N // K, 1)[:, None] + bias
     seen = np.broadcast_to(seen, extent.shape)
     return Extent(rows, seen, extent, _shift(extent, S, H))
 
