@@ -311,6 +311,16 @@ def test_what_does_not_run_at_all_is_no_verdict(name, says, tmp_path, capsys):
         assert says in line and not said.out
 
 
+def test_a_file_is_no_folder(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SystemExit) as ended:
+        main(["xla", "--out", str(tmp_path / "file")])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.endswith("file is a file, and a folder is needed")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("error", "status", "says"),
     [

@@ -229,6 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shards=options.shards,
     )
     folder = options.out or _folder(options)
+    if folder.exists() and not folder.is_dir():
+        made.exit(2, f"{made.prog}: --out {folder} is a file, and a folder is needed\n")
     # Several processes share a GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.finding import Finding
+from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.measure import Measured, Outcome
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem
 
@@ -88,10 +89,11 @@ def together(
 ) -> list[Finding]:
     """Findings of the measurements, and those of `others`, under the first problem's
     mask, that they do not explain: a wrongly wired out explains all, a poor result what
-    probes find poor in it."""
+    probes find poor in it, and an LSE that is worse that, too."""
     wiring = [f for f in found if f.kind == "wrong wiring"]
     wired = _is_of(cells[0], _masks_of(wiring, {"out"}, cells))
     known = {(f.kind, tensor) for f in found for tensor in f.tensors}
+    known |= {(POOR, "lse")} if (WORSE, "lse") in known else set()
 
     def is_known(finding: Finding) -> bool:
         return not known.isdisjoint((finding.kind, x) for x in finding.tensors)
@@ -149,7 +151,7 @@ def _worse(bad, here, tensor: str, fit: Fit | None, suspect: str) -> Finding:
     if tensor == "lse":
         whose = "logits and sums in FP32 leave at most"
     return Finding(
-        "worse than its algorithm allows",
+        WORSE,
         suspect,
         f"{SYMBOLS[tensor]} is {units:.3g} units from exact on {worst.problem}, where "
         f"{whose} {allowed:.3g}; so on {len(bad)} of {len(here)} problems: this is no "
@@ -187,7 +189,7 @@ def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
         else f"no more than ordinary algorithms ({worst.allowed[tensor]:.3g})"
     )
     return Finding(
-        "as accurate as its algorithm allows, which is poor here",
+        POOR,
         cause,
         f"{SYMBOLS[tensor]} is {units:.3g} units from exact on {worst.problem}, "
         f"{algorithm}{because}; above {POOR_UNITS} on {len(poor)} of {len(here)} "
