@@ -108,7 +108,7 @@ def _ring() -> str:
         local, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec, P(None, None, "seq"))
     )
     with jax.default_device(mesh.devices.flat[0]):  # Whose kernels are meant.
-        return partitioned(lambda *x: _both(attend, *x), query, query, query).hlo
+        return partitioned(attend, query, query, query).hlo
 
 
 @pytest.mark.parametrize(
