@@ -381,9 +381,9 @@ def kernel_centre(program: Program, batch: Batch) -> tuple[np.ndarray, np.ndarra
     the keys from the first to the last that lengths, offset and window show to any of
     them.
 
-    A mean of n numbers is taken as a difference of running sums of at most S, which
-    errs by at most (2 log2(S) + 6) u sum |K_j - K_0| / n, and by two roundings of K_0,
-    u = 2^-24.
+    A mean of n numbers is taken as a difference of running sums of at most S. Allowed
+    are (2 log2(S) + 6) u sum |K_j - K_0| / n, about half of what it may be off at worst
+    (`kernels.key_means`), and two roundings of K_0, u = 2^-24.
     """
     from attn_jax.kernels import architecture, tuning, visibility
 

@@ -135,7 +135,10 @@ def test_kernels_follow_their_recipe(shape, is_causal, backward):
         unit = np.linalg.norm(correctly_rounded(z, BF16) - z, axis=-1)
         seen = unit > 0
         apart = np.linalg.norm(x - y, axis=-1)[seen]
-        assert np.quantile(apart, 0.9) <= 0.5 * np.sqrt(np.mean(unit[seen] ** 2)), name
+        size = np.sqrt(np.mean(unit[seen] ** 2))
+        # Most rows have no flip at all.
+        assert np.quantile(apart, 0.5) <= 0.25 * size, name
+        assert np.quantile(apart, 0.9) <= 0.5 * size, name
         assert np.linalg.norm(apart) <= 0.5 * np.linalg.norm(unit), name
 
 

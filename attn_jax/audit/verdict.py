@@ -93,7 +93,8 @@ def together(
     wiring = [f for f in found if f.kind == "wrong wiring"]
     wired = _is_of(cells[0], _masks_of(wiring, {"out"}, cells))
     known = {(f.kind, tensor) for f in found for tensor in f.tensors}
-    known |= {(POOR, "lse")} if (WORSE, "lse") in known else set()
+    if (WORSE, "lse") in known:
+        known.add((POOR, "lse"))
 
     def is_known(finding: Finding) -> bool:
         return not known.isdisjoint((finding.kind, x) for x in finding.tensors)

@@ -54,15 +54,15 @@ def mean_under(
         runs = _Runs.of(rules.key_ids, rules.spans[:, KEY_LENGTH])
         of_runs = _means(key, runs.edges[:, :-1], runs.edges[:, 1:])
         run, found = runs.of_queries(rules.query_ids)
-        mean = jnp.take_along_axis(of_runs, run[..., None, None], axis=1)
-        mean = jnp.where(found[..., None, None], mean, 0.0)
+        centre = jnp.take_along_axis(of_runs, run[..., None, None], axis=1)
+        centre = jnp.where(found[..., None, None], centre, 0.0)
     else:
         low, high = interval(rules, band, query_count, key.shape[1])
         real = low < high
         low = patches(jnp.where(real, low, key.shape[1]), rows, key.shape[1]).min(-1)
         high = patches(jnp.where(real, high, 0), rows, 0).max(-1)
-        mean = _means(key, jnp.minimum(low, high), high)
-    return mean.swapaxes(1, 2)
+        centre = _means(key, jnp.minimum(low, high), high)
+    return centre.swapaxes(1, 2)
 
 
 class _Runs(NamedTuple):
@@ -101,7 +101,7 @@ class _Runs(NamedTuple):
         last = jnp.iinfo(jnp.int32).max
         sorted_ids = jnp.where(empty, last, sorted_ids)
         place = jax.vmap(_first_at_least)(sorted_ids, ids)
-        place = jnp.minimum(place, ids.dtype.type(lengths.shape[1] - 1))
+        place = jnp.minimum(place, lengths.shape[1] - 1)
         found = jnp.take_along_axis(sorted_ids, place, axis=1) == ids
         found &= ~jnp.take_along_axis(empty, place, axis=1)
         return jnp.take_along_axis(number, place, axis=1), found
@@ -121,8 +121,10 @@ def _means(
 
     Differences of running sums, at multiples of 16 keys, and of those up to 15 that are
     left over. Sums lose digits where keys have a mean, so the first key is taken out of
-    all before, and added at the end. An error of (2 log2(S / 16) + 6) u times the sum
-    of |K_j - K_0| up to `high`, over their number (u = 2^-24).
+    all before, and added at the end. Each of the two sums has at most 2 log2(S) - 2
+    roundings on the way of a term, so that their difference over the number of keys is
+    off by at most 4 log2(S) u times the sum of |K_j - K_0| up to `high`, over that
+    number (u = 2^-24), and the result by its own rounding besides.
     """
     step = 16
     batch, key_count, *heads = key.shape
