@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from jax import lax
 
 from attn_jax.audit import invariance, probes, visible
 from attn_jax.audit.inputs import Shape
@@ -224,6 +225,7 @@ def test_honest_attention_is_invariant(name, mask):
         "padded keys",
         "hidden keys",
         "head position",
+        "layers",
     }
     assert [r for r in records if r.finding] == []
     assert all(r.bit_equal == (r.ulps == 0) for r in records)
@@ -232,7 +234,7 @@ def test_honest_attention_is_invariant(name, mask):
 def test_without_other_masks_arrays_are_left_alone():
     problem = Problem(SHAPE, mask="lengths")
     records = invariance.invariances(attend(problem.rules), problem)
-    assert {r.name for r in records} == {"re-run", "head position"}
+    assert {r.name for r in records} == {"re-run", "head position", "layers"}
 
 
 def test_other_bits_in_a_rerun_are_found():
@@ -268,6 +270,21 @@ def test_the_batch_position_is_found():
     records = invariance.invariances(attend(Mask(), "batch position"), Problem(SHAPE))
     found = {r.finding.cause for r in records if r.finding}
     assert found == {"result depends on the batch position"}
+
+
+def test_other_results_in_a_loop_over_layers_are_found(monkeypatch):
+    # Stands for what XLA made on a GPU of kernels that write into an operand: rows of
+    # out were zero.
+    loop = lax.map
+
+    def forgetful(attend, layers):
+        out, lse = loop(attend, layers)
+        return out.at[:, :, 0].set(0), lse
+
+    monkeypatch.setattr(lax, "map", forgetful)
+    records = invariance.invariances(attend(Mask()), Problem(SHAPE))
+    found = {r.finding.cause for r in records if r.finding}
+    assert found == {"result depends on the layers"}
 
 
 def test_lengths_that_are_not_heeded_are_found():

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from attn_jax import context_parallel
+from attn_jax.audit.invariance import Layers
+from attn_jax.audit.programs import results
 from attn_jax.kernels.attention import attention
 from attn_jax.mask import Mask
 from tests.child_process import in_child_process
@@ -111,8 +113,29 @@ def _ring() -> str:
         return partitioned(attend, query, query, query).hlo
 
 
+def _audited() -> str:
+    """What an audit runs to see it."""
+    mesh = h200_mesh((1,), ("one",), (AxisType.Auto,))
+    query = jax.ShapeDtypeStruct(
+        (2, 1, 1024, 2, 128), BF16, sharding=NamedSharding(mesh, P())
+    )
+
+    def attend(query, key, value):
+        return attention(
+            *(query, key, value),
+            scale=0.1,
+            mask=Mask(is_causal=True),
+            backward="fused",
+        )
+
+    def program(*arrays):
+        return results(Layers(attend), True, *arrays)
+
+    return partitioned(program, query, query, query, query).hlo
+
+
 @pytest.mark.parametrize(
-    "program", [_slices_of_one_array, _layers_in_a_loop, _simulated, _ring]
+    "program", [_slices_of_one_array, _layers_in_a_loop, _simulated, _ring, _audited]
 )
 def test_results_that_begin_as_operands_are_in_no_fusion(program):
     """In one (JAX 0.11.2) they begin as whatever memory holds: rows of out were zero on

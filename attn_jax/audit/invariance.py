@@ -1,4 +1,4 @@
-"""What should not change a bit: re-runs, tuning, the batch, padding, a head's place."""
+"""What should not change a bit: re-runs, tuning, batch, padding, heads' places, loops."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -59,6 +59,7 @@ def invariances(
     batch size      the first entry alone; needs two entries
     batch position  entries rolled; needs two
     head position   key heads and their groups rolled, or the one group's heads
+    layers          the last of two in a `lax.scan` over arrays stacked as layers are
     padded queries  more queries, with dO = 0
     padded keys     more keys, hidden by their lengths; dK and dV there must be 0
     block size      each of `attends`, variants of one target, against the first
@@ -147,12 +148,33 @@ def _transformed(
     if (attend_of or shared) and B > 1:
         yield "batch size", one_entry
         yield "batch position", other_entries
+
+    def last_layer():
+        stacked = Inputs(*(np.stack([np.roll(x, 1, 1), x]) for x in inputs))
+        return {name: x[-1] for name, x in run(Layers(attend), stacked).items()}
+
     if attend_of or shared:
         yield "padded queries", more_queries
     if attend_of:
         yield "padded keys", more_keys
     if N > 1 and (mask.dense is None or mask.dense.shape[1] == 1):
         yield "head position", other_heads
+    yield "layers", last_layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """An attention of arrays [layer, ...], in a loop over layers.
+
+    So models of many layers are written. XLA may make one program of a kernel and of
+    the slices that it reads and writes, and with JAX 0.11.2 a kernel that writes into
+    an operand comes out wrong there.
+    """
+
+    attend: Attend
+
+    def __call__(self, *stacked):
+        return jax.lax.map(lambda arrays: self.attend(*arrays), stacked)
 
 
 def _pick(inputs: Inputs, order: np.ndarray) -> Inputs:
