@@ -1,4 +1,4 @@
-"""What should not change a bit: re-runs, tuning, batch, padding, heads' places, loops."""
+"""What should change no bit: re-runs, tuning, batch, padding, heads' places, loops."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
