@@ -168,7 +168,7 @@ class Layers:
 
     So models of many layers are written. XLA may make one program of a kernel and of
     the slices that it reads and writes, and with JAX 0.11.2 a kernel that writes into
-    an operand comes out wrong there.
+    an operand then begins with what memory holds, which may be right by chance.
     """
 
     attend: Attend
