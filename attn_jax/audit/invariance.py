@@ -167,8 +167,8 @@ class Layers:
     """An attention of arrays [layer, ...], in a loop over layers.
 
     So models of many layers are written. XLA may make one program of a kernel and of
-    the slices that it reads and writes, and with JAX 0.11.2 a kernel that writes into
-    an operand then begins with what memory holds, which may be right by chance.
+    the slices that it reads and writes, and forgets there (JAX 0.11.2) that results
+    begin as operands. Equal bits do not exclude that: `results/upstream/README.md`.
     """
 
     attend: Attend
