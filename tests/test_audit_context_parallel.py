@@ -40,9 +40,6 @@ def adapter(**more) -> Adapter:
     return Adapter(shards=W, more={"layout": "zigzag", **more})
 
 
-# Compiled without XLA's optimisations, LSE of a ring in a loop over layers is 0.033 off
-# (JAX 0.11.2, CPU; as users compile it 5e-7), and the audit says so. Why is not known.
-@pytest.mark.usefixtures("fully_optimised")
 def test_a_ring_is_trustworthy_and_refuses_what_it_cannot_cut():
     """What it cannot cut is said, and is no fault. Of two: hops are compiled one by
     one, for each of some twenty programs."""
