@@ -228,6 +228,27 @@ def test_kernels_are_as_good_as_correctly_rounded(architecture, case):
     assert np.abs(results.lse - golden.lse).max() <= _lse_bound(case)
 
 
+@pytest.mark.parametrize("backward", ["two_kernels", "fused"])
+def test_large_logits_leave_no_infinity(backward):
+    """Trainings that lost their hold had logits of 5e7, each with one key that has all
+    the weight. There FP32 numbers lie 4 apart, and with a maximum rounded down by 2 a
+    weight of 4 times 2^15 was an infinite FP16 number."""
+    case = Case("normal", 130, 250, 1, 1, 64, False, scale=2e6, backward=backward)
+    results = in_child_process(_kernels, "hopper", case, seconds=TIME_LIMIT)
+    for name, x in results._asdict().items():
+        assert np.isfinite(np.asarray(x, np.float32)).all(), name
+    query, key, value, *_ = (np.asarray(x, np.float64)[0, :, 0] for x in case.inputs())
+    logits = 2e6 * query @ key.T
+    assert logits.max() > 5e7
+    runner_up, largest = np.sort(logits)[:, -2:].T
+    # Beyond what 64 FP32 additions and the scale may err by.
+    clear = largest - runner_up > 66 * 2.0**-24 * 2e6 * (abs(query) @ abs(key).T).max()
+    assert clear.mean() > 0.9
+    np.testing.assert_array_equal(
+        np.asarray(results.out, np.float64)[0, clear, 0], value[logits.argmax(1)[clear]]
+    )
+
+
 def _tiled_as_long_ones(case: Case) -> Results:
     short = tuning.SHORT_FORWARD["hopper"]
     with patch.dict(short, clear=True), fresh_programs():

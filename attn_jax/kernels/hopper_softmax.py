@@ -71,6 +71,8 @@ class Softmax(NamedTuple):
         row_max = s.max(axis=1) * self.unit
         if self.repeated_max_factor is not None:
             row_max = self._raised(s, row_max, self.repeated_max_factor)
+        if self.log2_scale:
+            row_max = not_below(row_max)
         if self.whole_maxima:
             row_max = lax.round(row_max, lax.RoundingMethod.TO_NEAREST_EVEN)
         m = floor if before is None else before.row_max
@@ -138,6 +140,18 @@ class Softmax(NamedTuple):
             alone = of_keys == 0.0 if by_sum else state.row_max == -jnp.inf
             lse = jnp.where(alone, sink, lse)
         return inverse, lse
+
+
+def not_below(row_max: jax.Array) -> jax.Array:
+    """The next number of FP32: one that no logit, times its unit, is above.
+
+    Where a product with the unit is rounded down by 1, P is 2, and 2^15 P infinite as
+    an FP16 number: so it is from logits of 1e7 on, which trainings that lose their hold
+    do have.
+    """
+    # 3/4 to 3/2 of the last place, which rounds to 1. What is infinite stays so.
+    more = jnp.minimum(jnp.abs(row_max), 2.0**126) * (1.5 * 2.0**-24)
+    return row_max + more
 
 
 def _scaled(x: jax.Array, exponent: int) -> jax.Array:

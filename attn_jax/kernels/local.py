@@ -222,7 +222,7 @@ def backward(
         row_sum = -of_sink if dlse is None else dlse - of_sink
     operands = (query, key, value, dout, lse, delta)
     found = range_of(
-        *(numbers, dout_squares, dlse, key),
+        *(numbers, dout_squares, dlse, lse, key),
         centred=centre_kind == "keys",
         scaled=scaled,
     )
