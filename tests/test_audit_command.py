@@ -88,6 +88,10 @@ def test_a_whole_audit_of_a_function():
 
 
 def test_the_first_shape_is_measured_under_every_mask_and_with_a_bias():
+    assert all(
+        (g.shape.key_length, g.shape.key_heads) == (g.shape.query_length, g.shape.heads)
+        for g in plan(packed=True)
+    )
     groups = plan([SHAPE, Shape(1, 64, 64, 2, 2, 16)])
     assert [group.mask for group in groups] == [*MASKS, "full", "causal"]
     (biased,) = (group for group in groups if group.mask == "bias")
@@ -261,6 +265,12 @@ def test_the_help_has_a_text_for_every_option(capsys):
         (["no_such_module:f"], "cannot import no_such_module"),
         (["xla", "--shapes", "2,32"], "a shape is six numbers B,T,S,N,K,H"),
         (["xla", "--shapes", "1,8,8,3,2,8"], "2 key heads do not divide 3"),
+        (
+            ["xla", "--shapes", "1,1,9999999999999,1,1,8"],
+            "4294967296 are tried",
+        ),
+        (["xla", "--lse", "nosuch"], "xla has no argument 'nosuch' to have LSE by"),
+        (["xla", "--argument", "scale=2"], "'scale' is given by the audit itself"),
         (["xla", "--families", "gauss"], "invalid choice: 'gauss'"),
         (["xla", "--rename", "is_causal"], "NAME=VALUE is wanted"),
         (
@@ -319,6 +329,12 @@ def test_a_file_is_no_folder(tmp_path, capsys):
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.endswith("file is a file, and a folder is needed")
     assert (tmp_path / "file").read_text() == "mine"
+    for name in ("", "long" * 100):
+        with pytest.raises(SystemExit) as ended:
+            main(["xla", "--out", name])
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert "name of a folder" in line or "too long" in line
 
 
 @pytest.mark.parametrize(
@@ -328,7 +344,7 @@ def test_a_file_is_no_folder(tmp_path, capsys):
         (NotStartedError("no main module"), 2, "no main module"),
         (
             jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
-            *(2, "no memory is left on the device for exact results"),
+            *(2, "no memory is left for exact results"),
         ),
     ],
 )

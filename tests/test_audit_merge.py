@@ -7,6 +7,7 @@ import pytest
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.merge import merge_audit, part_mask
 from attn_jax.audit.problem import MASKS, Problem
+from attn_jax.audit.target import resolve
 from attn_jax.mask import Mask
 from tests.audit_targets import attend, honest
 
@@ -61,6 +62,20 @@ def test_lse_in_bf16_is_named(family):
     assert result.errors["dvalue"][2] > 2 * result.errors["dvalue"][1]
     both = audit("LSE in BF16", Problem(SHAPE, family="offset"), out_dtype=None)
     assert both.combination == ("bf16", "bf16")
+
+
+def test_a_rounding_that_is_undone_stays(fully_optimised):
+    """XLA left out that LSE was rounded, which the merge undoes, and what was found
+    was no BF16."""
+    problem = Problem(Shape(1, 256, 256, 4, 2, 64))
+
+    def xla(mask):
+        return resolve("xla").attend(mask, scale=problem.scale)
+
+    result = merge_audit(xla, problem, parts=(2, 8, 64))
+    assert result.combination == ("bf16", "bf16")
+    for parts, units in result.predicted["bf16", "bf16"].items():
+        assert 0.85 < result.errors["out"][parts] / units < 1.15
 
 
 def test_lse_without_gradient_is_wrong_wiring():

@@ -226,6 +226,7 @@ def test_honest_attention_is_invariant(name, mask):
         "hidden keys",
         "head position",
         "layers",
+        "mapping",
     }
     assert [r for r in records if r.finding] == []
     assert all(r.bit_equal == (r.ulps == 0) for r in records)
@@ -234,7 +235,7 @@ def test_honest_attention_is_invariant(name, mask):
 def test_without_other_masks_arrays_are_left_alone():
     problem = Problem(SHAPE, mask="lengths")
     records = invariance.invariances(attend(problem.rules), problem)
-    assert {r.name for r in records} == {"re-run", "head position", "layers"}
+    assert {r.name for r in records} == {"re-run", "head position", "layers", "mapping"}
 
 
 def test_other_bits_in_a_rerun_are_found():
@@ -285,6 +286,22 @@ def test_other_results_in_a_loop_over_layers_are_found(monkeypatch):
     records = invariance.invariances(attend(Mask()), Problem(SHAPE))
     found = {r.finding.cause for r in records if r.finding}
     assert found == {"result depends on the layers"}
+
+
+def test_other_results_under_vmap_are_found(monkeypatch):
+    mapped = jax.vmap
+
+    def forgetful(attend):
+        def call(*stacked):
+            out, lse = mapped(attend)(*stacked)
+            return out.at[:, :, 0].set(0), lse
+
+        return call
+
+    monkeypatch.setattr(jax, "vmap", forgetful)
+    records = invariance.invariances(attend(Mask()), Problem(SHAPE))
+    found = {r.finding.cause for r in records if r.finding}
+    assert found == {"result depends on the mapping"}
 
 
 def test_lengths_that_are_not_heeded_are_found():

@@ -1,5 +1,7 @@
 """Targets of an audit: how they are found and called, and what is said of bad ones."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -190,9 +192,41 @@ def _two_results(query, key, value, scale=None, return_residual=False):
     return query
 
 
+class Fatal(BaseException):
+    pass
+
+
+class Wordless(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def _fatal(query, key, value, scale=None, is_causal=False):
+    raise Fatal("out of\nthe blue")
+
+
+def _wordless(query, key, value, scale=None, is_causal=False):
+    raise Wordless
+
+
+def _calls_back(query, key, value, scale=None, is_causal=False):
+    def broken(q):
+        raise ValueError("callback boom")
+
+    return jax.pure_callback(broken, query, query, vmap_method="sequential")
+
+
+def _whole_lse(query, key, value, scale=None, return_residual=False):
+    return query, query[..., 0].astype(jnp.int32)
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
+        (_fatal, "RuntimeError: it raises Fatal: out of"),
+        (_wordless, "^Wordless$"),
+        (_calls_back, "callback boom"),
+        (_whole_lse, "it returns int32 for LSE"),
         (_raises, "RuntimeError: no kernel image"),
         (_exits, r"it calls sys.exit\(0\)"),
         (_wrong_shape, r"it returns bfloat16 of \(2, 3, 4, 16\)"),
@@ -237,13 +271,30 @@ def test_a_backward_pass_that_refuses_leaves_the_forward_pass():
     assert found.no_gradients == "NotImplementedError: no causal backward pass yet"
 
 
+@pytest.mark.parametrize("ends", [SystemExit(0), Fatal("boom")])
+def test_a_backward_pass_that_ends_its_process_leaves_the_forward_pass(ends):
+    """It would end the audit with 0, which says that all is well."""
+
+    @jax.custom_vjp
+    def half(query, key, value):
+        return exact(query, key, value, scale=SHAPE.head_dim**-0.5)[0]
+
+    def refuses(residuals, dout):
+        raise ends
+
+    half.defvjp(lambda *arrays: (half(*arrays), arrays), refuses)
+    found = outcome(Target("half", half), problem())
+    assert found.status == "measured" and set(found.results) == {"out"}
+    assert "sys.exit(0)" in found.no_gradients or "Fatal" in found.no_gradients
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("nothing", "no target 'nothing'; there are pallas"),
         ("no.such.module:f", "cannot import no.such.module: ModuleNotFoundError"),
         ("jax.nn:no_such", "jax.nn has no function 'no_such'"),
-        ("jax.numpy:pi", "jax.numpy has no function 'pi'"),
+        ("jax.numpy:pi", "jax.numpy has 'pi', but it cannot be called"),
         ("emulated:flash9", "no recipe 'flash9'; there are flash2"),
     ],
 )
@@ -258,6 +309,33 @@ def test_a_script_that_ends_itself_is_no_target(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(TargetError, match="cannot import ends_itself: SystemExit: 0"):
         resolve("ends_itself:f")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("raise GeneratorExit('boom')", "cannot import odd: GeneratorExit: boom"),
+        (
+            "def __getattr__(name):\n    raise RuntimeError('boom')",
+            "odd has no function 'f': RuntimeError: boom",
+        ),
+        (
+            "import jax\njax.config.update('jax_debug_nans', True)\nf = max",
+            "jax_debug_nans is on",
+        ),
+    ],
+)
+def test_odd_modules_are_said_in_one_line(text, says, tmp_path, monkeypatch):
+    (tmp_path / "odd.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "odd", raising=False)
+    try:
+        with pytest.raises(TargetError, match=says) as raised:
+            resolve("odd:f")
+    finally:
+        jax.config.update("jax_debug_nans", False)
+        sys.modules.pop("odd", None)
+    assert "\n" not in str(raised.value)
 
 
 def test_names_find_functions():

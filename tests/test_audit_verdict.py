@@ -138,6 +138,16 @@ def test_what_is_known_of_one_result_hides_nothing_of_another():
     assert both == [race, tuned[1]]
 
 
+def test_what_a_result_depends_on_is_said_where_nothing_else_is():
+    (worse,) = judge([cell(out=900.0)], None)
+    assert worse.cause == ""
+    cause = "result depends on the batch position"
+    depends = Finding(worse.kind, cause, "", ("out",), ("batch position",))
+    assert verdict.together([worse], [depends], [cell(out=900.0)]) == [worse, depends]
+    named = dataclasses.replace(worse, cause="P clipped")
+    assert verdict.together([named], [depends], [cell(out=900.0)]) == [named]
+
+
 def test_infinities_where_none_should_be():
     (found,) = judge([cell(mask="lengths", not_finite=3), cell()], None)
     assert found.kind == "not finite" and found.cause == "rows that see no key"

@@ -197,6 +197,7 @@ def test_other_types(dtype):
     [
         ("full", {"scale": 1.0}, "scale missing"),
         ("causal", {"is_causal": False}, "causal ignored"),
+        ("full", {"is_causal": True}, "causal where it was not asked for"),
         ("window", {"local_window_size": (10, 20)}, "window sides swapped"),
         ("lengths", {"key_value_seq_lengths": None}, "key lengths ignored"),
         ("lengths", {"query_seq_lengths": None}, "query lengths ignored"),
@@ -303,6 +304,12 @@ def test_small_probabilities_may_vanish(family, name):
         right = exact(half).probability
         assert family != "wide" or ((p == 0) & (right > 0)).any()
         assert judged(p, half, FP16) == []
+
+
+def test_nothing_is_no_dropout():
+    p = np.full((1, 1, 8, 8), 1 / 8)
+    (finding,) = of_probabilities(np.zeros_like(p), p, None)
+    assert finding.cause == "visible pairs carry none"
 
 
 def test_dropout_is_found_with_its_share():

@@ -2,13 +2,12 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-import jax
 
 from attn_jax.audit import attribution, workers
 from attn_jax.audit.bar import progress_bar
@@ -18,7 +17,7 @@ from attn_jax.audit.parts import cores
 from attn_jax.audit.problem import DTYPES, MASKS
 from attn_jax.audit.run import audit_attention
 from attn_jax.audit.table import print_report
-from attn_jax.audit.target import Adapter, TargetError, resolve
+from attn_jax.audit.target import Adapter, TargetError, in_one_line, resolve
 from attn_jax.audit.workers import NotStartedError
 from attn_jax.canaries import CanaryError
 from attn_jax.command import Parser
@@ -36,6 +35,10 @@ Ends with 0 if the function is trustworthy, with 4 if it is not, with 2 if the c
 cannot be carried out, and with 130 if it is interrupted."""
 
 
+# Of an input, which is held in FP64, too: 32 GiB.
+_MOST_NUMBERS = 2**32
+
+
 def shape(text: str) -> Shape:
     """B,T,S,N,K,H."""
     numbers = text.split(",")
@@ -44,11 +47,23 @@ def shape(text: str) -> Shape:
             f"a shape is six numbers B,T,S,N,K,H such as 2,256,256,4,2,64, not {text!r}"
         )
     found = Shape(*map(int, numbers))
+    largest = max(math.prod(found.query), math.prod(found.key))
+    if largest > _MOST_NUMBERS:
+        raise argparse.ArgumentTypeError(
+            f"{text} has an array of {largest:.3g} numbers; {_MOST_NUMBERS} are tried "
+            "at most"
+        )
     if found.heads % found.key_heads:
         raise argparse.ArgumentTypeError(
             f"{found.key_heads} key heads do not divide {found.heads} query heads"
         )
     return found
+
+
+def _folder_name(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a folder is wanted, not ''")
+    return Path(text)
 
 
 def _count(text: str) -> int:
@@ -110,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--out",
-        type=Path,
+        type=_folder_name,
         help="folder of the report (runs/audit/TARGET, with --argument and --shards)",
     )
     add("--fresh", action="store_true", help="measure anew what is in the folder")
@@ -229,11 +244,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shards=options.shards,
     )
     folder = options.out or _folder(options)
-    if folder.exists() and not folder.is_dir():
-        made.exit(2, f"{made.prog}: --out {folder} is a file, and a folder is needed\n")
     # Several processes share a GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
+        if folder.exists() and not folder.is_dir():
+            raise StoreError(f"--out {folder} is a file, and a folder is needed")
         target = resolve(options.target, adapter)
         shards = target.adapter.shards
         processes = options.processes
@@ -257,14 +272,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     except (TargetError, StoreError, CanaryError, NotStartedError, OSError) as error:
         made.exit(2, f"{made.prog}: {error}\n")
-    except jax.errors.JaxRuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if "initialize backend" in str(error):
+            made.exit(2, f"{made.prog}: {in_one_line(error)}\n")
         # What the target asks for is a row of the report; this is what we compare with.
-        if not is_out_of_memory(error):
+        if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
             raise
-        said = (
-            "no memory is left on the device for exact results: does another program "
-        )
-        said += f"hold it? What is done is kept in {folder}, for the same command"
+        said = "no memory is left for exact results: are the shapes too large, or does "
+        said += "another program hold it? "
+        said += f"What is done is kept in {folder}, for the same command"
         made.exit(2, f"{made.prog}: {said}\n")
     except KeyboardInterrupt:
         said = f"interrupted; what is done is kept in {folder}, for the same command"

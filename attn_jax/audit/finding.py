@@ -15,6 +15,8 @@ Kind = Literal[
     "trustworthy",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+# How a cause begins where the same attention, asked for otherwise, is another.
+DEPENDS = "result depends on the"
 # Nobody need act on these.
 HARMLESS: tuple[Kind, ...] = ("not taken", "trustworthy")
 

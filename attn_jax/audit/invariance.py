@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from attn_jax.audit.finding import Finding
+from attn_jax.audit.finding import DEPENDS, Finding
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import by_keys, by_lse, by_rows
 from attn_jax.audit.noise import Noise, rounding_noise
@@ -60,6 +60,7 @@ def invariances(
     batch position  entries rolled; needs two
     head position   key heads and their groups rolled, or the one group's heads
     layers          the last of two in a `lax.scan` over arrays stacked as layers are
+    mapping         the last of two under `jax.vmap`
     padded queries  more queries, with dO = 0
     padded keys     more keys, hidden by their lengths; dK and dV there must be 0
     block size      each of `attends`, variants of one target, against the first
@@ -153,6 +154,10 @@ def _transformed(
         stacked = Inputs(*(np.stack([np.roll(x, 1, 1), x]) for x in inputs))
         return {name: x[-1] for name, x in run(Layers(attend), stacked).items()}
 
+    def last_mapped():
+        stacked = Inputs(*(np.stack([np.roll(x, 1, 1), x]) for x in inputs))
+        return {name: x[-1] for name, x in run(Mapped(attend), stacked).items()}
+
     if attend_of or shared:
         yield "padded queries", more_queries
     if attend_of:
@@ -160,6 +165,7 @@ def _transformed(
     if N > 1 and (mask.dense is None or mask.dense.shape[1] == 1):
         yield "head position", other_heads
     yield "layers", last_layer
+    yield "mapping", last_mapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +181,16 @@ class Layers:
 
     def __call__(self, *stacked):
         return jax.lax.map(lambda arrays: self.attend(*arrays), stacked)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """An attention of arrays [two, ...], by `jax.vmap`."""
+
+    attend: Attend
+
+    def __call__(self, *stacked):
+        return jax.vmap(self.attend)(*stacked)
 
 
 def _pick(inputs: Inputs, order: np.ndarray) -> Inputs:
@@ -227,7 +243,7 @@ def _compare(
     name: str, before: Results, after: Results, noise: Noise, problem: Problem
 ) -> list[Invariance]:
     noise = _first(noise, len(before["out"]))
-    cause = f"result depends on the {name.partition(',')[0]}"
+    cause = f"{DEPENDS} {name.partition(',')[0]}"
     records = []
     for tensor in (t for t in TENSORS if t in before):
         old, new = before[tensor], after[tensor]

@@ -13,6 +13,7 @@ from attn_jax.audit.problem import Problem, Results
 from attn_jax.audit.target import (
     Attend,
     said,
+    text_of,
 )
 from attn_jax.formats import BF16, FP16, FP32, FP64, NumberFormat
 
@@ -113,7 +114,7 @@ class Runner:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether that is what it says: XLA does in two ways."""
-    said = str(error)
+    said = text_of(error)
     return "RESOURCE_EXHAUSTED" in said or "out of memory" in said.lower()
 
 

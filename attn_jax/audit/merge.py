@@ -22,7 +22,7 @@ from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.problem import GRADIENTS, Problem
 from attn_jax.audit.programs import run
-from attn_jax.audit.target import Attend
+from attn_jax.audit.target import Attend, contained
 from attn_jax.formats import BF16, FP16, FP32, NumberFormat
 from attn_jax.mask import Mask
 from attn_jax.reference import golden
@@ -176,7 +176,9 @@ def _merged_results(attend_of, problem: Problem, parts: int) -> dict[str, np.nda
     else:
         inputs = np.repeat(query, parts, 0), _in_parts(key, parts)
         arrays = *inputs, _in_parts(value, parts), dout
-        _merge.lower(attend, parts, *arrays).compile()
+        with contained():
+            program = _merge.lower(attend, parts, *arrays)
+        program.compile()
         with ALONE:
             results = jax.device_get(_merge(attend, parts, *arrays))
     out, lse, dquery, dkey, dvalue = (
@@ -206,6 +208,8 @@ def _merge(attend, parts, query, key, value, dout):
         out, lse = attend(query, key, value)
         if lse is None:
             raise ValueError("merging needs LSE, and the target returns none")
+        # As they are returned: XLA would leave a rounding out that is widened here.
+        out, lse = jax.lax.optimization_barrier((out, lse))
         out, lse = (
             x.astype(jnp.float32).reshape(-1, parts, *x.shape[1:]) for x in (out, lse)
         )

@@ -1,5 +1,6 @@
 """Which problems an audit measures."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,11 +51,19 @@ def plan(
     shapes: Sequence[Shape] | None = None,
     families: Sequence[str] | None = None,
     masks: Sequence[str] | None = None,
+    *,
+    packed: bool = False,
 ) -> list[Group]:
     """Every combination of what is given. What is not is chosen: of shapes by the
-    device, and of families and masks fewer for all shapes but the first."""
+    device, and of families and masks fewer for all shapes but the first; `packed`: with
+    as many keys as queries, and as many heads of each."""
     if shapes is None:
         shapes = _ON_A_CPU if jax.default_backend() == "cpu" else _ON_A_GPU
+        if packed:
+            shapes = [
+                dataclasses.replace(s, key_length=s.query_length, key_heads=s.heads)
+                for s in shapes
+            ]
     return [
         Group(
             shape,

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from attn_jax.audit.alone import ALONE
 from attn_jax.audit.problem import GRADIENTS, Results
-from attn_jax.audit.target import Attend
+from attn_jax.audit.target import Attend, contained
 from attn_jax.xla_options import NO_GRAPHS
 
 # Query, key, value, dout and, where there is one, the bias.
@@ -31,15 +31,15 @@ def run(attend: Attend, arrays: Arrays, *, gradients: bool = True) -> Results:
     if begun is not None:
         concurrent.futures.wait([begun])
     else:
-        _results.lower(attend, gradients, *_types(arrays)).compile()
-    with ALONE:
+        lowered(attend, gradients, *_types(arrays)).compile()
+    with ALONE, contained():
         return jax.device_get(_results(attend, gradients, *map(jnp.asarray, arrays)))
 
 
 def run_compiled(attend: Attend, arrays: Arrays, options: Mapping[str, Any]) -> Results:
     """What `run` gives, compiled by itself with XLA's `options`."""
-    lowered = _results.lower(attend, True, *_types(arrays))
-    compiled = lowered.compile(compiler_options=dict(options))
+    program = lowered(attend, True, *_types(arrays))
+    compiled = program.compile(compiler_options=dict(options))
     with ALONE:
         return jax.device_get(compiled(*map(jnp.asarray, arrays)))
 
@@ -59,8 +59,8 @@ def begin(
     """Traces the program and has it compiled in the pool, for `run` to find it there.
     What that raises `run` will raise again."""
     with contextlib.suppress(Exception):
-        lowered = _results.lower(attend, gradients, *_types(arrays))
-        _begun[attend, gradients] = pool.submit(lowered.compile)
+        program = lowered(attend, gradients, *_types(arrays))
+        _begun[attend, gradients] = pool.submit(program.compile)
 
 
 def wait() -> None:
@@ -91,3 +91,9 @@ def results(attend: Attend, gradients: bool, query, key, value, dout, *bias) -> 
 _results = functools.partial(
     jax.jit, static_argnums=(0, 1), compiler_options=NO_GRAPHS
 )(results)
+
+
+def lowered(attend: Attend, gradients: bool, *types) -> jax.stages.Lowered:
+    """Traced in this thread, which is when the attention is called."""
+    with contained():
+        return _results.lower(attend, gradients, *types)

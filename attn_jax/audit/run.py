@@ -95,8 +95,9 @@ def audit_attention(
 
     Raises:
       TypeError: what is no shape.
-      TargetError: there is no such target, or no such argument to rename, or to; a
-        recipe of `against` is a ring that the first shape cannot be cut for.
+      TargetError: there is no such target, or no such argument to rename, or to, or to
+        have LSE by, or one for every call that the audit gives itself; a recipe of
+        `against` is a ring that the first shape cannot be cut for.
       ValueError: a name of a family, mask or dtype that does not exist; a function that
         cannot be pickled, for `processes`.
       attn_jax.audit.workers.NotStartedError: the main module, or the function's, cannot
@@ -107,6 +108,7 @@ def audit_attention(
     """
     target = _target(fn, adapter)
     target.check_renamed()
+    target.check_given()
     if dtype not in FORMATS:
         raise ValueError(f"no dtype {dtype!r}; there are {', '.join(FORMATS)}")
     recipes = dict(attribution.candidates(FORMATS[dtype], target.adapter.shards))
@@ -116,7 +118,7 @@ def audit_attention(
             check_is_recipe(recipe)
         recipes = plain | {recipe.name: recipe for recipe in against}
     given = None if shapes is None else [_shape(x) for x in shapes]
-    groups = plan(given, families, masks)
+    groups = plan(given, families, masks, packed=target.adapter.packed)
     recipes = _on_first(recipes, groups[0].shape, against or ())
     for group in groups:
         group.problems(dtype)  # Names that do not exist are refused before anything.

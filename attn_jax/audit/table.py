@@ -172,7 +172,7 @@ def _invariances(report: Report) -> Iterator[str]:
         if not row["bit_equal"]:
             yield (
                 f"- not equal: {row['name']}, {row['tensor']} by at most "
-                f"{figure(row['largest_difference'])} ulp, "
+                f"{figure(row['largest_difference'])} ulp, by RMS "
                 f"{figure(row['measured'])} of what rounding allows (at most "
                 f"{figure(row['bound'])})"
             )

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -30,6 +30,7 @@ RENAMEABLE = (
     *("query_seq_lengths", "key_value_seq_lengths"),
     *("query_segment_ids", "key_value_segment_ids"),
 )
+_LSE_TYPES = jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16
 # (query, key, value), and a bias if there is one -> out [B, T, N, D] and LSE [B, N, T],
 # None where there is none.
 Attend = Callable[..., tuple[Array, Array | None]]
@@ -159,6 +160,26 @@ class Target:
                     f"{', '.join(self.arguments or ()) or 'none'}"
                 )
 
+    def check_given(self) -> None:
+        """Raises TargetError if arguments for every call are some that the audit gives
+        itself, or if LSE is to be had by an argument that the function does not have.
+        """
+        adapter = self.adapter
+        theirs = {adapter.renamed.get(name, name): name for name in RENAMEABLE}
+        for name in adapter.more:
+            if name in theirs:
+                raise TargetError(
+                    f"{name!r} is given by the audit itself, with each mask or call: "
+                    "leave it out, or audit a function that has it fixed and not among "
+                    "its arguments"
+                )
+        usual = Adapter().lse
+        if adapter.lse not in (None, "always", usual) and not self.takes(adapter.lse):
+            raise TargetError(
+                f"{self.name} has no argument {adapter.lse!r} to have LSE by; there "
+                f"are {', '.join(self.arguments or ()) or 'none'}, and never and always"
+            )
+
     def said_by(self, mask: str) -> str:
         """Which arguments a mask of `problem.MASKS` is passed by; "" if by none."""
         shape = Shape(1, 8, 8, 1, 1, 8)
@@ -213,12 +234,12 @@ def _attend(target: Target, mask: Mask, scale: float, query, key, value, bias=No
         arrays = [x.swapaxes(1, 2) for x in arrays]
     if adapter.packed:
         if query.shape != key.shape:
-            raise NotTakenError("one packed array holds as many keys as queries")
+            raise NotTakenError(
+                "one packed array holds as many keys as queries, and as many heads of "
+                "each"
+            )
         arrays = [jnp.stack(arrays, axis=2 if adapter.layout == "BTNH" else 1)]
-    try:
-        results = target.function(*arrays, *positional, **keywords)
-    except SystemExit as error:  # It would end the audit, and with the target's code.
-        raise RuntimeError(f"it calls sys.exit({error.code!r})") from error
+    results = target.function(*arrays, *positional, **keywords)
     lse = None
     if target.has_lse:
         if not (isinstance(results, tuple | list) and len(results) == 2):
@@ -299,6 +320,8 @@ def _checked_lse(
             f"it returns {_described(lse)} for LSE, not an array of {theirs} "
             f"({adapter.lse_layout})"
         )
+    if lse.dtype not in _LSE_TYPES:
+        raise WrongResultError(f"it returns {lse.dtype} for LSE")
     lse = lse if adapter.lse_layout == "BNT" else lse.swapaxes(1, 2)
     return lse * np.log(2.0).astype(lse.dtype) if adapter.lse_base == "2" else lse
 
@@ -362,15 +385,36 @@ def resolve(name: str, adapter: Adapter = Adapter()) -> Target:
     try:
         found = importlib.import_module(module)
     # A module of somebody's may raise anything, and a script may end itself.
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise TargetError(f"cannot import {module}: {in_one_line(error)}") from error
     for part in function.split("."):
-        found = getattr(found, part, None)
+        try:
+            found = getattr(found, part)
+        except Exception as error:  # A module may have its own way to find names.
+            raise TargetError(
+                f"{module} has no function {function!r}: {in_one_line(error)}"
+            ) from error
     if not callable(found):
-        raise TargetError(f"{module} has no function {function!r}")
+        raise TargetError(f"{module} has {function!r}, but it cannot be called")
+    _check_modes(module)
     if more:
         adapter = dataclasses.replace(adapter, more={**more, **adapter.more})
     return Target(name, found, adapter, resolved=True)
+
+
+# Under these nothing can be measured: they stop or slow what is compared with, too.
+_MODES = "jax_debug_nans", "jax_debug_infs", "jax_disable_jit"
+
+
+def _check_modes(module: str) -> None:
+    for mode in _MODES:
+        if getattr(jax.config, mode):
+            raise TargetError(
+                f"{mode} is on, in the environment or by importing {module}: turn it "
+                "off for an audit"
+            )
 
 
 def _cut(name: str, strategy: str, adapter: Adapter) -> tuple[dict[str, Any], Adapter]:
@@ -414,6 +458,32 @@ def said(error: Exception) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An exception in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """An exception in one line: its first, or the last one of a traceback in it."""
+    name = type(error).__name__
+    lines = text_of(error).strip().splitlines()
+    if not lines:
+        return name
+    within = "Traceback (most recent call last)" in lines[0]
+    return f"{name}: {lines[-1].strip() if within else lines[0]}"
+
+
+def text_of(error: BaseException) -> str:
+    """`str(error)`, which an error of somebody's may have no way to make."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Makes an ordinary error of what a target raises to end its process, but for an
+    interrupt, which may be the user's."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except SystemExit as error:
+        raise RuntimeError(f"it calls sys.exit({error.code!r})") from error
+    except BaseException as error:
+        raise RuntimeError(f"it raises {in_one_line(error)}") from error

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from attn_jax.audit.attribution import Cost, Fit
-from attn_jax.audit.finding import Finding
+from attn_jax.audit.finding import DEPENDS, Finding
 from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.measure import Measured, Outcome
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem
@@ -89,14 +89,19 @@ def together(
 ) -> list[Finding]:
     """Findings of the measurements, and those of `others`, under the first problem's
     mask, that they do not explain: a wrongly wired out explains all, a poor result what
-    probes find poor in it, and an LSE that is worse that, too."""
+    probes find poor in it, and an LSE that is worse that, too. What a result depends on
+    is said of one that is worse for no known cause."""
     wiring = [f for f in found if f.kind == "wrong wiring"]
     wired = _is_of(cells[0], _masks_of(wiring, {"out"}, cells))
     known = {(f.kind, tensor) for f in found for tensor in f.tensors}
     if (WORSE, "lse") in known:
         known.add((POOR, "lse"))
 
+    named = {t for f in found if f.kind == WORSE and f.cause for t in f.tensors}
+
     def is_known(finding: Finding) -> bool:
+        if finding.cause.startswith(DEPENDS) and named.isdisjoint(finding.tensors):
+            return False
         return not known.isdisjoint((finding.kind, x) for x in finding.tensors)
 
     # Poor in one result is poor in those made of it, and one line says so. Bits that

@@ -119,6 +119,16 @@ def _(s: Setting):
         yield from _ruled(s, is_causal=False)
 
 
+@ATTENTION.add(
+    "causal where it was not asked for",
+    "queries do not see the keys after them",
+    "apply a causal mask only where is_causal says so",
+)
+def _(s: Setting):
+    if not s.problem.rules.is_causal:
+        yield from _ruled(s, is_causal=True)
+
+
 def _causal(make: Callable[[Setting, int | None], Iterator[Wrong]]):
     """For problems with a causal mask, with the left side of their window."""
 

@@ -38,7 +38,8 @@ def range_of(
 ) -> Range:
     """`dlse`: None for 0. `lse` tells how far P = exp(x - LSE) may come out above 1.
     Not `scaled`, no power of two: so for FP16 inputs, since P, which has dS's, too, is
-    rounded to their format. c is 0 if not `centred`. What is not made use of may be None."""
+    rounded to their format. c is 0 if not `centred`. What is not made use of may be
+    None."""
     batch, _, heads, head_dim = key.shape
     centre = jnp.zeros((batch, heads, head_dim), jnp.float32)
     if centred:
