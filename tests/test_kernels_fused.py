@@ -141,8 +141,7 @@ def _range(inputs: Inputs, dlse: np.ndarray, fmt: NumberFormat) -> Range:
     )
     squares = np.square(inputs.dout.astype(np.float32)).sum(-1).swapaxes(1, 2)
     return range_of(
-        *(numbers, jnp.asarray(squares), jnp.asarray(dlse), jnp.zeros_like(dlse)),
-        inputs.key,
+        *(numbers, jnp.asarray(squares), jnp.asarray(dlse), inputs.key),
         scaled=fmt == BF16,
     )
 
@@ -153,7 +152,7 @@ def test_what_exceeds_fp32_is_scaled_down_as_far_as_goes():
     squares, dlse = jnp.full((1, 1, 8), 2.0**30), jnp.full((1, 1, 8), jnp.inf)
     key = jnp.ones((1, 8, 1, 64), jnp.bfloat16)
     for given in (None, dlse):
-        found = range_of(numbers, squares, given, jnp.zeros_like(squares), key)
+        found = range_of(numbers, squares, given, key)
         np.testing.assert_array_equal(found.row_exponent, -MOST_HEAD_EXPONENT)
 
 

@@ -69,7 +69,9 @@ def attention(
     otherwise; so out may differ in the last place from that of a call that is not.
     Otherwise dQ's largest error would be P's rounding. A
     cotangent wider than the inputs is rounded to their format, and gradients come in
-    that format.
+    that format. From |LSE| of 2^21 on, where rounding it changes weights markedly,
+    those of the backward pass are too small rather than too large
+    (`local.not_below`).
 
     Args:
       scale: a Python number; it is compiled into the kernel.

@@ -30,16 +30,14 @@ def range_of(
     numbers: KeyNumbers | None,
     dout_squares: Float32[Array, "B N T"] | None,
     dlse: Float32[Array, "B N T"] | None,
-    lse: Float32[Array, "B N T"] | None,
     key: Float[Array, "B S K H"],
     *,
     centred: bool = True,
     scaled: bool = True,
 ) -> Range:
-    """`dlse`: None for 0. `lse` tells how far P = exp(x - LSE) may come out above 1.
-    Not `scaled`, no power of two: so for FP16 inputs, since P, which has dS's, too, is
-    rounded to their format. c is 0 if not `centred`. What is not made use of may be
-    None."""
+    """`dlse`: None for 0. Not `scaled`, no power of two: so for FP16 inputs, since P,
+    which has dS's, too, is rounded to their format. c is 0 if not `centred`. What is
+    not made use of may be None."""
     batch, _, heads, head_dim = key.shape
     centre = jnp.zeros((batch, heads, head_dim), jnp.float32)
     if centred:
@@ -48,34 +46,23 @@ def range_of(
     if not scaled:
         zero = jnp.zeros((batch, heads), jnp.int32)
         return Range(centre, jnp.ones_like(centre), zero)
-    assert numbers is not None and dout_squares is not None and lse is not None
+    assert numbers is not None and dout_squares is not None
 
     def of_group(x):  # [B, N, T] -> [B, K]
         return x.reshape(batch, heads, -1).max(axis=2)
 
     # Where squares overflow so will dS, for all to see, and not vanish. Nor is it to
     # vanish where they do: unscaled it would be less than any FP16 number.
-    most = most_weight(lse)
-    squares = of_group(dout_squares * most * most)
+    squares = of_group(dout_squares)
     squares = jnp.clip(squares, FP32.min_normal, FP32.max_finite)
     bound = 2 * jnp.sqrt(squares) * numbers.value_norm[..., 0]
     if dlse is not None:
-        bound += of_group(jnp.abs(dlse) * most)
+        bound += of_group(jnp.abs(dlse))
     # Infinity has no exponent.
     bound = jnp.minimum(bound, FP32.max_finite)
     exponent = FP16.max_exponent - jnp.frexp(bound)[1]
     exponent = jnp.clip(exponent, -MOST_HEAD_EXPONENT, MOST_HEAD_EXPONENT)
     return Range(centre, numbers.key_factor, jnp.where(bound > 0, exponent, 0))
-
-
-def most_weight(lse: Float32[Array, "B N T"]) -> Float32[Array, "B N T"]:
-    """A power of two, 1 for |LSE| below 2^21, that P = exp(x - LSE) has at most, or
-    twice that. LSE, its product with log2 e and its difference to x are rounded, by
-    five halves of a place altogether: 0.9 |LSE| / 2^21 in units of log2."""
-    places = jnp.floor(jnp.abs(lse) * 2.0**-21)
-    # Of rows that see nothing LSE is infinite, and P is 0.
-    places = jnp.where(jnp.isinf(lse), 0.0, jnp.minimum(places, 60.0))
-    return jnp.ldexp(jnp.ones_like(lse), places.astype(jnp.int32))
 
 
 def power_of_two(exponent: Int32[Array, "B K"]) -> Float32[Array, "B K"]:

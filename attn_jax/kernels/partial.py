@@ -187,7 +187,7 @@ def backward(
     lengths = {"query_count": query_count, "key_count": key_count}
     options: dict = {"scale": scale, "is_causal": static.is_causal, **lengths}
     # P = exp(S - LSE) of rows that see nothing is to be 0.
-    lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
+    lse = local.not_below(jnp.where(jnp.isneginf(lse), jnp.inf, lse))
     dout = dout.astype(query.dtype)
     query, key, value, dout = map(local.pad_sequence, (query, key, value, dout))
     operands = query, key, value, dout, lse, excess
@@ -198,7 +198,7 @@ def backward(
         numbers, _ = key_numbers(key, value, key_count, inputs, half=False)
     if made == "fused":
         gradients = hopper_backward_fused.backward_fused(
-            *(*operands, None, _range(numbers, dout_squares, excess, lse, key, centre)),
+            *(*operands, None, _range(numbers, dout_squares, excess, key, centre)),
             plan=static.tilings.backward_fused,
             dq_dtype=jnp.dtype(jnp.float16) if scaled else query.dtype,
             wide=True,
@@ -213,7 +213,7 @@ def backward(
             options["bias"] = jnp.broadcast_to(bias, shape)
         own = None
         if scaled:
-            own = _range(numbers, dout_squares, excess, lse, key, None)
+            own = _range(numbers, dout_squares, excess, key, None)
         dquery = hopper_backward_dq.backward_dq(
             *(*operands, jnp.zeros_like(excess), centre[:, :, None]),
             tiling=static.tilings.backward_dq,
@@ -243,16 +243,13 @@ def _range(
     numbers: KeyNumbers | None,
     dout_squares: Float32[Array, "B N T"],
     excess: Float32[Array, "B N T"],
-    lse: Float32[Array, "B N T"],
     key: Float[Array, "B Spad K H"],
     centre: Float32[Array, "B K H"] | None,
 ) -> Range:
     """The powers of two of the part: |dS| <= |dO| |V| + |excess|, by norms; for what
     is left of its keys when a `centre`, which may be larger than they, comes off."""
     scaled = numbers is not None
-    found = range_of(
-        *(numbers, dout_squares, excess, lse, key), centred=False, scaled=scaled
-    )
+    found = range_of(numbers, dout_squares, excess, key, centred=False, scaled=scaled)
     if centre is None:
         return found
     found = found._replace(centre=centre)
