@@ -310,3 +310,13 @@ def test_inputs_that_do_not_fit_the_recipe_are_refused():
     with pytest.raises(ValueError, match="turn jax_enable_x64 on"):
         emulator.attention(*small_arguments(), recipe=EXACT_FP64)
     assert set(RECIPES) >= {"attn_jax", "exact_fp64"}
+
+
+def test_large_logits_leave_no_infinity():
+    """Of P times its scale, which FP16 holds: kernels' were infinite."""
+    recipe = RECIPES["attn_jax_hopper"]
+    assert recipe.probability_scale > 1
+    arrays = small_arguments(jnp.bfloat16)
+    attend = functools.partial(emulator.attention, recipe=recipe, scale=2e7)
+    out, _ = jax.jit(attend)(*arrays)
+    assert jnp.isfinite(out.astype(jnp.float32)).all()

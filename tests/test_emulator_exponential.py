@@ -1,10 +1,13 @@
 """Powers of two of the emulator: accurate on any backend, or as wrong as a kernel's."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attn_jax.emulator import exponential
 from attn_jax.emulator.exponential import (
     POLYNOMIAL_ERRORS,
     POLYNOMIALS,
@@ -72,3 +75,32 @@ def test_a_float32_polynomial_adds_its_own_roundings_only():
         # Horner: p(f) in [1, 2) is a sum of f times less than 1; the last addition
         # rounds by 2^-24 and what came before by half of it and less, summing to it.
         assert bound < error * 1.001 < bound * 1.002 + 2 * 2.0**-24
+
+
+FUNCTIONS = {"exp2": (exp2, 2 * 2.0**-23)} | {
+    f"polynomial of degree {degree}": (
+        functools.partial(exp2_polynomial, degree=degree),
+        # The polynomial's, and of Horner's rule.
+        error + 2 * (degree + 1) * 2.0**-24,
+    )
+    for degree, error in POLYNOMIAL_ERRORS.items()
+}
+
+
+@pytest.mark.parametrize("to", [-np.inf, np.inf])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_weight_doubles_where_its_argument_is_made_twice(name, to, monkeypatch):
+    """A weight of a ring in a loop was doubled, x = -0.5000003: 2^n was made in another
+    kernel than 2^(x - n), and there x was on the other side of -0.5."""
+    function, error = FUNCTIONS[name]
+    whole_part = exponential._whole_part
+
+    def of_a_neighbour(x, about):
+        return whole_part(jnp.nextafter(x, x.dtype.type(to)), about)
+
+    monkeypatch.setattr(exponential, "_whole_part", of_a_neighbour)
+    near = -np.arange(1, 32, dtype=np.float32)[:, None] / 2
+    steps = np.arange(-8, 9, dtype=np.int32)
+    x = jnp.asarray((near.view(np.int32) + steps).view(np.float32))
+    exact = np.exp2(np.asarray(x, np.float64))
+    assert np.abs(function(x) / exact - 1).max() <= error < 0.01

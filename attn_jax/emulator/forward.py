@@ -63,7 +63,12 @@ def softmax_block(x: Operands, logits, m, l, *at):  # noqa: E741
     recipe = x.recipe
     new_m = renewed_max(x, logits, m, *at)
     shift = finite_shift(new_m)
-    p = x.exp_of_logits(x.round(logits - shift, "shifted", *at))
+    difference = logits - shift
+    if recipe.probability_scale > 1 and not recipe.rescale_threshold:
+        # XLA may not round what it subtracts m from, as kernels do not, and a logit of
+        # 1e7 may then lie above m: P times its scale would leave the format.
+        difference = jnp.minimum(difference, 0.0)
+    p = x.exp_of_logits(x.round(difference, "shifted", *at))
     p = x.round(p, "exponentiated", *at) * recipe.probability_scale
     correction = x.exp(x.round(m - shift, "correction", *at, site="difference"))
     correction = x.round(correction, "correction", *at)
