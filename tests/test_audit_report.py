@@ -314,7 +314,9 @@ def test_the_terminal_says_all_that_matters():
     assert "flash2_op_by_op is 0.05 octaves off" in printed(example())
     assert "failed: rows that see nothing, nan, at most 0" in flat
     assert "exp2 of a logit" not in flat
-    assert "the same call again, dquery by at most 4.00 ulp, 0.70 of what" in flat
+    assert (
+        "the same call again, dquery by at most 4.00 ulp, by RMS 0.70 of what" in flat
+    )
     assert "out 2: 1.65, 4: 2.34, 8: 3.31, 16: 4.68 (predicted 1.25," in flat
 
 

@@ -228,6 +228,13 @@ def test_two_mistakes_are_two_findings():
     ]
 
 
+def test_a_natural_logarithm_that_is_said_to_be_another():
+    problem = Problem(GROUPED)
+    function = honest(lse=lambda lse, m, scale: lse * np.log(2))
+    (found,) = recognise(results(function, problem), problem)
+    assert (found.cause, found.tensors) == ("LSE taken for base 2", ("lse",))
+
+
 def test_some_results_are_enough():
     planted = PLANTED["causal ignored"]
     given = results(planted.function, planted.problem)

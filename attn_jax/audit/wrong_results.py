@@ -163,6 +163,12 @@ _lse(
     lambda x: x.lse / math.log(2),
 )
 _lse(
+    "LSE taken for base 2",
+    "LSE is ln(2) times what it is",
+    "it is a natural logarithm already: leave it, or --lse-base out",
+    lambda x: x.lse * math.log(2),
+)
+_lse(
     "LSE negated",
     "LSE has the wrong sign",
     "return max + log(sum)",
