@@ -80,7 +80,8 @@ def test_a_float32_polynomial_adds_its_own_roundings_only():
 FUNCTIONS = {"exp2": (exp2, 2 * 2.0**-23)} | {
     f"polynomial of degree {degree}": (
         functools.partial(exp2_polynomial, degree=degree),
-        # The polynomial's, and of Horner's rule.
+        # The polynomial's own, and a sum and a product in each step of Horner's rule,
+        # of numbers below 2 where the result is at least 1.
         error + 2 * (degree + 1) * 2.0**-24,
     )
     for degree, error in POLYNOMIAL_ERRORS.items()

@@ -150,13 +150,9 @@ def _transformed(
         yield "batch size", one_entry
         yield "batch position", other_entries
 
-    def last_layer():
+    def last_of(several):
         stacked = Inputs(*(np.stack([np.roll(x, 1, 1), x]) for x in inputs))
-        return {name: x[-1] for name, x in run(Layers(attend), stacked).items()}
-
-    def last_mapped():
-        stacked = Inputs(*(np.stack([np.roll(x, 1, 1), x]) for x in inputs))
-        return {name: x[-1] for name, x in run(Mapped(attend), stacked).items()}
+        return {name: x[-1] for name, x in run(several(attend), stacked).items()}
 
     if attend_of or shared:
         yield "padded queries", more_queries
@@ -164,8 +160,8 @@ def _transformed(
         yield "padded keys", more_keys
     if N > 1 and (mask.dense is None or mask.dense.shape[1] == 1):
         yield "head position", other_heads
-    yield "layers", last_layer
-    yield "mapping", last_mapped
+    yield "layers", lambda: last_of(Layers)
+    yield "mapping", lambda: last_of(Mapped)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ def run(attend: Attend, arrays: Arrays, *, gradients: bool = True) -> Results:
         concurrent.futures.wait([begun])
     else:
         lowered(attend, gradients, *_types(arrays)).compile()
-    with ALONE, contained():
+    with ALONE:
         return jax.device_get(_results(attend, gradients, *map(jnp.asarray, arrays)))
 
 

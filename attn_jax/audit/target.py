@@ -471,7 +471,7 @@ def text_of(error: BaseException) -> str:
     """`str(error)`, which an error of somebody's may have no way to make."""
     try:
         return str(error)
-    except Exception:
+    except Exception:  # Whatever it is, the error's type is said all the same.
         return ""
 
 

@@ -361,22 +361,14 @@ def _lost(p, right, lost, weighty, add) -> None:
     # Five standard deviations of the difference of two shares.
     chance = 5 * 2 * np.sqrt(share * (1 - share) / weighty.sum())
     kept = weighty & ~lost
-    if (
-        not pattern
-        and kept.any()
-        and lost.sum() >= 10
-        and abs(of_large - of_small) <= chance
-    ):
+    # Of none that are kept it cannot be told how the lost ones differ.
+    scattered = not pattern and kept.any()
+    if scattered and lost.sum() >= 10 and abs(of_large - of_small) <= chance:
         gain = np.median(p[kept] / right[kept])
         says = f"{share:.1%} of P is zero, of large and small entries alike, and the "
         says += f"others are {gain:.3f} times what they should be: turn dropout off"
         add("wrong wiring", "dropout left on", says, share=share, gain=gain)
-    elif (
-        not pattern
-        and kept.any()
-        and right[lost].max() < right[kept].max()
-        and of_small > of_large
-    ):
+    elif scattered and right[lost].max() < right[kept].max() and of_small > of_large:
         below = right[lost].max()
         says = f"{share:.1%} of P is zero, small entries of up to {below:.1e}: apply "
         says += "what the softmax gives without a threshold"

@@ -71,7 +71,7 @@ def attention(
     cotangent wider than the inputs is rounded to their format, and gradients come in
     that format. From |LSE| of 2^21 on, where rounding it changes weights markedly,
     those of the backward pass are too small rather than too large
-    (`local.not_below`).
+    (`local.raised_lse`).
 
     Args:
       scale: a Python number; it is compiled into the kernel.

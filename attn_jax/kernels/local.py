@@ -90,14 +90,14 @@ class Static(NamedTuple):
         return narrow and (differentiated if wanted is None else wanted)
 
 
-def not_below(lse: Float32[Array, "B N T"]) -> Float32[Array, "B N T"]:
+def raised_lse(lse: Float32[Array, "B N T"]) -> Float32[Array, "B N T"]:
     """LSE for the backward pass: itself below 2^21, and beyond so much above what it is
     that P = exp(x - LSE) is below 2, whatever is rounded on the way.
 
     LSE, its product with log2 e and its difference to x are rounded, by five halves of
     a place altogether, 0.9 |LSE| / 2^21 in units of log2. In trainings that lost their
-    hold LSE was 5e7, P 2^20, and infinite as an operand; now rows of which FP32 cannot
-    tell the weights have a gradient that is too small, and not one that is NaN.
+    hold LSE was 5e7, where P may so be 2^20, and infinite as an operand. Rows of which
+    FP32 cannot tell the weights get a gradient that is too small, and none that is NaN.
     """
     more = (jnp.abs(lse) - 2.0**21) * 2.0**-21
     return jnp.where(jnp.isfinite(lse), lse + jnp.maximum(more, 0.0), lse)
@@ -210,7 +210,7 @@ def backward(
         empty = jnp.isneginf(lse)
         lse = jnp.where(empty, jnp.inf, lse)
         dlse = None if dlse is None else jnp.where(empty, 0.0, dlse)
-    of_sinks, lse = lse, not_below(lse)
+    for_kernels = raised_lse(lse)
     lengths = {"query_count": query_count, "key_count": key_count}
     options = {"scale": static.scale, "is_causal": is_causal} | lengths
     of_pairs = {}
@@ -223,7 +223,10 @@ def backward(
     dq_tiling = static.tilings.backward_dq
     if chosen.delta_source == "p_dp":
         excess = hopper_backward_dq.backward_delta(
-            *(query, key, value, dout, lse), tiling=dq_tiling, **options, **of_pairs
+            *(query, key, value, dout, for_kernels),
+            tiling=dq_tiling,
+            **options,
+            **of_pairs,
         )
     assert excess is not None
     delta = excess if dlse is None else excess - dlse
@@ -231,10 +234,10 @@ def backward(
     row_sum = dlse  # of dS over the keys
     if sinks is not None:
         # The sink is a key whose dP is zero: dS = P (0 - delta).
-        of_sink = jnp.exp(sinks[..., None] - of_sinks) * -delta
+        of_sink = jnp.exp(sinks[..., None] - lse) * -delta
         dsinks = pairwise_sum(of_sink, -1)
         row_sum = -of_sink if dlse is None else dlse - of_sink
-    operands = (query, key, value, dout, lse, delta)
+    operands = (query, key, value, dout, for_kernels, delta)
     found = range_of(
         *(numbers, dout_squares, dlse, key),
         centred=centre_kind == "keys",

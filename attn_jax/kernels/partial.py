@@ -187,7 +187,7 @@ def backward(
     lengths = {"query_count": query_count, "key_count": key_count}
     options: dict = {"scale": scale, "is_causal": static.is_causal, **lengths}
     # P = exp(S - LSE) of rows that see nothing is to be 0.
-    lse = local.not_below(jnp.where(jnp.isneginf(lse), jnp.inf, lse))
+    lse = local.raised_lse(jnp.where(jnp.isneginf(lse), jnp.inf, lse))
     dout = dout.astype(query.dtype)
     query, key, value, dout = map(local.pad_sequence, (query, key, value, dout))
     operands = query, key, value, dout, lse, excess
