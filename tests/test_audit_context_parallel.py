@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from attn_jax import context_parallel
-from attn_jax.audit import attribution, audit_attention, command
+from attn_jax.audit import attribution, audit_attention, command, verdict
 from attn_jax.audit.audit import Audit, carry_out
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.parts import Parts
@@ -157,7 +157,7 @@ def no_guard(monkeypatch):
     monkeypatch.setattr(merge, "merged", wrong)
 
 
-PLAIN = {name: SOME[name] for name in ("flash2", "jax_nn", "eager_bf16")}
+PLAIN = {name: CANDIDATES[name] for name in verdict.PLAIN}
 
 
 @pytest.mark.parametrize(

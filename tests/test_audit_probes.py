@@ -13,6 +13,7 @@ from attn_jax.audit.noise import logit_extent, rounding_noise, sampled_rows, see
 from attn_jax.audit.problem import MASKS, Problem
 from attn_jax.formats import BF16
 from attn_jax.mask import Mask
+from tests import planted
 from tests.audit_targets import attend, honest
 
 SHAPE = Shape(2, 80, 96, 2, 1, 32)
@@ -90,6 +91,21 @@ def test_faults_are_found(fault, found):
         "LSE in log2": {"K + c: lse", "lse at -1000", "lse at +1000"},
     }
     assert accused <= untouched.get(fault, accused)
+
+
+def test_zeros_past_the_last_key_are_found_at_another_length():
+    """cuDNN's dQ was NaN with 320 keys, where logits are below -90, and at 256 not."""
+    whole = Problem(Shape(1, 128, 128, 2, 1, 32))
+    target = planted.wrapped(planted.filled_up)
+
+    def attend_of(problem):
+        return planted.attend(target, problem)
+
+    found = causes(probes.probe(attend_of(whole), whole, attend_of=attend_of))
+    last = "half a tile at extremes", "not finite", "what lies past the last key"
+    assert {x for x in found if x[1] != POOR} == {last}
+    (right,) = probes.half_a_tile(lambda p: planted.attend(planted.honest(), p), whole)
+    assert right.finding is None
 
 
 def test_a_dropped_tile_is_wrong_wiring():

@@ -56,13 +56,12 @@ def test_a_poor_algorithm_is_no_bug_and_its_step_is_named():
     (found,) = judge(cells, FITTING, costs)
     assert found.kind.startswith("as accurate as its algorithm allows")
     assert found.cause == "delta" and found.tensors == ("dquery",)
-    assert (
-        "as flash2 predicts (52)" in found.says and "99 % of it is delta" in found.says
-    )
+    assert "where flash2 predicts 52" in found.says
+    assert "99 % of it is delta" in found.says
     assert "1 of 2 problems" in found.says
     # Without a fit nothing is said of its steps.
     (found,) = judge(cells, FAR)
-    assert found.cause == "" and "ordinary algorithms (52)" in found.says
+    assert found.cause == "" and "where ordinary algorithms have 52" in found.says
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,12 @@ _ALTERED: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "dk_accumulator": (FLASH2, dict(dk_accumulator=_CAST, dv_accumulator=_CAST)),
     # Each query head's, added up over those that share a key head.
     "gradients by query head": (FLASH2, dict(group_gradient=_CAST)),
+    # As `jnp.repeat` of keys and values is differentiated, which textbooks have.
+    "gradients by query head, P normalised": (JAX_NN, dict(group_gradient=_CAST)),
+    "gradients by query head, unrounded dS": (
+        JAX_NN,
+        dict(group_gradient=_CAST, dlogits=_WIDE),
+    ),
     "dq_accumulator": (FLASH2, dict(dq_accumulator=_CAST)),
     "delta": (FLASH2, dict(delta=_CAST)),
     "exact delta": (FLASH2, dict(delta_source="o_f32")),

@@ -289,7 +289,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What is missing here may be there for the next call.
         (folder / "parts.jsonl").unlink(missing_ok=True)
         reason = next(cell.reason for cell in report.cells)
-        made.exit(2, f"{made.prog}: {report.target} does not run here: {reason}\n")
+        made.exit(
+            2,
+            f"{made.prog}: {report.target} does not run under jax.jit here: {reason}\n",
+        )
     try:
         print_report(report, sys.stdout)
         print(f"{folder / 'report.html'}", flush=True)

@@ -57,7 +57,9 @@ def read(target: Target, problem: Problem) -> Iterator[Row]:
 def probe(target: Target, problem: Problem) -> Iterator[Row]:
     """One row for each identity."""
     attend, left_out = target.on(problem), _LeftOut("probes")
-    for result in probes.probe(attend, problem, refused=left_out.add):
+    for result in probes.probe(
+        attend, problem, attend_of=target.on, refused=left_out.add
+    ):
         yield {
             "name": result.name,
             "measured": result.measured,

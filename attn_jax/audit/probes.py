@@ -8,6 +8,7 @@ times `noise.ROWS`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -38,7 +39,11 @@ from attn_jax.formats import BF16, FP32, TF32, NumberFormat
 # Positions of a result that are widened at a time.
 _CHUNK = 4096
 
+# A length that ends in the middle of a tile of 128, and of 256 keys.
+_HALF_A_TILE = 320
+
 Probe = Callable[[Attend, Problem], tuple[ProbeResult, ...]]
+AttendOf = Callable[[Problem], Attend]
 
 
 def unit_value(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
@@ -313,16 +318,8 @@ def extremes(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
     nothing must give out = 0, LSE = -inf and dQ = 0, else they count, too. LSE must
     move by the shift, to the bound of `shifted_keys`.
     """
-    s, dtype = problem.shape, DTYPES[problem.dtype]
-    base = dataclasses.replace(problem, family="normal").inputs
-    query = base.query.copy()
-    query[..., 0] = 64
-    channel = float(np.asarray(1000 / (64 * problem.scale)).astype(dtype))
-    signed = []
-    for amount in (-channel, 0.0, channel):
-        key = base.key.copy()
-        key[..., 0] = amount
-        signed.append(base._replace(query=query, key=key))
+    s = problem.shape
+    signed, shift = _at_extremes(problem)
     results = [run(attend, inputs) for inputs in signed]
     broken, blind = 0, 0
     for x in results:
@@ -359,7 +356,7 @@ def extremes(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
                 _lse_result(
                     f"lse at {sign * 1000:+}",
                     tuple(results[i] for i in pair),
-                    np.float64(sign * problem.scale * 64 * channel),
+                    np.float64(sign * shift),
                     [
                         logit_extent(signed[i], problem.rules, problem.scale)
                         for i in pair
@@ -368,6 +365,30 @@ def extremes(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
                 )
             )
     return tuple(found)
+
+
+def half_a_tile(attend_of: AttendOf, problem: Problem) -> tuple[ProbeResult, ...]:
+    """Logits of about +1000 and -1000 where keys end inside a tile: all stays finite.
+
+    What is read past the last key is often zero, a logit of 0, and left out later. Then
+    exp(0 - LSE) may be infinite, and 0 times it is NaN. (cuDNN 9.19's dQ is NaN there.)
+    Without a mask; counts values of out, LSE and gradients that are not finite.
+    """
+    ends = dict(query_length=_HALF_A_TILE, key_length=_HALF_A_TILE)
+    shape = dataclasses.replace(problem.shape, **ends)
+    problem = dataclasses.replace(problem, shape=shape, mask="full")
+    attend, (signed, _) = attend_of(problem), _at_extremes(problem)
+    found = [x for inputs in signed for x in run(attend, inputs).values()]
+    return (
+        count(
+            "half a tile at extremes",
+            sum(int((~np.isfinite(x)).sum()) for x in found),
+            "what lies past the last key",
+            f"{{measured:.0f}} values are not finite where logits are about +1000 or "
+            f"-1000 and {_HALF_A_TILE} keys end inside a tile: hide what is past the "
+            "last key before exp, in the backward pass, too",
+        ),
+    )
 
 
 PROBES: dict[str, Probe] = {
@@ -385,19 +406,38 @@ def probe(
     attend: Attend,
     problem: Problem,
     *,
+    attend_of: AttendOf | None = None,
     refused: Callable[[str, Exception], None] | None = None,
 ) -> Iterator[ProbeResult]:
-    """The results of all `PROBES`. `refused` is told the name of one and what the
-    target raises of it; without it that is raised."""
-    for name, each in PROBES.items():
+    """The results of all `PROBES` and, if there is an `attend_of` other problems, of
+    `half_a_tile`. `refused` is told the name of one and what the target raises of it;
+    without it that is raised."""
+    every = {name: functools.partial(each, attend) for name, each in PROBES.items()}
+    if attend_of is not None:
+        every["half a tile at extremes"] = functools.partial(half_a_tile, attend_of)
+    for name, each in every.items():
         try:
-            results = each(attend, problem)
+            results = each(problem)
         except Exception as error:  # A function of somebody's may raise anything.
             if refused is None:
                 raise
             refused(name, error)
             continue
         yield from results
+
+
+def _at_extremes(problem: Problem) -> tuple[list[Inputs], float]:
+    """Inputs whose logits are shifted by -c, 0 and +c, about 1000, and c."""
+    base = dataclasses.replace(problem, family="normal").inputs
+    query = base.query.copy()
+    query[..., 0] = 64
+    channel = np.asarray(1000 / (64 * problem.scale)).astype(DTYPES[problem.dtype])
+    signed = []
+    for amount in (-channel, 0, channel):
+        key = base.key.copy()
+        key[..., 0] = amount
+        signed.append(base._replace(query=query, key=key))
+    return signed, problem.scale * 64 * float(channel)
 
 
 def _steps(fmt: NumberFormat, *, logits: bool) -> Iterator[tuple[NumberFormat, str]]:

@@ -398,6 +398,8 @@ def resolve(name: str, adapter: Adapter = Adapter()) -> Target:
             ) from error
     if not callable(found):
         raise TargetError(f"{module} has {function!r}, but it cannot be called")
+    if isinstance(found, type):
+        raise TargetError(f"{name} is a class: name a function, or an instance of it")
     _check_modes(module)
     if more:
         adapter = dataclasses.replace(adapter, more={**more, **adapter.more})

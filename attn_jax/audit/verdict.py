@@ -31,7 +31,12 @@ from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem
 # What plain flash attention has on the problems that it is good at is 1.5.
 POOR_UNITS = 1.7
 # Ordinary algorithms: what nobody is blamed for.
-PLAIN = ("flash2", "jax_nn", "eager_bf16")
+PLAIN = (
+    "flash2",
+    "jax_nn",
+    "jax_nn (gradients by query head, P normalised)",
+    "eager_bf16",
+)
 
 
 class Judged(NamedTuple):
@@ -189,11 +194,12 @@ def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
             f"; {100 * min(dearest.share, 1):.0f} % of it is {dearest.step}, without "
             f"which {dearest.without:.3g} are left"
         )
-    algorithm = (
-        f"as {fit.candidate} predicts ({worst.allowed[tensor]:.3g})"
-        if fit and fit.fits
-        else f"no more than ordinary algorithms ({worst.allowed[tensor]:.3g})"
-    )
+    allowed = worst.allowed[tensor]
+    algorithm = f"where ordinary algorithms have {allowed:.3g}"
+    if fit and fit.fits:
+        algorithm = f"where {fit.candidate} predicts {allowed:.3g}"
+    if units > allowed:
+        algorithm += f" and luck may make it {allowance(allowed):g} times as large"
     return Finding(
         POOR,
         cause,

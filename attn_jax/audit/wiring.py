@@ -365,8 +365,9 @@ def _lost(p, right, lost, weighty, add) -> None:
     scattered = not pattern and kept.any()
     if scattered and lost.sum() >= 10 and abs(of_large - of_small) <= chance:
         gain = np.median(p[kept] / right[kept])
-        says = f"{share:.1%} of P is zero, of large and small entries alike, and the "
-        says += f"others are {gain:.3f} times what they should be: turn dropout off"
+        says = f"{share:.1%} of P, or of P V, is zero, of large and small entries "
+        says += f"alike, and the others are {gain:.3f} times what they should be: turn "
+        says += "dropout off"
         add("wrong wiring", "dropout left on", says, share=share, gain=gain)
     elif scattered and right[lost].max() < right[kept].max() and of_small > of_large:
         below = right[lost].max()

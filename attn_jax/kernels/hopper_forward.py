@@ -269,7 +269,7 @@ def forward(
 
             floor = None
             if sinks_gmem is not None and rescale_threshold:
-                floor = sinks_gmem[0, n] * LOG2_E
+                floor = softmax.of_sink(sinks_gmem[0, n])
 
             def attend(q, acc, first, last, before):
                 """(sum of P V, state) of the blocks first, ..., last, with the state

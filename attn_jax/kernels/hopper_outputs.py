@@ -117,10 +117,10 @@ class Carried(NamedTuple):
         `unscale`: what the values of `acc` are multiplied by, but for P's scale.
         """
         rows = pl.ds(first_row, acc.shape[0])
-        now = 2.0**-softmax.log2_scale
-        self.row_max[b, n, rows] = state.row_max
-        self.row_sum[b, n, rows] = state.row_sum.sum(axis=1) * now
-        self.total[b, rows, n] = acc * (now * unscale)
+        row_max, undo = softmax.in_log2(state.row_max)
+        self.row_max[b, n, rows] = row_max
+        self.row_sum[b, n, rows] = state.row_sum.sum(axis=1) * undo
+        self.total[b, rows, n] = acc * along_rows(undo * unscale, acc.shape)
 
     def add(
         self, acc: jax.Array, state: State, softmax: Softmax, unscale, b, n, first_row
@@ -128,8 +128,8 @@ class Carried(NamedTuple):
         """Adds them to what is here."""
         rows, width = acc.shape
         place = b, n, pl.ds(first_row, rows)
-        now = 2.0**-softmax.log2_scale
-        row_max, row_sum = state.row_max, state.row_sum.sum(axis=1) * now
+        row_max, undo = softmax.in_log2(state.row_max)
+        row_sum = state.row_sum.sum(axis=1) * undo
         m, l = (  # noqa: E741
             plgpu.load(of_rows.at[place], layout=ROWS, optimized=False)
             for of_rows in cast(Any, self)[:2]
@@ -142,7 +142,7 @@ class Carried(NamedTuple):
         total = cast(Any, self.total).at[b, :, n]
         # In groups of columns, for the registers.
         shape = rows, GROUP
-        shrink, weight = (along_rows(x, shape) for x in (shrink, weight * now))
+        shrink, weight = (along_rows(x, shape) for x in (shrink, weight * undo))
         for column in range(0, width, GROUP):
             part = lax.slice(acc, (0, column), (rows, column + GROUP))
             old = read_tile(total, first_row, column, shape)

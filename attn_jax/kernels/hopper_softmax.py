@@ -8,6 +8,7 @@ raises the maximum of a block that has it more than once (Qiu & Yao, arXiv 2510.
 which takes one more comparison for each logit.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -29,10 +30,15 @@ from attn_jax.kernels.tiles import (
 LOG2_P_SCALE = FP16.max_exponent
 P_SCALE = 2.0**LOG2_P_SCALE
 
+# Where the maximum of a row is this far from 0 its unit is a coarser one
+# (`Softmax.placed`).
+FAR = 2.0**27
+
 
 class State(NamedTuple):
-    """Softmax of each row over the blocks so far: m in units of log2, and l, whose sum
-    over a row's threads is still to be taken (`partial_sum`)."""
+    """Softmax of each row over the blocks so far: m in units of log2 (`Softmax.placed`
+    says where it is not), and l, whose sum over a row's threads is still to be taken
+    (`partial_sum`)."""
 
     row_max: jax.Array
     row_sum: jax.Array
@@ -68,13 +74,15 @@ class Softmax(NamedTuple):
         `before`: None for the first block. `floor`: where m starts then, a sink's
         logit in units of log2; None: below everything.
         """
-        row_max = s.max(axis=1) * self.unit
+        top = s.max(axis=1)
+        row_max = top * self.unit
         if self.repeated_max_factor is not None:
             row_max = self._raised(s, row_max, self.repeated_max_factor)
         if self.log2_scale:
             row_max = not_below(row_max)
         if self.whole_maxima:
             row_max = lax.round(row_max, lax.RoundingMethod.TO_NEAREST_EVEN)
+        row_max = self.placed(row_max, top)
         m = floor if before is None else before.row_max
         if m is not None:
             larger = jnp.maximum(m, row_max)
@@ -82,14 +90,55 @@ class Softmax(NamedTuple):
             if self.rescale_threshold:
                 row_max = jnp.where(larger - m <= self.rescale_threshold, m, larger)
         base = finite(row_max) if self.blind_rows else row_max
-        origin = base - self.log2_scale if self.log2_scale else base
-        p = jnp.exp2(s * self.unit - along_rows(origin, s.shape))
+        unit, origin = self.unit, base - self.log2_scale if self.log2_scale else base
+        if self._has_far_rows:
+            far = is_far(base)
+            unit = along_rows(jnp.where(far, self._coarse, unit), s.shape)
+            origin = jnp.where(far, base, origin)
+        p = jnp.exp2(s * unit - along_rows(origin, s.shape))
         row_sum = partial_sum(p)
         correction = None
         if before is not None:
             correction = jnp.exp2(before.row_max - base)
             row_sum += before.row_sum * along_rows(correction, row_sum.shape)
         return State(row_max, row_sum), p.astype(self.dtype), correction
+
+    def of_sink(self, sink: jax.Array) -> jax.Array:
+        """m of a row that has this sink alone."""
+        return self.placed(sink * LOG2_E, sink * (LOG2_E / self.unit))
+
+    def placed(self, row_max: jax.Array, top: jax.Array) -> jax.Array:
+        """m of a row whose largest logit is `top`: `row_max`, unless that is far.
+
+        The product in P = 2^(top unit - m) is not rounded, and m is. Where FP32 numbers
+        lie 8 apart and more P so is anything, which as an FP16 number may be infinite
+        or nothing, and trainings that lost their hold do have logits of 1e9. There the
+        unit is a power of two, 1.5 to 3 times as large, so that both are exact and P is
+        1. Of the next smaller logit it is 2^-8 at most, and 2^-2.7 by the unit itself,
+        but to tell the two apart logits are rounded too far. m grows with the logit all
+        the same, and between a far row and one that is not 2^(m - m') is 0.
+        """
+        if not self._has_far_rows:
+            return row_max
+        coarse = top * self._coarse
+        return jnp.where(is_far(coarse), coarse, row_max)
+
+    @property
+    def _has_far_rows(self) -> bool:
+        """Not where maxima are raised beyond all logits anyway."""
+        return self.unit > 0.0 and self.repeated_max_factor is None
+
+    @property
+    def _coarse(self) -> float:
+        return 2.0 ** math.frexp(1.5 * self.unit)[1]
+
+    def in_log2(self, row_max: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+        """(m in units of log2 wherever it is, what undoes the scale of P and l)."""
+        if not self._has_far_rows:
+            return row_max, 2.0**-self.log2_scale
+        far = is_far(row_max)
+        undo = jnp.where(far, 1.0, 2.0**-self.log2_scale)
+        return jnp.where(far, row_max * (self.unit / self._coarse), row_max), undo
 
     def _raised(self, s: jax.Array, row_max: jax.Array, factor: float) -> jax.Array:
         """A block's maxima, those that repeat times the factor or, below 0, as 0."""
@@ -122,18 +171,19 @@ class Softmax(NamedTuple):
         row_sum = of_keys = state.row_sum.sum(axis=1)
         row_max, shrink = state.row_max, 1.0
         if sink is not None:
-            row_max = jnp.maximum(row_max, sink * LOG2_E)
+            of_sink = self.of_sink(sink)
+            row_max = jnp.maximum(row_max, of_sink)
         if self.blind_rows:
             row_max = finite(row_max)
+        in_log2, undo = self.in_log2(row_max)
         if sink is not None:
             shrink = jnp.exp2(state.row_max - row_max)
-            of_sink = jnp.exp2(sink * LOG2_E - row_max)
-            row_sum = row_sum * shrink + _scaled(of_sink, self.log2_scale)
+            row_sum = row_sum * shrink + jnp.exp2(of_sink - row_max) / undo
         inverse = shrink / row_sum
         # A raised maximum may leave nothing of a row.
         if self.blind_rows or self.repeated_max_factor is not None:
             inverse = jnp.where(row_sum == 0.0, 0.0, inverse)
-        lse = row_max * LN_2 + jnp.log(_scaled(row_sum, -self.log2_scale))
+        lse = in_log2 * LN_2 + jnp.log(row_sum * undo)
         if self.blind_rows and sink is not None:
             # With a threshold m began with the sink.
             by_sum = bool(self.rescale_threshold)
@@ -154,5 +204,6 @@ def not_below(row_max: jax.Array) -> jax.Array:
     return row_max + more
 
 
-def _scaled(x: jax.Array, exponent: int) -> jax.Array:
-    return x * 2.0**exponent if exponent else x
+def is_far(row_max: jax.Array) -> jax.Array:
+    """Whether its unit is the coarse one."""
+    return jnp.abs(row_max) >= FAR
