@@ -20,7 +20,7 @@ from attn_jax.audit.inputs import Shape
 from attn_jax.audit.problem import TENSORS, Problem, Results
 from attn_jax.mask import Mask
 from attn_jax.recipe import FLASH2
-from tests import planted_bias
+from tests import planted_bias, planted_keys
 from tests.knobs import Knobs, attention, bfloat16, same, scaled_query, truncated
 
 GROUPED = Shape(2, 96, 160, 4, 2, 32)
@@ -116,14 +116,6 @@ def _jax_nn(*arrays, return_residual=False, **rules):
     return jax.nn.dot_product_attention(*arrays, implementation="xla", **rules)
 
 
-def _repeated(function, query, *keys, **rules):
-    return function(query, *(_for_every_head(x, query) for x in keys), **rules)
-
-
-def _for_every_head(x, query):
-    return jnp.repeat(x, query.shape[2] // x.shape[2], axis=2)
-
-
 def _heads_first(function, *arrays, return_residual=False, **rules):
     """[B, N, T, H], LSE [B, N, T]."""
     arrays = (x.swapaxes(1, 2) for x in arrays)
@@ -145,7 +137,7 @@ HONEST: dict[str, Callable] = {
     "delta from FP32 O": honest(delta_from="unrounded out"),
     "FP32 everything": honest(narrow=same, delta_from="unrounded out"),
     "scaled query": wrapped(scaled_query),
-    "keys repeated for every query head": wrapped(_repeated),
+    "keys repeated for every query head": wrapped(planted_keys.repeated),
     "heads first": Honest(wrapped(_heads_first), layout="BNTH"),
     "jax.nn": Honest(_jax_nn, residual=False),
     "reference": functools.partial(
@@ -454,26 +446,9 @@ def _one_shape(function, query, key, *arrays, **rules):
     return function(query, key, *arrays, **rules)
 
 
-def filled_up(function, query, *arrays, return_residual=False, **rules):
-    """dQ has the keys, zeros, that fill the last tile up: P is exp(0 - LSE)."""
-    _, lse = function(query, *arrays, return_residual=True, **rules)
-
-    @jax.custom_vjp
-    def seen(query, lse):
-        return query
-
-    def backward(lse, g):
-        more = jnp.exp(-lse.astype(jnp.float32))[..., None] * 0
-        return (g + more if arrays[0].shape[1] % 128 else g).astype(g.dtype), None
-
-    seen.defvjp(lambda query, lse: (query, lse), backward)
-    query = seen(query, jax.lax.stop_gradient(lse))
-    return function(query, *arrays, return_residual=return_residual, **rules)
-
-
 _plant(
     "zeros past the last key",
-    wrapped(filled_up),
+    wrapped(planted_keys.filled_up),
     "",
     expects="not finite",
 )

@@ -7,7 +7,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from attn_jax.audit import attribution
+from attn_jax.audit import attribution, verdict
 from attn_jax.audit.audit import Audit, carry_out
 from attn_jax.audit.finding import HARMLESS
 from attn_jax.audit.parts import Parts
@@ -18,7 +18,7 @@ from tests.planted import GROUPED, HONEST, PLANTED
 
 CANDIDATES = attribution.candidates(BF16)
 # Those that the planted functions round like, with or without a defect.
-SOME = ("flash2", "jax_nn", "eager_bf16", "exact_fp32", "attn_jax", "flash2 (logits)")
+SOME = (*verdict.PLAIN, "exact_fp32", "attn_jax", "flash2 (logits)")
 SOME += tuple(name for name in CANDIDATES if " (" in name)
 RECIPES = {name: CANDIDATES[name] for name in SOME}
 # What those that always run round like: to compile a recipe takes a second.

@@ -13,7 +13,7 @@ from attn_jax.audit.noise import logit_extent, rounding_noise, sampled_rows, see
 from attn_jax.audit.problem import MASKS, Problem
 from attn_jax.formats import BF16
 from attn_jax.mask import Mask
-from tests import planted
+from tests import planted, planted_keys
 from tests.audit_targets import attend, honest
 
 SHAPE = Shape(2, 80, 96, 2, 1, 32)
@@ -96,7 +96,7 @@ def test_faults_are_found(fault, found):
 def test_zeros_past_the_last_key_are_found_at_another_length():
     """cuDNN's dQ was NaN with 320 keys, where logits are below -90, and at 256 not."""
     whole = Problem(Shape(1, 128, 128, 2, 1, 32))
-    target = planted.wrapped(planted.filled_up)
+    target = planted.wrapped(planted_keys.filled_up)
 
     def attend_of(problem):
         return planted.attend(target, problem)
