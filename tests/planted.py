@@ -446,12 +446,8 @@ def _one_shape(function, query, key, *arrays, **rules):
     return function(query, key, *arrays, **rules)
 
 
-_plant(
-    "zeros past the last key",
-    wrapped(planted_keys.filled_up),
-    "",
-    expects="not finite",
-)
+_zeros = wrapped(planted_keys.filled_up)
+_plant("zeros past the last key", _zeros, "", expects="not finite")
 _plant(
     "irreproducible",
     _result(_noisy),
