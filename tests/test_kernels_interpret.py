@@ -10,6 +10,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -28,7 +29,9 @@ from attn_jax.kernels import (
 )
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention, declared_recipe
+from attn_jax.kernels.hopper_softmax import Softmax
 from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.tiles import LOG2_E
 from attn_jax.kernels.tuning import Backward
 from attn_jax.mask import Mask
 from attn_jax.recipe import Architecture, Step
@@ -267,6 +270,11 @@ def test_of_large_logits_the_largest_has_all_weight(scale):
     np.testing.assert_array_equal(
         np.asarray(results.out, np.float64)[0, clear, 0], value[logits.argmax(1)[clear]]
     )
+
+
+def test_a_scale_of_0_takes_sinks():
+    softmax = Softmax(0.0, jnp.dtype(jnp.bfloat16), False)
+    np.testing.assert_allclose(softmax.of_sink(jnp.float32(1)), LOG2_E, rtol=2.0**-24)
 
 
 def _tiled_as_long_ones(case: Case) -> Results:

@@ -105,6 +105,8 @@ class Softmax(NamedTuple):
 
     def of_sink(self, sink: jax.Array) -> jax.Array:
         """m of a row that has this sink alone."""
+        if not self._has_far_rows:
+            return sink * LOG2_E
         return self.placed(sink * LOG2_E, sink * (LOG2_E / self.unit))
 
     def placed(self, row_max: jax.Array, top: jax.Array) -> jax.Array:
@@ -125,7 +127,7 @@ class Softmax(NamedTuple):
 
     @property
     def _has_far_rows(self) -> bool:
-        """Not where maxima are raised beyond all logits anyway."""
+        """Not where all logits are 0, or maxima raised beyond them anyway."""
         return self.unit > 0.0 and self.repeated_max_factor is None
 
     @property
