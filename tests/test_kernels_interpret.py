@@ -10,7 +10,6 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -29,9 +28,7 @@ from attn_jax.kernels import (
 )
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention, declared_recipe
-from attn_jax.kernels.hopper_softmax import Softmax
 from attn_jax.kernels.internals import interpreted
-from attn_jax.kernels.tiles import LOG2_E
 from attn_jax.kernels.tuning import Backward
 from attn_jax.mask import Mask
 from attn_jax.recipe import Architecture, Step
@@ -272,9 +269,26 @@ def test_of_large_logits_the_largest_has_all_weight(scale):
     )
 
 
+def _with_scale_0(query, key, value, sinks):
+    with interpreted(), made_for("hopper"):
+        return attention(
+            query, key, value, scale=0, sinks=sinks, mask=Mask(is_causal=True)
+        )
+
+
 def test_a_scale_of_0_takes_sinks():
-    softmax = Softmax(0.0, jnp.dtype(jnp.bfloat16), False)
-    np.testing.assert_allclose(softmax.of_sink(jnp.float32(1)), LOG2_E, rtol=2.0**-24)
+    """Every key and e^sink keys without a value have the same weight."""
+    query, key, value, *_ = Case("normal", 70, 70, 1, 1, 64, True).inputs()
+    sink = np.float32(1.5)
+    out, lse = in_child_process(
+        _with_scale_0, query, key, value, sink[None], seconds=TIME_LIMIT
+    )
+    weight = np.exp(np.float64(sink)) + np.arange(1, 71)
+    np.testing.assert_allclose(lse[0, 0], np.log(weight), rtol=4 * 2.0**-24)
+    expected = np.cumsum(np.asarray(value, np.float64)[0, :, 0], 0) / weight[:, None]
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64)[0, :, 0], expected, rtol=2.0**-8, atol=1e-4
+    )
 
 
 def _tiled_as_long_ones(case: Case) -> Results:

@@ -334,7 +334,7 @@ def forward(
                     start,
                     last,
                     link_steps=link_blocks,
-                    blind_rows=pairs is not None,
+                    softmax=softmax,
                     floor=floor,
                 )
                 if not tiling.q_registers:

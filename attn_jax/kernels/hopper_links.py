@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn_jax.kernels.hopper_softmax import State
+from attn_jax.kernels.hopper_softmax import Softmax, State
 from attn_jax.kernels.tiles import (
     GROUP,
     ROWS,
@@ -42,14 +42,14 @@ def attend_in_links(
     last_step: jax.Array,
     *,
     link_steps: int,
-    blind_rows: bool,
+    softmax: Softmax,
     floor: jax.Array | None,
 ) -> tuple[jax.Array, State]:
     """(sum of P V, state) of the steps first_step, ..., last_step.
 
     `attend(acc, first, last, before)` gives those of some steps, with the state of the
-    steps before them. `sums` [rows, D] is FP32 in global memory. `blind_rows`: whether
-    a row may have seen nothing; `floor`: where its maximum starts, if not at -inf.
+    steps before them. `sums` [rows, D] is FP32 in global memory. `floor`: where a row's
+    largest logit starts, if not at -inf.
     """
     rows, value_dim = sums.shape
     # In groups of columns, for the registers.
@@ -65,8 +65,8 @@ def attend_in_links(
         acc, state = pl.run_scoped(
             lambda acc: attend(acc, first, last, before), accumulator(rows, value_dim)
         )
-        base = finite(state.row_max) if blind_rows else state.row_max
-        shrink = along_rows(jnp.exp2(before.row_max - base), group_shape)
+        base = finite(state.origin) if softmax.blind_rows else state.origin
+        shrink = along_rows(jnp.exp2(before.origin - base), group_shape)
         for start in starts:
             part = lax.slice(acc, (0, start), (rows, start + GROUP))
             old = read_tile(sums, 0, start, group_shape)
@@ -74,7 +74,8 @@ def attend_in_links(
         return state
 
     least = jnp.full((rows,), -jnp.inf if floor is None else floor, jnp.float32)
-    nothing = State(plgpu.layout_cast(least, ROWS), zeros)
+    least = plgpu.layout_cast(least, ROWS)
+    nothing = State(least, softmax.origin(least), zeros)
     links = lax.div(last_step - first_step + link_steps, jnp.int32(link_steps))
     state = lax.fori_loop(jnp.int32(0), links, link, nothing)
     return read_tile(sums, 0, 0, (rows, value_dim)), state

@@ -117,7 +117,7 @@ class Carried(NamedTuple):
         `unscale`: what the values of `acc` are multiplied by, but for P's scale.
         """
         rows = pl.ds(first_row, acc.shape[0])
-        row_max, undo = softmax.in_log2(state.row_max)
+        row_max, undo = softmax.in_log2(state.top, state.origin)
         self.row_max[b, n, rows] = row_max
         self.row_sum[b, n, rows] = state.row_sum.sum(axis=1) * undo
         self.total[b, rows, n] = acc * along_rows(undo * unscale, acc.shape)
@@ -128,7 +128,7 @@ class Carried(NamedTuple):
         """Adds them to what is here."""
         rows, width = acc.shape
         place = b, n, pl.ds(first_row, rows)
-        row_max, undo = softmax.in_log2(state.row_max)
+        row_max, undo = softmax.in_log2(state.top, state.origin)
         row_sum = state.row_sum.sum(axis=1) * undo
         m, l = (  # noqa: E741
             plgpu.load(of_rows.at[place], layout=ROWS, optimized=False)

@@ -30,17 +30,22 @@ from attn_jax.kernels.tiles import (
 LOG2_P_SCALE = FP16.max_exponent
 P_SCALE = 2.0**LOG2_P_SCALE
 
-# Where the maximum of a row is this far from 0 its unit is a coarser one
-# (`Softmax.placed`).
+# Where the maximum of a row is this far from 0, in units of log2, its unit is a coarser
+# one (`Softmax.origin`).
 FAR = 2.0**27
 
 
 class State(NamedTuple):
-    """Softmax of each row over the blocks so far: m in units of log2 (`Softmax.placed`
-    says where it is not), and l, whose sum over a row's threads is still to be taken
-    (`partial_sum`)."""
+    """Softmax of each row over the blocks so far.
 
-    row_max: jax.Array
+    Attributes:
+      top: the largest logit.
+      origin: what is subtracted in the exponent, -inf of a row without keys.
+      row_sum: l, whose sum over a row's threads is still to be taken (`partial_sum`).
+    """
+
+    top: jax.Array
+    origin: jax.Array
     row_sum: jax.Array
 
 
@@ -48,7 +53,7 @@ class Softmax(NamedTuple):
     """How blocks are added to a `State`.
 
     Attributes:
-      unit: what logits are multiplied by in the exponent.
+      unit: what logits are multiplied by in the exponent, above 0.
       dtype: of P as an operand.
       blind_rows: whether a row may have seen nothing so far.
       rescale_threshold, repeated_max_factor: those of `Recipe`.
@@ -71,85 +76,82 @@ class Softmax(NamedTuple):
     ) -> tuple[State, jax.Array, jax.Array | None]:
         """(state, P, correction of what is summed already or None).
 
-        `before`: None for the first block. `floor`: where m starts then, a sink's
-        logit in units of log2; None: below everything.
+        `before`: None for the first block. `floor`: where the largest logit starts
+        then (`of_sink`); None: below everything.
         """
         top = s.max(axis=1)
-        row_max = top * self.unit
         if self.repeated_max_factor is not None:
-            row_max = self._raised(s, row_max, self.repeated_max_factor)
-        if self.log2_scale:
-            row_max = not_below(row_max)
-        if self.whole_maxima:
-            row_max = lax.round(row_max, lax.RoundingMethod.TO_NEAREST_EVEN)
-        row_max = self.placed(row_max, top)
-        m = floor if before is None else before.row_max
-        if m is not None:
-            larger = jnp.maximum(m, row_max)
-            row_max = larger
-            if self.rescale_threshold:
-                row_max = jnp.where(larger - m <= self.rescale_threshold, m, larger)
-        base = finite(row_max) if self.blind_rows else row_max
-        unit, origin = self.unit, base - self.log2_scale if self.log2_scale else base
-        if self._has_far_rows:
-            far = is_far(base)
-            unit = along_rows(jnp.where(far, self._coarse, unit), s.shape)
-            origin = jnp.where(far, base, origin)
-        p = jnp.exp2(s * unit - along_rows(origin, s.shape))
+            top = self._raised(s, top, self.repeated_max_factor)
+        earlier = floor if before is None else before.top
+        if earlier is not None:
+            top = jnp.maximum(earlier, top)
+        origin = self.origin(top)
+        if self.rescale_threshold and earlier is not None:
+            start = self.origin(earlier) if before is None else before.origin
+            stays = origin - start <= self.rescale_threshold
+            top = jnp.where(stays, earlier, top)
+            origin = jnp.where(stays, start, origin)
+        base = finite(origin) if self.blind_rows else origin
+        unit = jnp.where(self._is_far(top), self._coarse, self.unit)
+        p = jnp.exp2(s * along_rows(unit, s.shape) - along_rows(base, s.shape))
         row_sum = partial_sum(p)
         correction = None
         if before is not None:
-            correction = jnp.exp2(before.row_max - base)
+            correction = jnp.exp2(before.origin - base)
             row_sum += before.row_sum * along_rows(correction, row_sum.shape)
-        return State(row_max, row_sum), p.astype(self.dtype), correction
+        return State(top, origin, row_sum), p.astype(self.dtype), correction
+
+    def origin(self, top: jax.Array) -> jax.Array:
+        """What is subtracted in the exponent of rows with these largest logits.
+
+        m less log2 of P's scale, unless that is far from 0. The product in
+        P = 2^(top unit - m) is not rounded, and m is. Where FP32 numbers lie 8 apart
+        and more P so is anything, which as an FP16 number may be infinite or nothing,
+        and trainings that lost their hold do have logits of 1e9. There the unit is a
+        power of two, 1.5 to 3 times as large, so that both are exact, and P is 1
+        whatever its scale. Of the next smaller logit it is 2^-8 at most, and 2^-2.7 by
+        the unit itself, but to tell the two apart logits are rounded too far. The
+        origin grows with the logit all the same, and between a far row and one that is
+        not the correction is 0.
+        """
+        row_max = top * self.unit
+        if self.log2_scale:
+            # The next number of FP32, one that no logit, times its unit, is above: by
+            # 3/4 to 3/2 of the last place, which rounds to 1. With the product rounded
+            # down by 1, P would be 2, and 2^15 P infinite as an FP16 number: so it is
+            # from logits of 1e7 on. What is infinite, and NaN here, is far.
+            row_max = jnp.abs(row_max) * (1.5 * 2.0**-24) + row_max
+        if self.whole_maxima:
+            row_max = lax.round(row_max, lax.RoundingMethod.TO_NEAREST_EVEN)
+        if self.log2_scale:
+            row_max = row_max - self.log2_scale
+        return jnp.where(self._is_far(top), top * self._coarse, row_max)
 
     def of_sink(self, sink: jax.Array) -> jax.Array:
-        """m of a row that has this sink alone."""
-        if not self._has_far_rows:
-            return sink * LOG2_E
-        return self.placed(sink * LOG2_E, sink * (LOG2_E / self.unit))
+        """What a logit would be, before `unit`, to be this sink."""
+        return sink * (LOG2_E / self.unit)
 
-    def placed(self, row_max: jax.Array, top: jax.Array) -> jax.Array:
-        """m of a row whose largest logit is `top`: `row_max`, unless that is far.
-
-        The product in P = 2^(top unit - m) is not rounded, and m is. Where FP32 numbers
-        lie 8 apart and more P so is anything, which as an FP16 number may be infinite
-        or nothing, and trainings that lost their hold do have logits of 1e9. There the
-        unit is a power of two, 1.5 to 3 times as large, so that both are exact and P is
-        1. Of the next smaller logit it is 2^-8 at most, and 2^-2.7 by the unit itself,
-        but to tell the two apart logits are rounded too far. m grows with the logit all
-        the same, and between a far row and one that is not 2^(m - m') is 0.
-        """
-        if not self._has_far_rows:
-            return row_max
-        coarse = top * self._coarse
-        return jnp.where(is_far(coarse), coarse, row_max)
-
-    @property
-    def _has_far_rows(self) -> bool:
-        """Not where all logits are 0, or maxima raised beyond them anyway."""
-        return self.unit > 0.0 and self.repeated_max_factor is None
+    def _is_far(self, top: jax.Array) -> jax.Array:
+        return jnp.abs(top) >= FAR / self.unit
 
     @property
     def _coarse(self) -> float:
         return 2.0 ** math.frexp(1.5 * self.unit)[1]
 
-    def in_log2(self, row_max: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+    def in_log2(self, top: jax.Array, origin: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(m in units of log2 wherever it is, what undoes the scale of P and l)."""
-        if not self._has_far_rows:
-            return row_max, 2.0**-self.log2_scale
-        far = is_far(row_max)
+        far = self._is_far(top)
         undo = jnp.where(far, 1.0, 2.0**-self.log2_scale)
-        return jnp.where(far, row_max * (self.unit / self._coarse), row_max), undo
+        return jnp.where(far, top * self.unit, origin + self.log2_scale), undo
 
-    def _raised(self, s: jax.Array, row_max: jax.Array, factor: float) -> jax.Array:
+    def _raised(self, s: jax.Array, top: jax.Array, factor: float) -> jax.Array:
         """A block's maxima, those that repeat times the factor or, below 0, as 0."""
-        repeated = jnp.where(s * self.unit == along_rows(row_max, s.shape), 1.0, 0.0)
+        repeated = jnp.where(s == along_rows(top, s.shape), 1.0, 0.0)
         count = partial_sum(repeated).sum(axis=1)
-        raised = jnp.where(row_max > 0.0, row_max * factor, 0.0)
+        raised = jnp.where(top > 0.0, top * factor, 0.0)
         # Where all is hidden each key repeats -inf.
-        raised = jnp.where(row_max == -jnp.inf, row_max, raised)
-        return jnp.where(count > 1.0, raised, row_max)
+        raised = jnp.where(top == -jnp.inf, top, raised)
+        return jnp.where(count > 1.0, raised, top)
 
     def rescaled(self, total: jax.Array, correction: jax.Array) -> jax.Array:
         """What is summed already, times the correction of its rows."""
@@ -171,16 +173,19 @@ class Softmax(NamedTuple):
         LSE is the sink to the bit: dQ is to be 0 there.
         """
         row_sum = of_keys = state.row_sum.sum(axis=1)
-        row_max, shrink = state.row_max, 1.0
+        top, origin, shrink = state.top, state.origin, 1.0
         if sink is not None:
             of_sink = self.of_sink(sink)
-            row_max = jnp.maximum(row_max, of_sink)
+            top = jnp.maximum(top, of_sink)
+            origin = self.origin(top)
         if self.blind_rows:
-            row_max = finite(row_max)
-        in_log2, undo = self.in_log2(row_max)
+            origin = finite(origin)
         if sink is not None:
-            shrink = jnp.exp2(state.row_max - row_max)
-            row_sum = row_sum * shrink + jnp.exp2(of_sink - row_max) / undo
+            far = self._is_far(top)
+            exponent = jnp.where(far, of_sink * self._coarse, sink * LOG2_E)
+            shrink = jnp.exp2(state.origin - origin)
+            row_sum = row_sum * shrink + jnp.exp2(exponent - origin)
+        in_log2, undo = self.in_log2(top, origin)
         inverse = shrink / row_sum
         # A raised maximum may leave nothing of a row.
         if self.blind_rows or self.repeated_max_factor is not None:
@@ -189,23 +194,6 @@ class Softmax(NamedTuple):
         if self.blind_rows and sink is not None:
             # With a threshold m began with the sink.
             by_sum = bool(self.rescale_threshold)
-            alone = of_keys == 0.0 if by_sum else state.row_max == -jnp.inf
+            alone = of_keys == 0.0 if by_sum else state.top == -jnp.inf
             lse = jnp.where(alone, sink, lse)
         return inverse, lse
-
-
-def not_below(row_max: jax.Array) -> jax.Array:
-    """The next number of FP32: one that no logit, times its unit, is above.
-
-    Where a product with the unit is rounded down by 1, P is 2, and 2^15 P infinite as
-    an FP16 number: so it is from logits of 1e7 on, which trainings that lose their hold
-    do have.
-    """
-    # 3/4 to 3/2 of the last place, which rounds to 1. What is infinite stays so.
-    more = jnp.minimum(jnp.abs(row_max), 2.0**126) * (1.5 * 2.0**-24)
-    return row_max + more
-
-
-def is_far(row_max: jax.Array) -> jax.Array:
-    """Whether its unit is the coarse one."""
-    return jnp.abs(row_max) >= FAR
