@@ -149,25 +149,37 @@ def carry_out(
     begun = {first: _begin(audit, parts, first)}
     # The longest of all; where the target does nothing they end at once.
     looking = _begin_looks(audit, parts)
-    begun |= {group: _begin(audit, parts, group) for group in others}
+    # Long sequences, which come last, take longest, and so do recipes on them.
+    begun |= {group: _begin(audit, parts, group) for group in reversed(others)}
     ready()
-    rows = {}
-    for group, finish in begun.items():
-        rows[group] = finish()
-        if any(row["found"] for row in rows[group]):
+    rows: dict[Group, list[Row]] = {}
+
+    def measure(group: Group) -> None:
+        rows[group] = begun[group]()
+        if _is_measured(rows[group]):
             predictions.begin([SAME_FORMAT], group)
+
+    measure(first)
+    if not parts.apart:
+        # To wait for recipes here would keep the target from its work.
+        for group in others:
+            measure(group)
     here = _found(rows[first])
     compared = [x for x in here if x in attribution.FAMILIES and here[x]]
-    measured = [g for g in audit.groups if any(row["found"] for row in rows[g])]
     predicted = predictions.of(audit.recipes, first) if compared else {}
     fits = attribution.fits(
         attribution.profile({family: here[family] for family in compared}),
         {name: attribution.profile(found) for name, found in predicted.items()},
     )
     fit = fits[0] if fits else None
-    by_group = {group: _algorithms(audit, fit, group) for group in measured}
-    for group, names in by_group.items():
-        predictions.begin(names, group)
+    by_group = {}
+    for group in begun:
+        if group not in rows:
+            measure(group)
+        if _is_measured(rows[group]):
+            by_group[group] = _algorithms(audit, fit, group)
+            predictions.begin(by_group[group], group)
+    rows = {group: rows[group] for group in audit.groups}
     priced = {}
     if fit and fit.fits:
         poorest = _poorest(audit, rows)
@@ -202,6 +214,10 @@ def carry_out(
     ]
     findings = in_order(verdict.together(found, more_found, cells))
     return Result(cells, fits, costs, looks, findings)
+
+
+def _is_measured(rows: list[Row]) -> bool:
+    return any(row["found"] for row in rows)
 
 
 def _algorithms(audit: Audit, fit: Fit | None, group: Group) -> Sequence[str]:
