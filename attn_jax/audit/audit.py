@@ -130,6 +130,54 @@ class _Predictions:
         return {name: _found(self._begun[name, group].result()) for name in names}
 
 
+# A recipe on a problem, and without each of its steps.
+Pricing = tuple[Future[list[Row]], dict[str, Future[list[Row]]]]
+
+
+class _Prices:
+    """What steps of the recipe that fits cost on problems, each begun once and beside
+    the rest; nothing if none fits."""
+
+    def __init__(self, audit: Audit, parts: Parts, fit: Fit | None):
+        self._audit, self._parts = audit, parts
+        self._recipe = audit.recipes[fit.candidate] if fit and fit.fits else None
+        self._begun: dict[Problem, Pricing] = {}
+
+    def begin(self, problems: Iterable[Problem]) -> None:
+        if self._recipe is None:
+            return
+        recipe, better = self._recipe, attribution.better(self._recipe)
+        for problem in problems:
+            if problem not in self._begun:
+                self._parts.expect(1 + len(better))
+                self._begun[problem] = (
+                    self._part(recipe.name, recipe, problem),
+                    {
+                        step: self._part(f"{recipe.name} but for {step}", x, problem)
+                        for step, x in better.items()
+                    },
+                )
+
+    def _part(self, name: str, recipe: Recipe, problem: Problem) -> Future[list[Row]]:
+        group = Group(problem.shape, problem.mask, (problem.family,))
+        make = _predict(self._audit, recipe, group)
+        return self._parts.beside(f"{name} on {problem}", make)
+
+    def of(self, problems: Iterable[Problem]) -> list[tuple[Problem, list[Cost]]]:
+        """Of those that were begun; waits for what is not there yet."""
+
+        def found(part: Future[list[Row]]) -> Found:
+            (row,) = part.result()
+            return _measured(row["found"])
+
+        def costs(whole, without) -> list[Cost]:
+            steps = {step: found(part) for step, part in without.items()}
+            return attribution.costs(found(whole), steps)
+
+        begun = self._begun
+        return [(x, costs(*begun[x])) for x in problems if x in begun]
+
+
 def carry_out(
     audit: Audit, parts: Parts, ready: Callable[[], Any] = lambda: None
 ) -> Result:
@@ -172,7 +220,9 @@ def carry_out(
         {name: attribution.profile(found) for name, found in predicted.items()},
     )
     fit = fits[0] if fits else None
-    by_group = {}
+    prices, by_group = _Prices(audit, parts, fit), {}
+    # It has all families, and so, mostly, the worst of all.
+    prices.begin(_poorest(audit, {first: rows[first]}))
     for group in begun:
         if group not in rows:
             measure(group)
@@ -180,10 +230,8 @@ def carry_out(
             by_group[group] = _algorithms(audit, fit, group)
             predictions.begin(by_group[group], group)
     rows = {group: rows[group] for group in audit.groups}
-    priced = {}
-    if fit and fit.fits:
-        poorest = _poorest(audit, rows)
-        priced = _begin_pricing(audit, parts, audit.recipes[fit.candidate], poorest)
+    poorest = _poorest(audit, rows)
+    prices.begin(poorest)
     looks = {}
     if any(here.values()):
         looks = {name: finish() for name, finish in looking.items()}
@@ -193,7 +241,7 @@ def carry_out(
         names = {*algorithms, SAME_FORMAT} if algorithms else ()
         known = predictions.of(names, group)
         cells += _judged(audit, group, rows[group], known, algorithms)
-    costs = [(problem, _costs(*begun)) for problem, begun in priced.items()]
+    costs = prices.of(poorest)
 
     wiring = [
         _finding(finding)
@@ -346,44 +394,6 @@ def _predict(audit: Audit, recipe: Recipe, group: Group) -> Iterator[Row]:
     found = attribution.predict(recipe, tuple(problems), gradients=audit.gradients)
     for problem, of_problem in zip(problems, found, strict=True):
         yield {"family": problem.family, "found": _rows_of(of_problem)}
-
-
-# A recipe on a problem, and without each of its steps.
-Pricing = tuple[Future[list[Row]], dict[str, Future[list[Row]]]]
-
-
-def _begin_pricing(
-    audit: Audit, parts: Parts, recipe: Recipe, problems: Sequence[Problem]
-) -> dict[Problem, Pricing]:
-    """What steps of the recipe cost on these problems."""
-    better = attribution.better(recipe)
-    parts.expect(len(problems) * (1 + len(better)))
-
-    def begin(name: str, of: Recipe, problem: Problem) -> Future[list[Row]]:
-        group = Group(problem.shape, problem.mask, (problem.family,))
-        return parts.beside(f"{name} on {problem}", _predict(audit, of, group))
-
-    return {
-        problem: (
-            begin(recipe.name, recipe, problem),
-            {
-                step: begin(f"{recipe.name} but for {step}", without, problem)
-                for step, without in better.items()
-            },
-        )
-        for problem in problems
-    }
-
-
-def _costs(
-    whole: Future[list[Row]], without: Mapping[str, Future[list[Row]]]
-) -> list[Cost]:
-    def found(part: Future[list[Row]]) -> Found:
-        (row,) = part.result()
-        return _measured(row["found"])
-
-    steps = {step: found(part) for step, part in without.items()}
-    return attribution.costs(found(whole), steps)
 
 
 def _poorest(audit: Audit, rows: Mapping[Group, list[Row]]) -> list[Problem]:
