@@ -74,6 +74,10 @@ _ALTERED: dict[str, tuple[Recipe, dict[str, Any]]] = {
         JAX_NN,
         dict(group_gradient=_CAST, dlogits=_WIDE),
     ),
+    "gradients by query head, softmax in 16 bits": (
+        EAGER_OP_BY_OP,
+        dict(group_gradient=_CAST),
+    ),
     "dq_accumulator": (FLASH2, dict(dq_accumulator=_CAST)),
     "delta": (FLASH2, dict(delta=_CAST)),
     "exact delta": (FLASH2, dict(delta_source="o_f32")),
