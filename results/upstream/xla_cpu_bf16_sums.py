@@ -45,3 +45,12 @@ for length in (64, 256, 1024, 4096):
         f"{units(dkey, right.swapaxes(1, 2)):5.2f}, gradient of a broadcast bias "
         f"{units(dbias, summed):5.2f}"
     )
+
+try:
+    wide = jnp.float32
+    jax.block_until_ready(
+        jax.jit(lambda x, y: lax.dot_general(x, y, CONTRACT_ROWS, None, wide))(x, y)
+    )
+    print("with preferred_element_type=float32: runs")
+except jax.errors.JaxRuntimeError as error:
+    print(f"with preferred_element_type=float32: {error}")
