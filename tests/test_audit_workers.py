@@ -5,6 +5,7 @@ import functools
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from attn_jax.audit import audit_attention, workers
 from attn_jax.audit.inputs import Shape
+from attn_jax.audit.plan import plan
 from attn_jax.audit.target import resolve
 from attn_jax.audit.workers import DiedError, NotStartedError, Workers
 
@@ -160,9 +162,24 @@ def test_what_cannot_be_sent_is_refused_at_once():
     assert target.__reduce__()[1] == (target.name, target.adapter)
 
 
-def test_there_are_none_without_a_gpu(monkeypatch):
-    assert workers.number(64) == 0
+def test_there_are_none_without_a_gpu():
+    assert workers.worthwhile(64, [0] * 9) == 0
+
+
+def test_there_are_as_many_as_cores_and_memory_allow(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    found = {cores: workers.number(cores) for cores in (2, 8, 64)}
-    assert found[2] == 1 and found[8] <= 2 and found[64] <= 4
-    assert np.all(np.diff(list(found.values())) >= 0)
+
+    def found(gib, cores, parts):
+        device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": gib * 2**30})
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+        return workers.worthwhile(cores, parts)
+
+    groups = plan()
+    assert groups[-1].logits_bytes == 2**31  # Two heads of 16384 keys.
+    parts = [*(x.logits_bytes for x in groups), *[groups[0].logits_bytes] * 6]
+    # Three quarters of cards of 80, 40 and 24 GB.
+    assert [found(x, 16, parts) for x in (59, 29, 18)] == [6, 3, 1]
+    assert [found(59, x, parts) for x in (1, 2, 8)] == [1, 1, 4]
+    # All problems are as long as those of which two have room.
+    assert found(29, 16, [2**31] * 9) == 2
+    assert found(59, 16, []) == 1 and found(59, 16, [2**40]) == 1

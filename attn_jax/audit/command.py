@@ -9,11 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from attn_jax.audit import attribution, workers
+from attn_jax.audit import attribution
 from attn_jax.audit.bar import progress_bar
 from attn_jax.audit.inputs import FAMILIES, Shape
 from attn_jax.audit.measure import is_out_of_memory
-from attn_jax.audit.parts import cores
 from attn_jax.audit.problem import DTYPES, MASKS
 from attn_jax.audit.run import audit_attention
 from attn_jax.audit.table import print_report
@@ -250,12 +249,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if folder.exists() and not folder.is_dir():
             raise StoreError(f"--out {folder} is a file, and a folder is needed")
         target = resolve(options.target, adapter)
-        shards = target.adapter.shards
-        processes = options.processes
-        if processes is None:
-            processes = workers.number(cores())
-            # Several would each hold all devices, and wait for one another there.
-            processes = min(processes, 1) if shards > 1 else processes
         with progress_bar() as tell:
             report = audit_attention(
                 target,
@@ -264,10 +257,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 families=options.families,
                 masks=options.masks,
                 gradients=not options.no_gradients,
-                against=_against(options.against, shards),
+                against=_against(options.against, target.adapter.shards),
                 folder=folder,
                 fresh=options.fresh,
-                processes=processes,
+                processes=options.processes,
                 tell=tell,
             )
     except (TargetError, StoreError, CanaryError, NotStartedError, OSError) as error:

@@ -21,6 +21,12 @@ class Group(NamedTuple):
     def problems(self, dtype: str) -> list[Problem]:
         return [Problem(self.shape, dtype, name, self.mask) for name in self.families]
 
+    @property
+    def logits_bytes(self) -> int:
+        """Of the matrices [B, N, T, S] in FP32."""
+        s = self.shape
+        return 4 * s.batch * s.heads * s.query_length * s.key_length
+
     def __str__(self) -> str:
         s = self.shape
         return (

@@ -22,7 +22,7 @@ from attn_jax.audit.audit import Audit, Result, carry_out
 from attn_jax.audit.bar import say
 from attn_jax.audit.fingerprint import fingerprint
 from attn_jax.audit.inputs import Shape
-from attn_jax.audit.parts import Parts, Progress
+from attn_jax.audit.parts import Parts, Progress, cores
 from attn_jax.audit.plan import plan
 from attn_jax.audit.problem import FORMATS, GRADIENTS
 from attn_jax.audit.report import (
@@ -41,7 +41,7 @@ from attn_jax.audit.target import (
     in_one_line,
     resolve,
 )
-from attn_jax.audit.workers import Workers
+from attn_jax.audit.workers import Workers, worthwhile
 from attn_jax.recipe import Recipe
 from attn_jax.recipe_checks import check_is_recipe
 from attn_jax.store import Row, Store
@@ -61,7 +61,7 @@ def audit_attention(
     adapter: Adapter = Adapter(),
     folder: Path | str | None = None,
     fresh: bool = False,
-    processes: int = 0,
+    processes: int | None = 0,
     tell: Callable[[Progress], None] = lambda progress: None,
 ) -> Report:
     """How far an attention callable is from exact, why, and whether that is a fault.
@@ -90,7 +90,8 @@ def audit_attention(
         standard error. None: nothing is written.
       fresh: begin anew in the folder.
       processes: how many the target runs in (`workers`), which takes a function that
-        can be pickled and a main module that can be imported; 0: in this one.
+        can be pickled and a main module that can be imported; 0: in this one; None:
+        0 without a GPU, else as memory and cores allow.
       tell: called before a part is measured, one thread at a time.
 
     Raises:
@@ -125,6 +126,8 @@ def audit_attention(
     code = fingerprint(target)
     audit = Audit(target, tuple(groups), dtype, recipes, gradients, code=code)
     began = datetime.datetime.now(datetime.UTC)
+    if processes is None:
+        processes = _processes(audit)
     if processes:
         _check_pickles(target)
     apart = Workers(processes) if processes else contextlib.nullcontext()
@@ -175,6 +178,14 @@ def _shape(numbers: Shape | Sequence[SupportsIndex]) -> Shape:
             "a shape is six integers (B, T, S, N, K, H) such as "
             f"(2, 256, 256, 4, 2, 64), not {numbers!r}"
         ) from None
+
+
+def _processes(audit: Audit) -> int:
+    first = audit.groups[0]
+    parts = (*audit.groups, *[first] * len(audit.looks))
+    number = worthwhile(cores(), [part.logits_bytes for part in parts])
+    # Several would each hold all devices, and wait for one another there.
+    return min(number, 1) if audit.target.adapter.shards > 1 else number
 
 
 def _check_pickles(target: Target) -> None:

@@ -7,6 +7,7 @@ a target that crashes, or leaves a GPU unusable, takes only its part with it.
 
 import concurrent.futures
 import contextlib
+import itertools
 import multiprocessing
 import pickle
 import signal
@@ -20,11 +21,13 @@ import jax.numpy as jnp
 
 from attn_jax.audit.target import in_one_line
 
-# What a process needs of the device's memory, to be one of several. On 16384 keys those
-# of the audit of our kernels held 6.2 GiB, exact results among it; textbook attention
-# has some matrices [2, 16384, 16384] of FP32 at a time, each 2 GiB.
-_BYTES = 12 * 2**30
-_MOST = 4
+# What a process needs of the device's memory, to be one of several: its context, and a
+# few matrices of logits, of which textbook attention and its gradients have as many at
+# a time. With two heads of 16384 keys that is 12 GiB; there the audit of our kernels
+# held 6.2, exact results among it.
+_BYTES = 2 * 2**30
+_MATRICES = 5
+_MOST = 6
 # What a process takes over that its environment does not say.
 _MODES = "jax_enable_x64", "jax_num_cpu_devices"
 # Seconds that one may take to end when it is told to.
@@ -40,12 +43,16 @@ class NotStartedError(RuntimeError):
     it."""
 
 
-def number(cores: int) -> int:
-    """How many processes are worth their start here: none without a GPU."""
+def worthwhile(cores: int, logits: Iterable[int]) -> int:
+    """How many processes are worth their start here: none without a GPU. `logits`: of
+    each part, bytes of its logits in FP32. What a process takes it keeps, so no more
+    of them than the largest parts have room beside each other."""
     if jax.default_backend() != "gpu":
         return 0
-    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", _BYTES)
-    return max(1, min(_MOST, cores // 4, memory // _BYTES))
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    needed = sorted((_BYTES + _MATRICES * size for size in logits), reverse=True)
+    fit = sum(total <= memory for total in itertools.accumulate(needed))
+    return max(1, min(_MOST, cores // 2, fit))
 
 
 class Workers(contextlib.AbstractContextManager):
