@@ -8,7 +8,6 @@ import time
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 
 from attn_jax.audit import audit_attention, workers
