@@ -6,6 +6,7 @@ experiment failed or a promise did not hold; 2 unusable command.
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -41,8 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         experiment.add_arguments(command)
     options = parser.parse_args(arguments)
     if options.name == "list":
-        for name, experiment in EXPERIMENTS.items():
-            print(f"{name}: {experiment.summary}")
+        lines = (f"{name}: {of.summary}" for name, of in EXPERIMENTS.items())
+        try:
+            print(*lines, sep="\n", flush=True)
+        except BrokenPipeError:
+            # Nobody reads on (`| head`); Python would flush once more.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     try:
         command = shlex.join(["python", "-m", "analysis", *arguments])

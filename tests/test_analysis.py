@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,15 @@ def test_list_names_every_experiment(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == list(EXPERIMENTS)
+
+
+def test_list_ends_quietly_where_nobody_reads_on():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "analysis", "list"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == 0 and "BrokenPipe" not in done.stderr
 
 
 def test_every_experiment_has_a_test():
