@@ -6,10 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_jax.kernels import schedule
+from attn_jax.kernels.tuning import Tiling
 
 # Pairs, costs of a pair's tiles, pairs taken together, multiprocessors.
 PROBLEMS = (
@@ -51,6 +52,33 @@ def test_what_is_not_dealt_comes_singly(pairs, costs, group, multiprocessors):
     assert all(len(mine) == 1 for mine in singly)
     if singly:
         assert sum(dealt) >= schedule.DEALT * sum(loads)
+
+
+@settings(deadline=None)  # JAX takes its time over the first one.
+@given(st.integers(1, 40), st.integers(1, 4))
+def test_strips_are_spread_over_the_fewest_tiles(count, most):
+    strips = schedule.Strips(count, most)
+    of_tiles = [
+        [int(strips.strip(np.int32(tile), np.int32(w))) for w in range(most)]
+        for tile in range(strips.tiles)
+    ]
+    assert strips.tiles == -(-count // most)
+    # Past the end, too, each is somebody's and nobody else's.
+    assert sorted(itertools.chain(*of_tiles)) == list(range(strips.tiles * most))
+    real = [[strip for strip in mine if strip < count] for mine in of_tiles]
+    assert list(itertools.chain(*real)) == list(range(count))
+    assert max(map(len, real)) - min(map(len, real)) <= 1
+    assert sum(most - len(mine) for mine in real) == strips.idle
+    assert strips.ends == [mine[-1] + 1 for mine in real]
+    firsts = [int(strips.first(np.int32(tile))) for tile in range(strips.tiles)]
+    assert firsts == [mine[0] for mine in real]
+
+
+def test_whole_tiles_have_no_idle_warpgroup():
+    tiling = Tiling(64, 128, 3, 2)
+    assert schedule.strips(640, tiling, whole_tiles=False) == (10, 3)
+    whole = schedule.strips(640, tiling, whole_tiles=True)
+    assert whole == (12, 3) and whole.idle == 0 and whole.ends == [3, 6, 9, 12]
 
 
 def makespan(table: np.ndarray, costs, held: int, until: int) -> int:

@@ -337,7 +337,7 @@ def test_tilings_of_ours_are_named():
     for kernel, tiling in zip(("forward", "dq", "dkv"), tilings[:3], strict=True):
         assert f"{kernel} {tiling.rows} x {tiling.columns}" in said
     said = in_jax._config("pallas", TOY["full"], "both")
-    short = tuning.SHORT_FORWARD["hopper"][64, 64][1]
+    short = tuning.SHORT["forward", False]["hopper"][64, 64][1]
     assert f"forward {short.rows} x {short.columns}" in said
     assert "dkv" in said  # too small to fill a card in one pass
     many = dataclasses.replace(TOY["full"], B=132)

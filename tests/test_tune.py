@@ -111,7 +111,9 @@ def test_the_estimate_is_what_the_compiler_takes_at_the_least(group, buffers):
 
 
 def test_what_takes_too_much_is_refused():
-    candidate = Candidate(Group("ampere", "forward", 64, 64), Tiling(64, 64, 1, 2))
+    candidate = Candidate(
+        Group("ampere", "forward", 64, 64, False), Tiling(64, 64, 1, 2)
+    )
 
     def against(spilled, memory):
         return candidate.too_large({"spilled_bytes": spilled, "shared_memory": memory})
@@ -135,7 +137,7 @@ def test_a_search_goes_on_where_it_was_ended(store):
         *(store, worker), seconds=0.1, deadline=7.0, attempt=attempt,
         clock=lambda: next(clock),
     )  # fmt: skip
-    decisions, complete = first.run([GROUP, Group("hopper", "forward", 64, 64)])
+    decisions, complete = first.run([GROUP, Group("hopper", "forward", 64, 64, False)])
     assert not complete and len(worker.calls) == 7
     # What was not finished is named, of the group it was in and of the later ones.
     assert [d.verdict for d in decisions] == ["unfinished"] * 4
@@ -325,7 +327,7 @@ def test_a_dry_run_without_a_compiler_lists(monkeypatch, capsys):
     said = capsys.readouterr()
     assert "extra `compile`" in said.err
     entry = tuning.FORWARD["hopper"][256]
-    assert f"forward at head dims 256, 256: {entry}: to be compiled" in said.out
+    assert f"forward at head dims 256, 256, full: {entry}: to be compiled" in said.out
     assert "refused: needs" in said.out
 
 

@@ -61,9 +61,11 @@ def test_few_keys_are_those_of_the_entry():
     few = [p.name for p in trial.problems(CAUSAL, ["few"])]
     many = [p.name for p in trial.problems(CAUSAL, ["many"])]
     assert (few, many) == (["1024 causal"], ["2048 causal", "16384 causal"])
-    forward = Group("hopper", "forward", 64, 64)
+    forward = Group("hopper", "forward", 64, 64, False)
     few = [p.name for p in trial.problems(forward, ["few"])]
-    assert few == ["1024 full", "2048 causal"]
+    assert few == ["256 full"]
+    few = [p.name for p in trial.problems(forward._replace(is_causal=True), ["few"])]
+    assert few == ["1024 causal", "2048 causal"]
     for architecture, kernels in KERNELS.items():
         for name in kernels:
             for group in groups(architecture, name, head_dims(architecture)):

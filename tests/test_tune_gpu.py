@@ -52,7 +52,7 @@ def test_a_wrong_tiling_is_found_before_it_is_timed(gpu):
         pytest.skip("a tiling of Hopper's forward kernel")
     # A causal mask cuts two blocks of a warpgroup, and the kernel hides one.
     tiling = ForwardTiling(rows=128, columns=64, warpgroups=1, stages=2)
-    candidate = Candidate(Group("hopper", "forward", 64, 64), tiling)
+    candidate = Candidate(Group("hopper", "forward", 64, 64, False), tiling)
     row = worker.call(attempt, candidate, CLASSES, 0.1, True, seconds=SECONDS)
     assert "causal: out is" in row["refused"] and "times" not in row
 

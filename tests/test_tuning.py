@@ -27,6 +27,10 @@ def _changed(change) -> str:
     return json.dumps(lines)
 
 
+def _dq(lines):
+    return next(line for line in lines if line["kernel"] == "backward_dq")
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -36,7 +40,8 @@ def _changed(change) -> str:
         (lambda lines: lines[0]["tiling"].update(columns=0), "entry 1 .*columns"),
         (lambda lines: lines[1].pop("keys_seen"), "entry 2 .*keys_seen"),
         (lambda lines: lines.append(lines[1] | {"head_dim": 72}), "no such kernel"),
-        (lambda lines: lines.append(lines[1] | {"is_causal": True}), "no such kernel"),
+        (lambda lines: lines.append(_dq(lines) | {"is_causal": True}), "no such kern"),
+        (lambda lines: lines[0].pop("is_causal"), "no entry for .*'forward', 32.*Fal"),
         (lambda lines: lines[-1].update(value_dim=64), "no entry .*fused', 128.* True"),
         (lambda lines: lines.append(lines[-1] | {"value_dim": 64}), "no such kernel"),
         (lambda lines: lines[-1].pop("is_causal"), "no entry .*'backward_fused', 128"),
@@ -86,9 +91,9 @@ def test_plans_are_those_that_were_measured(head_dim, keys, is_causal, plan):
 @pytest.mark.parametrize(
     ("head_dims", "keys", "is_causal", "listed", "tilings"),
     [
-        ((64, 64), 2048, False, False, ("64 x 64", 4, "64 x 128", "64 x 64")),
-        ((64, 64), 2049, False, False, ("64 x 128", 3, "64 x 128", "64 x 64")),
-        ((64, 64), 2048, False, True, ("64 x 128", 3, "64 x 128", "64 x 64")),
+        ((64, 64), 256, False, False, ("64 x 64", 4, "64 x 128", "64 x 64")),
+        ((64, 64), 257, False, False, ("64 x 128", 3, "64 x 128", "64 x 64")),
+        ((64, 64), 256, False, True, ("64 x 128", 3, "64 x 128", "64 x 64")),
         ((64, 64), 4097, True, False, ("64 x 64", 4, "64 x 128", "64 x 64")),
         ((64, 64), 4098, True, False, ("64 x 128", 3, "64 x 128", "64 x 64")),
         ((128, 128), 1024, True, False, ("64 x 128", 2, "64 x 64", "64 x 64")),
@@ -150,7 +155,7 @@ def test_the_tilings_of_a_call_are_logged_once_for_a_shape(caplog):
     assert "[1, 4104, 2, 64]" in many and "full" in many and "hopper" in many
     assert f"forward {table}; " in many
     assert f"dq {tuning.BACKWARD_DQ['hopper'][64]}; " in many
-    short = tuning.SHORT_FORWARD["hopper"][64, 64][1]
+    short = tuning.SHORT["forward", True]["hopper"][64, 64][1]
     assert "causal" in few and f"forward {short}; backward in one pass" in few
     assert few.endswith(str(Plan(storing_warps=0, apart=True)))
 

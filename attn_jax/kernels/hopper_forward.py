@@ -108,8 +108,8 @@ def forward(
     value_dim, dtype = value.shape[-1], query.dtype
     rows, columns, stages = tiling.rows, tiling.columns, tiling.stages
     warpgroups, group = tiling.warpgroups, query_heads // key.shape[2]
-    tile_count = pl.cdiv(query_count, tiling.tile)
-    key_blocks = pl.cdiv(key_count, columns)
+    strips = schedule.strips(query_count, tiling, whole_tiles=mask is not None)
+    tile_count, key_blocks = strips.tiles, pl.cdiv(key_count, columns)
     # Of logits in the exponent: capped ones are in units of log2.
     unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
     softmax = Softmax(
@@ -128,8 +128,7 @@ def forward(
     pairs = None
     if mask is not None:
         lists = block_lists(
-            mask,
-            band,
+            *(mask, band),
             query_count=query_count,
             key_count=key_count,
             query_tile=tiling.tile,
@@ -147,7 +146,7 @@ def forward(
         until = lax.div(row_end + jnp.int32(columns - 1), jnp.int32(columns))
         return jnp.minimum(until, jnp.int32(key_blocks))
 
-    ends = (pl.cdiv((tile + 1) * tiling.tile, columns) for tile in range(tile_count))
+    ends = (pl.cdiv(end * rows, columns) for end in strips.ends)
     costs = tuple(
         TILE_COST + (min(end, key_blocks) if is_causal else key_blocks) for end in ends
     )
@@ -196,11 +195,12 @@ def forward(
 
         def consume_tile(_, b, n, tile, first_step):
             """Attention of a warpgroup's rows; the result is the next first step."""
-            row = tile * tiling.tile + warpgroup * rows
+            row = strips.strip(tile, warpgroup) * rows
             q_tile = q_smem.at[warpgroup]
             if pairs is None:
-                tile_blocks = blocks_seen((tile + 1) * tiling.tile)
-                blocks = blocks_seen(row + rows)
+                tile_blocks = blocks_seen(strips.first(tile + 1) * rows)
+                # One, if there is no row: what comes of it nobody reads.
+                blocks = jnp.where(row < query_count, blocks_seen(row + rows), 1)
             else:
                 listed = pairs.entries(b, n, tile)
                 tile_blocks = blocks = listed[0]
@@ -246,7 +246,7 @@ def forward(
                 return s if seen is None else hide_from(s, seen)
 
             def skip_blocks():
-                """Blocks that only the warpgroups below see."""
+                """Blocks that only other warpgroups see."""
 
                 @pl.loop(first_step, start)
                 def _(step):
@@ -256,7 +256,7 @@ def forward(
 
             def load_q():
                 """Q as a left operand, once the warpgroup's first block is next."""
-                if is_causal and warpgroups > 1:
+                if strips.idle or (is_causal and warpgroups > 1):
                     skip_blocks()
                 plgpu.barrier_wait(q_ready.at[warpgroup])
                 if not tiling.q_registers:
@@ -402,7 +402,7 @@ def forward(
                 first_step, *before = carry
                 yield
                 if pairs is None:
-                    blocks = blocks_seen((tile + 1) * tiling.tile)
+                    blocks = blocks_seen(strips.first(tile + 1) * rows)
                 else:
                     listed = pairs.entries(b, n, tile)
                     blocks = listed[0]
@@ -422,7 +422,7 @@ def forward(
                     plgpu.barrier_wait(q_free)
 
                 for index in range(warpgroups):
-                    q_rows = pl.ds(tile * tiling.tile + index * rows, rows)
+                    q_rows = pl.ds((strips.first(tile) + index) * rows, rows)
                     plgpu.copy_gmem_to_smem(
                         q_gmem.at[b, q_rows, n], q_smem.at[index], q_ready.at[index]
                     )

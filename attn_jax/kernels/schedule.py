@@ -11,8 +11,13 @@ import functools
 import heapq
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+
+from attn_jax.kernels.tuning import Tiling
 
 # What K and V of the heads that run together may take of the L2 cache (50 MB on H100
 # and H200).
@@ -30,6 +35,57 @@ def heads_together(pairs: int, bytes_a_head: int) -> int:
 
 # What `then_singly` deals out beforehand.
 DEALT = 0.75
+
+
+class Strips(NamedTuple):
+    """A sequence's strips, each the rows of one warpgroup, over the fewest tiles that
+    hold them: as many in each as in any other, or one more in the first tiles. So a
+    last tile does not run with one warpgroup, which has no other to overlap with.
+
+    Attributes:
+      count: strips of the sequence.
+      most: strips of a tile, one for each warpgroup.
+    """
+
+    count: int
+    most: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.count // self.most)
+
+    @property
+    def idle(self) -> int:
+        """Warpgroups that have no strip, in all tiles."""
+        return self.tiles * self.most - self.count
+
+    @property
+    def ends(self) -> list[int]:
+        """After which strip each tile ends."""
+        least, larger = divmod(self.count, self.tiles)
+        sizes = [least + (tile < larger) for tile in range(self.tiles)]
+        return list(itertools.accumulate(sizes))
+
+    def first(self, tile):
+        """A tile's first strip (int32)."""
+        least, larger = divmod(self.count, self.tiles)
+        return tile * jnp.int32(least) + jnp.minimum(tile, jnp.int32(larger))
+
+    def strip(self, tile, warpgroup):
+        """A warpgroup's strip in a tile; if there is none for it, one past the last
+        that no other warpgroup has."""
+        first, end = self.first(tile), self.first(tile + 1)
+        past = self.count + tile * jnp.int32(self.most) - end + warpgroup
+        return lax.select(warpgroup < end - first, first + warpgroup, past)
+
+
+def strips(rows: int, tiling: Tiling, *, whole_tiles: bool) -> Strips:
+    """Those of so many rows. `whole_tiles`, which the lists of a mask are of: all tiles
+    but the last have as many as can be, and no warpgroup of it is idle."""
+    most = tiling.warpgroups
+    if whole_tiles:
+        return Strips(-(-rows // tiling.tile) * most, most)
+    return Strips(-(-rows // tiling.rows), most)
 
 
 @functools.lru_cache(maxsize=64)

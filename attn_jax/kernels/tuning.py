@@ -207,9 +207,10 @@ class Entry(NamedTuple):
 
 
 def masks(kernel: KernelName) -> tuple[bool | None, ...]:
-    """What `Group.is_causal` can be. The fused kernel's order of additions, and so what
-    is best for it, depends on the mask."""
-    return (False, True) if kernel == "backward_fused" else (None,)
+    """What `Group.is_causal` can be: of the kernels for which another tiling, or plan,
+    is best under a causal mask, which leaves some warpgroups less to do than others."""
+    by_mask = ("forward", "backward_fused")
+    return (False, True) if kernel in by_mask else (None,)
 
 
 def takes(
@@ -291,11 +292,11 @@ def write(entries: list[Entry]) -> str:
 # at head dim 256 does not. Head dims but 64 and 128 are not measured there. Hopper:
 # blocks as long as registers (240 a thread of two consumer warpgroups) and shared
 # memory (227 KB) allow; in the forward kernel a multiple of `rows`, so that a causal
-# mask cuts a warpgroup's last block alone; at few keys four warpgroups, which hide the
-# start and end of a tile better. The dK, dV kernel splits where 64 rows of both
-# accumulators are more than registers hold. The fused kernel keeps causal sums apart
-# from 2048 keys on, where a query sees 1024: below, making and adding the second array
-# costs more than the waits it saves.
+# mask cuts a warpgroup's last block alone; at few keys, which are more under a causal
+# mask, four warpgroups, which hide the start and end of a tile better. The dK, dV
+# kernel splits where 64 rows of both accumulators are more than registers hold. The
+# fused kernel keeps causal sums apart from 2048 keys on, where a query sees 1024:
+# below, making and adding the second array costs more than the waits it saves.
 ENTRIES = read(Path(__file__).with_name("tilings.json").read_text())
 
 
@@ -323,8 +324,8 @@ _TABLES: list[Table] = [
 ]
 LONG = {table: _long(table) for table in _TABLES}
 SHORT = {table: _short(table) for table in _TABLES}
-FORWARD, BACKWARD_DQ, BACKWARD_DKV = (LONG[name, None] for name in KERNEL_NAMES[:3])
-SHORT_FORWARD = SHORT["forward", None]
+FORWARD = LONG["forward", False]
+BACKWARD_DQ, BACKWARD_DKV = LONG["backward_dq", None], LONG["backward_dkv", None]
 
 
 class Configuration(NamedTuple):
@@ -382,7 +383,9 @@ def configuration(
     seen = keys_seen(key_count, is_causal=is_causal)
 
     def chosen(name: KernelName) -> Tiling:
-        most, few, many = few_and_many(Group(target, name, head_dim, value_dim))
+        by_mask = is_causal if is_causal in masks(name) else None
+        group = Group(target, name, head_dim, value_dim, by_mask)
+        most, few, many = few_and_many(group)
         return few if seen <= most and not listed else many
 
     plan = None

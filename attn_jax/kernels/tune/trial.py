@@ -60,14 +60,13 @@ class Problem:
         return "few" if seen <= few_keys(group) else "many"
 
 
-# By `Group.is_causal`. With a causal mask on both sides of where the table's entries
-# meet.
+# By `Group.is_causal`. By mask on both sides of where the table's entries meet.
 PROBLEMS: dict[bool | None, tuple[Problem, ...]] = {
     None: (
         *(Problem(1024, False), Problem(2048, True)),
         *(Problem(4096, False), Problem(16384, True)),
     ),
-    False: (Problem(1024, False), Problem(4096, False)),
+    False: (Problem(256, False), Problem(1024, False), Problem(4096, False)),
     True: (Problem(1024, True), Problem(2048, True), Problem(16384, True)),
 }
 
