@@ -108,7 +108,9 @@ def forward(
     value_dim, dtype = value.shape[-1], query.dtype
     rows, columns, stages = tiling.rows, tiling.columns, tiling.stages
     warpgroups, group = tiling.warpgroups, query_heads // key.shape[2]
-    strips = schedule.strips(query_count, tiling, whole_tiles=mask is not None)
+    # Lists are of whole tiles; and a lazy rescaling's waits only then stay in place.
+    whole = mask is not None or rescale_threshold > 0
+    strips = schedule.strips(query_count, tiling, whole_tiles=whole)
     tile_count, key_blocks = strips.tiles, pl.cdiv(key_count, columns)
     # Of logits in the exponent: capped ones are in units of log2.
     unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
@@ -119,7 +121,6 @@ def forward(
     )
     wide_out = out_dtype == jnp.float32
     keep_low = residual and not wide_out
-    consumer_registers, producer_registers = REGISTERS[warpgroups]
     stored = tiling.stored(value_dim)
     # Blocks in a link of the sum, and whether there can be more than one link.
     link_blocks = hopper_links.KEYS // columns
@@ -146,10 +147,8 @@ def forward(
         until = lax.div(row_end + jnp.int32(columns - 1), jnp.int32(columns))
         return jnp.minimum(until, jnp.int32(key_blocks))
 
-    ends = (pl.cdiv(end * rows, columns) for end in strips.ends)
-    costs = tuple(
-        TILE_COST + (min(end, key_blocks) if is_causal else key_blocks) for end in ends
-    )
+    seen = (end * rows if is_causal else key_count for end in strips.ends)
+    costs = tuple(TILE_COST + min(pl.cdiv(x, columns), key_blocks) for x in seen)
     together = schedule.heads_together(
         batch * query_heads, key.shape[1] * (head_dim + value_dim) * dtype.itemsize
     )
@@ -199,8 +198,9 @@ def forward(
             q_tile = q_smem.at[warpgroup]
             if pairs is None:
                 tile_blocks = blocks_seen(strips.first(tile + 1) * rows)
-                # One, if there is no row: what comes of it nobody reads.
-                blocks = jnp.where(row < query_count, blocks_seen(row + rows), 1)
+                blocks = blocks_seen(row + rows)
+                if strips.idle:  # One block: what its rows get, nobody reads.
+                    blocks = jnp.where(row < query_count, blocks, 1)
             else:
                 listed = pairs.entries(b, n, tile)
                 tile_blocks = blocks = listed[0]
@@ -374,13 +374,13 @@ def forward(
 
         @pl.when(warpgroup < warpgroups)
         def consume():
-            plgpu.set_max_registers(consumer_registers, action="increase")
+            plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
             for_each_tile(consume_tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == warpgroups)
         def produce():
-            plgpu.set_max_registers(producer_registers, action="decrease")
+            plgpu.set_max_registers(REGISTERS[warpgroups][1], action="decrease")
 
             def load(gmem, smem, ready, free, step, b, n, block):
                 @pl.when(step >= stages)

@@ -80,8 +80,8 @@ class Strips(NamedTuple):
 
 
 def strips(rows: int, tiling: Tiling, *, whole_tiles: bool) -> Strips:
-    """Those of so many rows. `whole_tiles`, which the lists of a mask are of: all tiles
-    but the last have as many as can be, and no warpgroup of it is idle."""
+    """Those of so many rows. `whole_tiles`: all tiles have as many as can be, the last
+    one some that are past the end, too."""
     most = tiling.warpgroups
     if whole_tiles:
         return Strips(-(-rows // tiling.tile) * most, most)
