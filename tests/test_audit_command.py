@@ -53,6 +53,42 @@ def test_an_exact_function_is_trustworthy(tmp_path, capsys):
     assert "normal" in text and report.canaries
 
 
+def wandering(query, key, value, *, scale=None, is_causal=False):
+    os.chdir("/")
+    rules = dict(scale=scale, is_causal=is_causal)
+    return attention(Knobs(), query, key, value, **rules)
+
+
+class Odd:
+    """Has no attribute that can be asked for."""
+
+    def __call__(self, query, key, value):
+        return query
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+odd = Odd()
+
+
+def test_a_report_lies_where_the_audit_began(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sys.modules.setdefault(__name__, sys.modules[wrong.__module__])
+    status = main([f"{__name__}:wandering", *OPTIONS, "--out", "here"])
+    assert status in (0, 4) and os.getcwd() == "/"
+    names = {"parts.jsonl", "report.json", "report.html"}
+    assert {path.name for path in (tmp_path / "here").iterdir()} == names
+
+
+def test_an_object_that_cannot_be_asked_for_attributes_is_refused(tmp_path, capsys):
+    sys.modules.setdefault(__name__, sys.modules[wrong.__module__])
+    with pytest.raises(SystemExit, match="^2$"):
+        main([f"{__name__}:odd", *OPTIONS, "--out", str(tmp_path)])
+    said = capsys.readouterr().err.strip().splitlines()
+    assert "does not run" in said[-1] and "KeyError" in said[-1]
+
+
 def test_a_wrong_one_is_named_and_ends_with_4(tmp_path, capsys):
     name = f"{__name__}:wrong"
     sys.modules.setdefault(__name__, sys.modules[wrong.__module__])

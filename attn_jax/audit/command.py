@@ -243,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shards=options.shards,
     )
     folder = options.out or _folder(options)
+    parts = (folder / "parts.jsonl").absolute()  # Wherever the target goes.
     # Several processes share a GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
@@ -280,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made.exit(130, f"{made.prog}: {said}\n")
     if all(cell.status != "measured" for cell in report.cells):
         # What is missing here may be there for the next call.
-        (folder / "parts.jsonl").unlink(missing_ok=True)
+        parts.unlink(missing_ok=True)
         reason = next(cell.reason for cell in report.cells)
         made.exit(
             2,

@@ -56,11 +56,19 @@ def _modules(target: Target) -> Iterator[str]:
         yield target.name.partition(":")[0]
     function: Callable[..., Any] | None = target.function
     while function is not None:
-        yield getattr(function, "__module__", None) or ""
+        yield _named(function, "__module__") or ""
         if isinstance(function, functools.partial):
             function = function.func
         else:
-            function = getattr(function, "__wrapped__", None)
+            function = _named(function, "__wrapped__")
+
+
+def _named(function: Any, name: str) -> Any:
+    """The attribute, or None: an object's own `__getattr__` may raise anything."""
+    try:
+        return getattr(function, name, None)
+    except Exception:
+        return None
 
 
 def _together(module: Any) -> Iterator[Path]:

@@ -124,6 +124,8 @@ def audit_attention(
     for group in groups:
         group.problems(dtype)  # Names that do not exist are refused before anything.
     code = fingerprint(target)
+    # Before the target can change the working directory.
+    written = None if folder is None else Path(folder).absolute()
     audit = Audit(target, tuple(groups), dtype, recipes, gradients, code=code)
     began = datetime.datetime.now(datetime.UTC)
     if processes is None:
@@ -132,7 +134,7 @@ def audit_attention(
         _check_pickles(target)
     apart = Workers(processes) if processes else contextlib.nullcontext()
     with (
-        _store(audit, folder, fresh) as store,
+        _store(audit, written, fresh) as store,
         apart as workers,
         Parts(store, tell, workers) as parts,
     ):
@@ -146,8 +148,8 @@ def audit_attention(
                 "earlier; --fresh measures anew"
             )
     report = _report(audit, result, passed.result(), began)
-    if folder is not None:
-        report.write(folder)
+    if written is not None:
+        report.write(written)
     return report
 
 
@@ -218,13 +220,11 @@ def _target(fn: str | Callable[..., Any] | Target, adapter: Adapter) -> Target:
 
 
 @contextlib.contextmanager
-def _store(
-    audit: Audit, folder: Path | str | None, fresh: bool
-) -> Iterator[Store | None]:
+def _store(audit: Audit, folder: Path | None, fresh: bool) -> Iterator[Store | None]:
     if folder is None:
         yield None
         return
-    path = Path(folder) / "parts.jsonl"
+    path = folder / "parts.jsonl"
     with contextlib.closing(
         Store(path, audit.settings(), fresh=fresh, anew=["code"])
     ) as store:
