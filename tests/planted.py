@@ -22,6 +22,7 @@ from attn_jax.mask import Mask
 from attn_jax.recipe import FLASH2
 from tests import planted_bias, planted_keys
 from tests.knobs import Knobs, attention, bfloat16, same, scaled_query, truncated
+from tests.planted_masks import band, longer, without, without_keys
 
 GROUPED = Shape(2, 96, 160, 4, 2, 32)
 SQUARE = Shape(2, 128, 128, 4, 4, 32)
@@ -168,34 +169,6 @@ def _rounding(name: str, *causes: str, on: Problem | None = None, **knobs) -> No
     _plant(name, honest(**knobs), *causes, expects=kind, on=on)
 
 
-def _without(**rules):
-    """The mask with other rules."""
-    return lambda seen, given: _broadcast(dataclasses.replace(given, **rules), seen)
-
-
-def _broadcast(rules: Mask, seen):
-    mask = rules.materialise(*seen.shape[2:])
-    return jnp.broadcast_to(True if mask is None else mask, seen.shape)
-
-
-def _band(left: int | None, right: int | None):
-    """Keys i - left ... i + right, whatever the rules say; None leaves a side open."""
-
-    def of(seen, _):
-        i, j = (jnp.arange(n) for n in seen.shape[2:])
-        distance = j - i[:, None]
-        low = -seen.shape[2] if left is None else -left
-        high = seen.shape[3] if right is None else right
-        return jnp.broadcast_to((low <= distance) & (distance <= high), seen.shape)
-
-    return of
-
-
-def _without_keys(start: int, stop: int | None):
-    keys = slice(start, stop)
-    return lambda seen, _: seen.at[..., keys].set(False)
-
-
 CAUSAL = Problem(GROUPED, mask="causal")
 WINDOW = Problem(GROUPED, mask="window")  # 20 keys to the left, 10 to the right
 LENGTHS = Problem(GROUPED, mask="lengths")
@@ -207,40 +180,54 @@ _wiring("scale missing", scale=lambda scale, H: 1.0)
 _wiring("scale applied twice", scale=lambda scale, H: scale * scale)
 _wiring("scale of another head dim", scale=lambda scale, H: (2 * H) ** -0.5)
 _wiring("base of the exponential", scale=lambda scale, H: scale * np.log(2))
-_wiring("causal ignored", on=CAUSAL, seen=_without(is_causal=False))
-_wiring("causal off by one (j < i)", on=CAUSAL, seen=_band(None, -1))
+_wiring("causal ignored", on=CAUSAL, seen=without(is_causal=False))
+_wiring("causal off by one (j < i)", on=CAUSAL, seen=band(None, -1))
 _wiring(
     "causal off by one, mean of V for the first query",
     "causal off by one (j < i)",
     on=CAUSAL,
-    seen=_band(None, -1),
+    seen=band(None, -1),
     hidden=-1e4,
 )
-_wiring("causal off by one (j <= i + 1)", on=CAUSAL, seen=_band(None, 1))
-_wiring("causal aligned to the last key", on=CAUSAL, seen=_band(None, 160 - 96))
+_wiring("causal off by one (j <= i + 1)", on=CAUSAL, seen=band(None, 1))
+_wiring("causal aligned to the last key", on=CAUSAL, seen=band(None, 160 - 96))
 _wiring("mask inverted", on=WINDOW, seen=lambda seen, _: ~seen)
-_wiring("window ignored", on=WINDOW, seen=_without(window=None))
-_wiring("window side ignored", on=WINDOW, seen=_band(None, 10))
-_wiring("window off by one on the left", on=WINDOW, seen=_band(19, 10))
-_wiring("window off by one on the right", on=WINDOW, seen=_band(20, 11))
-_wiring("window sides swapped", on=WINDOW, seen=_band(10, 20))
+_wiring("window ignored", on=WINDOW, seen=without(window=None))
+_wiring("window side ignored", on=WINDOW, seen=band(None, 10))
+_wiring("window off by one on the left", on=WINDOW, seen=band(19, 10))
+_wiring("window off by one on the right", on=WINDOW, seen=band(20, 11))
+_wiring(
+    "window two too far to the left",
+    "hidden pairs carry weight",
+    on=WINDOW,
+    seen=lambda seen, given: band(given.window[0] + 2, given.window[1])(seen, given),
+)
+_wiring("window sides swapped", on=WINDOW, seen=band(10, 20))
 _wiring(
     "segment ids ignored",
     on=PACKED,
-    seen=_without(query_segment_ids=None, key_value_segment_ids=None),
+    seen=without(query_segment_ids=None, key_value_segment_ids=None),
 )
-_wiring("query lengths ignored", on=LENGTHS, seen=_without(query_lengths=None))
-_wiring("key lengths ignored", on=LENGTHS, seen=_without(key_value_lengths=None))
+_wiring("query lengths ignored", on=LENGTHS, seen=without(query_lengths=None))
+_wiring("key lengths ignored", on=LENGTHS, seen=without(key_value_lengths=None))
+_wiring("key lengths off by one", on=LENGTHS, seen=longer("key_value_lengths", -1))
+_wiring(
+    "a key too many",
+    "key lengths off by one",
+    on=LENGTHS,
+    seen=longer("key_value_lengths", 1),
+)
+_wiring("query lengths off by one", on=LENGTHS, seen=longer("query_lengths", -1))
 _wiring("lengths of another batch entry", on=LENGTHS, seen=lambda seen, _: seen[::-1])
 _wiring("queries that see no key", on=LENGTHS, hidden=-1e4)
-_wiring("causal the other way round", on=CAUSAL, seen=_band(0, None))
+_wiring("causal the other way round", on=CAUSAL, seen=band(0, None))
 _wiring(
     "GQA heads grouped wrongly",
     key_heads=lambda N, K: [n % K for n in range(N)],
     group=lambda x, K: x.reshape(*x.shape[:2], -1, K, x.shape[-1]).sum(2),
 )
-_wiring("first KV tile dropped", "KV tile dropped", seen=_without_keys(0, 64))
-_wiring("last KV tile dropped", "KV tile dropped", seen=_without_keys(128, None))
+_wiring("first KV tile dropped", "KV tile dropped", seen=without_keys(0, 64))
+_wiring("last KV tile dropped", "KV tile dropped", seen=without_keys(128, None))
 _wiring("last partial tile unmasked", on=Problem(GROUPED, family="normal"), pad=True)
 _wiring("stale maximum", block=32, rescale=False, delta_from="P dP")
 _plant(
@@ -384,7 +371,7 @@ _wiring(
     "mask missing in the backward pass",
     "causal ignored in the backward pass",
     on=CAUSAL,
-    seen_backward=_without(is_causal=False),
+    seen_backward=without(is_causal=False),
 )
 _wiring("LSE stop_gradient", "LSE", dlse=jnp.zeros_like)
 

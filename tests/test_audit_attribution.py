@@ -109,6 +109,8 @@ def test_gradients_that_query_heads_round_are_recognised(apart):
     assert all(fit.distance > 1.2 * FITS for fit in others)
     suspected = attribution.suspect([nearest, *others])
     assert suspected == ("gradients by query head" if apart else "")
+    # Of what nothing is near the nearest says nothing.
+    assert attribution.suspect([nearest._replace(distance=3 * FITS), *others]) == ""
 
 
 _SCALED = "query rounded after scaling"

@@ -11,6 +11,7 @@ from attn_jax.audit.audit import Result
 from attn_jax.audit.error import Errors
 from attn_jax.audit.finding import Finding, in_order, is_trustworthy
 from attn_jax.audit.inputs import Shape
+from attn_jax.audit.judge import WORSE
 from attn_jax.audit.measure import Measured, Outcome
 from attn_jax.audit.problem import Problem
 from attn_jax.audit.verdict import POOR_UNITS, Judged, allowance, judge
@@ -62,6 +63,7 @@ def test_a_poor_algorithm_is_no_bug_and_its_step_is_named():
     # Without a fit nothing is said of its steps.
     (found,) = judge(cells, FAR)
     assert found.cause == "" and "where ordinary algorithms have 52" in found.says
+    assert "cannot be said, since no recipe fits" in found.says
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,30 @@ def test_more_than_an_algorithm_has_is_a_bug(allowed):
     assert found.kind == "worse than its algorithm allows"
     found = judge([cell(allowed=allowed, out=0.99 * most)], FITTING)
     assert all(f.kind != "worse than its algorithm allows" for f in found)
+
+
+def test_what_is_wrong_under_one_mask_alone_is_said_so():
+    """And not blamed on a step: all of them are right without that mask."""
+    cells = [cell(), cell(mask="lengths", out=90.0), cell(mask="window", out=80.0)]
+    (found,) = judge(cells, FITTING, suspect="a step")
+    assert found.cause == "under lengths and window alone"
+    assert "nearest" not in found.says
+    (found,) = judge(cells, FAR, suspect="a step")
+    assert found.cause == "a step" and "the nearest to it is that" in found.says
+    (found,) = judge([cell(out=90.0), *cells[1:]], FITTING, suspect="a step")
+    assert found.cause == ""
+
+
+def test_what_hidden_keys_change_is_of_lengths_that_are_wired_wrongly():
+    cells = [cell(), cell(mask="lengths", out=90.0)]
+    place = str(cells[1].problem)
+    known = Finding("wrong wiring", "key lengths off by one", "", ("out",), (place,))
+    cause = "result depends on the padded keys"
+    padded = Finding(WORSE, cause, "", ("out",), ("padded keys",))
+    (found,) = verdict.together([known], [padded], cells)
+    assert found == dataclasses.replace(known, where=(place, "padded keys"))
+    moved = dataclasses.replace(padded, where=("batch position",))
+    assert verdict.together([known], [moved], cells) == [known, moved]
 
 
 def test_the_worst_of_a_kind_stands_for_all():
@@ -134,6 +160,7 @@ def test_what_is_known_of_one_result_hides_nothing_of_another():
     race = Finding(kind, "re-run", "", ("dkey",), ("full",))
     tuned = [Finding(kind, "tuning", x, (x,), ("tuning",)) for x in ("dkey", "dquery")]
     both = verdict.together([race], tuned, [cell(dquery=1.0)])
+    race = dataclasses.replace(race, where=("full", "tuning"))
     assert both == [race, tuned[1]]
 
 
@@ -144,7 +171,9 @@ def test_what_a_result_depends_on_is_said_where_nothing_else_is():
     depends = Finding(worse.kind, cause, "", ("out",), ("batch position",))
     assert verdict.together([worse], [depends], [cell(out=900.0)]) == [worse, depends]
     named = dataclasses.replace(worse, cause="P clipped")
-    assert verdict.together([named], [depends], [cell(out=900.0)]) == [named]
+    (found,) = verdict.together([named], [depends], [cell(out=900.0)])
+    assert found.where == (*named.where, "batch position")
+    assert found == dataclasses.replace(named, where=found.where)
 
 
 def test_infinities_where_none_should_be():

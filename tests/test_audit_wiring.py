@@ -32,7 +32,7 @@ from tests.planted import (
 )
 
 # Not seen in results for dLSE = 0 / by P alone.
-ELSEWHERE = {"LSE stop_gradient", "dropout left on"}
+ELSEWHERE = {"LSE stop_gradient", "dropout left on", "window two too far to the left"}
 WIRING = [
     name
     for name, planted in PLANTED.items()
@@ -249,7 +249,7 @@ def test_some_results_are_enough():
 def test_a_sentence_says_what_is_computed_and_what_to_change():
     planted = PLANTED["GQA sum missing, the last head"]
     (finding,) = recognise(results(planted.function, planted.problem), planted.problem)
-    assert finding.says.startswith("dK, dV: dK and dV are not summed")
+    assert finding.says.startswith("dK, dV: there is no sum over")
     assert "(the last alone)" in finding.says
     assert finding.says.endswith("that read each key head")
 
@@ -353,6 +353,12 @@ def test_clipping_is_found_with_its_threshold():
             "causal off by one (j < i)",
             "visible pairs carry none",
             "all with j - i = 0;",
+        ),
+        (
+            "window",
+            "window two too far to the left",
+            "hidden pairs carry weight",
+            "all with j - i = -12 to -11;",
         ),
         ("full", "first KV tile dropped", "visible pairs carry none", "keys 0 to 63;"),
         ("lengths", "key lengths ignored", "hidden pairs carry weight", "first query"),

@@ -119,8 +119,10 @@ _RINGS: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("parts in 16 bits, ring of {}", ATTN_JAX, _16_BITS),
     ("keys gathered forward, parts in 16 bits, ring of {}", ATTN_JAX, _GATHERED),
 )
-# How much nearer than the recipe itself a change of it has to be.
+# How much nearer than the recipe itself a change of it has to be, and how near. Beyond
+# twice `FITS` the nearest of all is as good as any.
 _SUSPECT = 0.7
+_SUSPECT_FITS = 2 * FITS
 # Casts that candidates are named by, too.
 _IN_WORDS = {
     "scaled_query": "query rounded after scaling",
@@ -310,10 +312,12 @@ def without(recipe: Recipe, fields: Sequence[str]) -> Recipe:
 
 def suspect(fits: Sequence[Fit]) -> str:
     """What the nearest candidate does otherwise than the recipe that it is a change of;
-    "" where it is none, or that recipe is about as near."""
+    "" where it is none, that recipe is about as near, or neither is near."""
+    if not fits or fits[0].distance > _SUSPECT_FITS:
+        return ""
     by_name = {fit.candidate: fit.distance for fit in fits}
     for what, (base, _) in _ALTERED.items():
-        if fits and fits[0].candidate == f"{base.name} ({what})":
+        if fits[0].candidate == f"{base.name} ({what})":
             apart = by_name.get(base.name, math.inf)
             return what if fits[0].distance < _SUSPECT * apart else ""
     return ""

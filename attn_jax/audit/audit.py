@@ -222,7 +222,7 @@ def carry_out(
     fit = fits[0] if fits else None
     prices, by_group = _Prices(audit, parts, fit), {}
     # It has all families, and so, mostly, the worst of all.
-    prices.begin(_poorest(audit, {first: rows[first]}))
+    prices.begin(early := _poorest(audit, {first: rows[first]}))
     for group in begun:
         if group not in rows:
             measure(group)
@@ -241,7 +241,7 @@ def carry_out(
         names = {*algorithms, SAME_FORMAT} if algorithms else ()
         known = predictions.of(names, group)
         cells += _judged(audit, group, rows[group], known, algorithms)
-    costs = prices.of(poorest)
+    costs = prices.of(dict.fromkeys([*poorest, *early]))
 
     wiring = [
         _finding(finding)
@@ -249,9 +249,14 @@ def carry_out(
         for row in of_group
         for finding in row["wiring"]
     ]
-    read = _findings(looks.pop("P", []))
-    if not any("out" in finding.tensors for finding in wiring):
-        wiring += read  # Of what is recognised they are consequences.
+    # Where out is recognised, what is read in P is a consequence.
+    spoilt = verdict.masks_of(wiring, {"out"}, cells)
+    wiring += [
+        finding
+        for row in looks.pop("P", [])
+        if "full" not in spoilt and row.get("mask") not in spoilt
+        for finding in _findings([row])
+    ]
     found = verdict.judge(cells, fit, costs, wiring, attribution.suspect(fits))
     if "again" in audit.looks:
         found = _again(audit, parts, cells, found)
@@ -328,14 +333,19 @@ def _begin_looks(audit: Audit, parts: Parts) -> dict[str, Callable[[], list[Row]
 
 
 def _look(audit: Audit, name: str) -> Iterator[Row]:
-    """What a target is looked at for by itself, on the first group's shape and mask. In
-    the other mode it is looked at with the group's bias, too; the rest is of attention
-    without one."""
+    """What a target is looked at for by itself, on the first group's shape and mask; P
+    under all masks of that shape. In the other mode it is looked at with the group's
+    bias, too; the rest is of attention without one."""
     target, group = audit.target, audit.groups[0]
     problem = Problem(group.shape, audit.dtype, "normal", group.mask)
     plain = problem.unbiased
+    of_masks = dict.fromkeys(
+        dataclasses.replace(problem, mask=x.mask).unbiased
+        for x in audit.groups
+        if x.shape == group.shape
+    )
     looks = {
-        "P": lambda: more.read(target, plain),
+        "P": lambda: more.read(target, of_masks),
         "x64": lambda: more.other_mode(target, problem, gradients=audit.gradients),
         "probes": lambda: more.probe(target, plain),
         "invariances": lambda: more.vary(target, plain),
@@ -398,12 +408,19 @@ def _predict(audit: Audit, recipe: Recipe, group: Group) -> Iterator[Row]:
 
 def _poorest(audit: Audit, rows: Mapping[Group, list[Row]]) -> list[Problem]:
     """The problems that a finding will name: for each result the one with the largest
-    error, where that is poor."""
+    error, where that is poor, among those under whose mask it is not wired wrongly."""
+    wired: dict[str, set[str]] = {}
+    for group, of_group in rows.items():
+        tensors = (t for row in of_group for x in row["wiring"] for t in x["tensors"])
+        wired.setdefault(group.mask, set()).update(tensors)
     worst: dict[str, tuple[float, Problem]] = {}
     for group, of_group in rows.items():
+        spoilt = wired[group.mask] | wired.get("full", set())
         for problem, row in zip(group.problems(audit.dtype), of_group, strict=True):
             for tensor, m in _measured(row["found"]).items():
-                if tensor != "lse" and m.errors.units > verdict.POOR_UNITS:
+                if tensor == "lse" or spoilt & {"out", tensor}:
+                    continue
+                if m.errors.units > verdict.POOR_UNITS:
                     at = m.errors.units, problem
                     worst[tensor] = max(worst.get(tensor, at), at, key=lambda x: x[0])
     by_size = sorted(worst.values(), key=lambda x: -x[0])

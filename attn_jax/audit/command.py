@@ -6,17 +6,21 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from attn_jax.audit import attribution
 from attn_jax.audit.bar import progress_bar
 from attn_jax.audit.inputs import FAMILIES, Shape
+from attn_jax.audit.interrupt import Interrupted, interruptible, leave
 from attn_jax.audit.measure import is_out_of_memory
+from attn_jax.audit.parts import Progress
 from attn_jax.audit.problem import DTYPES, MASKS
+from attn_jax.audit.raised import in_one_line
+from attn_jax.audit.report import Report
 from attn_jax.audit.run import audit_attention
 from attn_jax.audit.table import print_report
-from attn_jax.audit.target import Adapter, TargetError, in_one_line, resolve
+from attn_jax.audit.target import Adapter, TargetError, resolve
 from attn_jax.audit.workers import NotStartedError
 from attn_jax.canaries import CanaryError
 from attn_jax.command import Parser
@@ -226,6 +230,31 @@ def _among(names) -> str:
     return f"some of {', '.join(names)}"
 
 
+def _report(
+    options: argparse.Namespace,
+    adapter: Adapter,
+    folder: Path,
+    tell: Callable[[Progress], None],
+) -> Report:
+    """The audit that the options ask for."""
+    if folder.exists() and not folder.is_dir():
+        raise StoreError(f"--out {folder} is a file, and a folder is needed")
+    target = resolve(options.target, adapter)
+    return audit_attention(
+        target,
+        shapes=options.shapes,
+        dtype=options.dtype,
+        families=options.families,
+        masks=options.masks,
+        gradients=not options.no_gradients,
+        against=_against(options.against, target.adapter.shards),
+        folder=folder,
+        fresh=options.fresh,
+        processes=options.processes,
+        tell=tell,
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     made = parser()
@@ -246,24 +275,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = (folder / "parts.jsonl").absolute()  # Wherever the target goes.
     # Several processes share a GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    said = f"interrupted; what is done is kept in {folder}, for the same command"
+    interrupted = f"{made.prog}: {said}\n"
     try:
-        if folder.exists() and not folder.is_dir():
-            raise StoreError(f"--out {folder} is a file, and a folder is needed")
-        target = resolve(options.target, adapter)
         with progress_bar() as tell:
-            report = audit_attention(
-                target,
-                shapes=options.shapes,
-                dtype=options.dtype,
-                families=options.families,
-                masks=options.masks,
-                gradients=not options.no_gradients,
-                against=_against(options.against, target.adapter.shards),
-                folder=folder,
-                fresh=options.fresh,
-                processes=options.processes,
-                tell=tell,
-            )
+            report = interruptible(lambda: _report(options, adapter, folder, tell))
     except (TargetError, StoreError, CanaryError, NotStartedError, OSError) as error:
         made.exit(2, f"{made.prog}: {error}\n")
     except (RuntimeError, MemoryError) as error:
@@ -277,8 +293,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said += f"What is done is kept in {folder}, for the same command"
         made.exit(2, f"{made.prog}: {said}\n")
     except KeyboardInterrupt:
-        said = f"interrupted; what is done is kept in {folder}, for the same command"
-        made.exit(130, f"{made.prog}: {said}\n")
+        made.exit(130, interrupted)
+    except Interrupted:
+        print(end=interrupted, file=sys.stderr)
+        leave(130)
     if all(cell.status != "measured" for cell in report.cells):
         # What is missing here may be there for the next call.
         parts.unlink(missing_ok=True)

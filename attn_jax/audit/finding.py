@@ -17,6 +17,10 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # How a cause begins where the same attention, asked for otherwise, is another.
 DEPENDS = "result depends on the"
+# The probe that hides keys by their lengths.
+HIDDEN_BY_LENGTHS = "padded keys"
+# How a cause begins that is only where it was found.
+UNDER = "under"
 # Nobody need act on these.
 HARMLESS: tuple[Kind, ...] = ("not taken", "trustworthy")
 

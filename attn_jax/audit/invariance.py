@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from attn_jax.audit.finding import DEPENDS, Finding
+from attn_jax.audit.finding import DEPENDS, HIDDEN_BY_LENGTHS, Finding
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import by_keys, by_lse, by_rows
 from attn_jax.audit.noise import Noise, rounding_noise
@@ -157,7 +157,7 @@ def _transformed(
     if attend_of or shared:
         yield "padded queries", more_queries
     if attend_of:
-        yield "padded keys", more_keys
+        yield HIDDEN_BY_LENGTHS, more_keys
     if N > 1 and (mask.dense is None or mask.dense.shape[1] == 1):
         yield "head position", other_heads
     yield "layers", lambda: last_of(Layers)

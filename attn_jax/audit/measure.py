@@ -10,11 +10,8 @@ from attn_jax.audit import programs
 from attn_jax.audit.error import Errors, in_units, measure, signed_bias
 from attn_jax.audit.noise import logit_extent
 from attn_jax.audit.problem import Problem, Results
-from attn_jax.audit.target import (
-    Attend,
-    said,
-    text_of,
-)
+from attn_jax.audit.raised import said, text_of
+from attn_jax.audit.target import Attend
 from attn_jax.formats import BF16, FP16, FP32, FP64, NumberFormat
 
 Status = Literal["measured", "not taken", "failed", "out of memory"]

@@ -22,7 +22,8 @@ from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.problem import GRADIENTS, Problem
 from attn_jax.audit.programs import run
-from attn_jax.audit.target import Attend, contained
+from attn_jax.audit.raised import contained
+from attn_jax.audit.target import Attend
 from attn_jax.formats import BF16, FP16, FP32, NumberFormat
 from attn_jax.mask import Mask
 from attn_jax.reference import golden

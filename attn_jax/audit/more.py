@@ -12,7 +12,7 @@ not run.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,8 @@ from attn_jax.audit.invariance import invariances, same_bits
 from attn_jax.audit.measure import Outcome, Runner, measured
 from attn_jax.audit.merge import merge_audit
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem
-from attn_jax.audit.target import Attend, Target, said
+from attn_jax.audit.raised import said
+from attn_jax.audit.target import Attend, Target
 from attn_jax.audit.wiring import of_probabilities, probabilities
 from attn_jax.mask import Mask
 from attn_jax.store import Row
@@ -40,18 +41,32 @@ _MARKEDLY = 1.5
 _RUNS, _FAR = 5, 8
 
 
-def read(target: Target, problem: Problem) -> Iterator[Row]:
-    """Findings of P, as the target makes it of the first inputs."""
-    if problem.shape.key_length > _READ:
-        return
-    query, key, _, _ = (jnp.asarray(x) for x in problem.inputs)
-    found = probabilities(target.on(problem), query, key)
-    right = exact(problem)
-    findings = of_probabilities(
-        *(found, right.probability, right.visible, problem.format),
-        where=(str(problem),),
-    )
-    yield {"findings": _rows(findings)}
+def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
+    """Findings of P, as the target makes it: one row for each problem of a mask. That a
+    mask is refused its own problems say."""
+    left_out = _LeftOut("P")
+    for problem in problems:
+        if problem.shape.key_length > _READ:
+            continue
+        query, key, _, _ = (jnp.asarray(x) for x in problem.inputs)
+        try:
+            found = probabilities(target.on(problem), query, key)
+        except Exception as error:  # A function of somebody's may raise anything.
+            if not isinstance(error, NotImplementedError | ValueError):
+                left_out.add(f"under {problem.mask}", error)
+            continue
+        right = exact(problem)
+        findings = of_probabilities(
+            *(found, right.probability, right.visible, problem.format),
+            where=(str(problem),),
+        )
+        if problem.mask != "full":
+            findings = [
+                dataclasses.replace(f, says=f"under {problem.mask}, {f.says}")
+                for f in findings
+            ]
+        yield {"mask": problem.mask, "findings": _rows(findings)}
+    yield left_out.row()
 
 
 def probe(target: Target, problem: Problem) -> Iterator[Row]:

@@ -16,7 +16,8 @@ from jaxtyping import Array
 
 from attn_jax.audit.alone import ALONE
 from attn_jax.audit.problem import GRADIENTS, Results
-from attn_jax.audit.target import Attend, contained
+from attn_jax.audit.raised import contained
+from attn_jax.audit.target import Attend
 from attn_jax.xla_options import NO_GRAPHS
 
 # Query, key, value, dout and, where there is one, the bias.

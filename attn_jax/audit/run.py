@@ -25,6 +25,7 @@ from attn_jax.audit.inputs import Shape
 from attn_jax.audit.parts import Parts, Progress, cores
 from attn_jax.audit.plan import plan
 from attn_jax.audit.problem import FORMATS, GRADIENTS
+from attn_jax.audit.raised import in_one_line
 from attn_jax.audit.report import (
     Attribution,
     Cell,
@@ -38,7 +39,6 @@ from attn_jax.audit.target import (
     Adapter,
     Target,
     TargetError,
-    in_one_line,
     resolve,
 )
 from attn_jax.audit.workers import Workers, worthwhile

@@ -161,7 +161,16 @@ def _probes(report: Report) -> Iterator[str]:
         yield f"Probes: {passed} of {len(report.probes)} passed"
     for probe in report.probes:
         if not probe["passed"]:
-            yield f"- failed: {probe['name']}, {summary.probed(probe)}"
+            said = f"{probe['name']}, {summary.probed(probe)}"
+            yield f"- failed: {said}{_see(report, probe['name'])}"
+
+
+def _see(report: Report, place: str) -> str:
+    """Which finding stands for what was found there."""
+    for finding in report.findings:
+        if place in finding.where:
+            return f": see {finding.cause or finding.kind}"
+    return ""
 
 
 def _invariances(report: Report) -> Iterator[str]:
@@ -175,6 +184,7 @@ def _invariances(report: Report) -> Iterator[str]:
                 f"{figure(row['largest_difference'])} ulp, by RMS "
                 f"{figure(row['measured'])} of what rounding allows (at most "
                 f"{figure(row['bound'])})"
+                + (_see(report, row["name"]) if row["measured"] > row["bound"] else "")
             )
 
 

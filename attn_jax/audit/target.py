@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -20,7 +20,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from attn_jax.audit.inputs import Shape
+from attn_jax.audit.interrupt import is_ours
 from attn_jax.audit.problem import MASKS, Problem
+from attn_jax.audit.raised import NotTakenError, WrongResultError, in_one_line
 from attn_jax.mask import Mask
 from attn_jax.recipe import RECIPES, Recipe
 
@@ -38,14 +40,6 @@ Attend = Callable[..., tuple[Array, Array | None]]
 
 class TargetError(ValueError):
     """The target cannot be audited at all, in one line that says what would work."""
-
-
-class NotTakenError(NotImplementedError):
-    """The target has no argument for this problem: no fault of its."""
-
-
-class WrongResultError(TypeError):
-    """The target returned something that is no attention of these arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +234,9 @@ def _attend(target: Target, mask: Mask, scale: float, query, key, value, bias=No
             )
         arrays = [jnp.stack(arrays, axis=2 if adapter.layout == "BTNH" else 1)]
     results = target.function(*arrays, *positional, **keywords)
+    if inspect.iscoroutine(results):
+        results.close()
+        raise WrongResultError("it is asynchronous: audit a function that waits for it")
     lse = None
     if target.has_lse:
         if not (isinstance(results, tuple | list) and len(results) == 2):
@@ -289,7 +286,8 @@ def _of_mask(target: Target, mask: Mask, query, key) -> dict[str, Any]:
             name for name, x in vars(rest).items() if x is not None and x is not False
         ]
         raise NotTakenError(
-            f"no argument for {' and '.join(wanted)}, and none for a mask"
+            f"no argument for {' and '.join(wanted)}, and none for a mask (--rename, "
+            "if it has one of another name)"
         )
     dense = rest.materialise(query.shape[1], key.shape[1])
     assert dense is not None  # The mask is not empty.
@@ -385,9 +383,9 @@ def resolve(name: str, adapter: Adapter = Adapter()) -> Target:
     try:
         found = importlib.import_module(module)
     # A module of somebody's may raise anything, and a script may end itself.
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and is_ours():
+            raise
         raise TargetError(f"cannot import {module}: {in_one_line(error)}") from error
     for part in function.split("."):
         try:
@@ -451,41 +449,3 @@ def _recipe(name: str) -> Recipe:
     if name not in RECIPES:
         raise TargetError(f"no recipe {name!r}; there are {', '.join(RECIPES)}")
     return RECIPES[name]
-
-
-def said(error: Exception) -> str:
-    """What a call that raised is reported with: our own errors are sentences."""
-    ours = isinstance(error, NotTakenError | WrongResultError)
-    return str(error) if ours else in_one_line(error)
-
-
-def in_one_line(error: BaseException) -> str:
-    """An exception in one line: its first, or the last one of a traceback in it."""
-    name = type(error).__name__
-    lines = text_of(error).strip().splitlines()
-    if not lines:
-        return name
-    within = "Traceback (most recent call last)" in lines[0]
-    return f"{name}: {lines[-1].strip() if within else lines[0]}"
-
-
-def text_of(error: BaseException) -> str:
-    """`str(error)`, which an error of somebody's may have no way to make."""
-    try:
-        return str(error)
-    except Exception:  # Whatever it is, the error's type is said all the same.
-        return ""
-
-
-@contextlib.contextmanager
-def contained() -> Iterator[None]:
-    """Makes an ordinary error of what a target raises to end its process, but for an
-    interrupt, which may be the user's."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt):
-        raise
-    except SystemExit as error:
-        raise RuntimeError(f"it calls sys.exit({error.code!r})") from error
-    except BaseException as error:
-        raise RuntimeError(f"it raises {in_one_line(error)}") from error

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from attn_jax.audit.attribution import Cost, Fit
-from attn_jax.audit.finding import DEPENDS, Finding
+from attn_jax.audit.finding import DEPENDS, HIDDEN_BY_LENGTHS, UNDER, Finding
 from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.measure import Measured, Outcome
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem
@@ -73,8 +73,8 @@ def judge(
     if out is: what else is wrong with it is most likely the same."""
     found = [*_refusals(cells), *_merged(wiring)]
     for tensor in TENSORS:
-        spoilt = _masks_of(wiring, {"out", tensor}, cells)
-        out_spoilt = _masks_of(wiring, {"out"}, cells)
+        spoilt = masks_of(wiring, {"out", tensor}, cells)
+        out_spoilt = masks_of(wiring, {"out"}, cells)
         found += _not_finite([c for c in cells if not _is_of(c, out_spoilt)], tensor)
         right = [cell for cell in cells if not _is_of(cell, spoilt)]
         here = [cell for cell in right if tensor in cell.found]
@@ -93,35 +93,50 @@ def together(
     found: Sequence[Finding], others: Sequence[Finding], cells: Sequence[Judged]
 ) -> list[Finding]:
     """Findings of the measurements, and those of `others`, under the first problem's
-    mask, that they do not explain: a wrongly wired out explains all, a poor result what
-    probes find poor in it, and an LSE that is worse that, too. What a result depends on
-    is said of one that is worse for no known cause."""
-    wiring = [f for f in found if f.kind == "wrong wiring"]
-    wired = _is_of(cells[0], _masks_of(wiring, {"out"}, cells))
-    known = {(f.kind, tensor) for f in found for tensor in f.tensors}
-    if (WORSE, "lse") in known:
-        known.add((POOR, "lse"))
+    mask, that they do not explain. What they do is added to where they were found."""
+    bits = "not reproducible"
+    places: dict[int, list[str]] = {}
 
-    named = {t for f in found if f.kind == WORSE and f.cause for t in f.tensors}
-
-    def is_known(finding: Finding) -> bool:
-        if finding.cause.startswith(DEPENDS) and named.isdisjoint(finding.tensors):
-            return False
-        return not known.isdisjoint((finding.kind, x) for x in finding.tensors)
+    def is_new(finding: Finding) -> bool:
+        for i, known in enumerate(found):
+            if _explains(known, finding, cells):
+                places.setdefault(i, []).extend(finding.where)
+                return False
+        return True
 
     # Poor in one result is poor in those made of it, and one line says so. Bits that
     # differ in one say nothing of another.
-    bits = "not reproducible"
-    others = [f for f in others if f.kind != bits or not is_known(f)]
-    new = [
-        finding
-        for finding in _merged(others)
-        if not (wired and finding.kind != bits) and not is_known(finding)
+    others = [f for f in others if f.kind != bits or is_new(f)]
+    new = [f for f in _merged(others) if f.kind == bits or is_new(f)]
+    with_places = [
+        dataclasses.replace(
+            f, where=tuple(dict.fromkeys((*f.where, *places.get(i, ()))))
+        )
+        for i, f in enumerate(found)
     ]
-    return [*found, *new]
+    return [*with_places, *new]
 
 
-def _masks_of(
+def _explains(known: Finding, finding: Finding, cells: Sequence[Judged]) -> bool:
+    """A wrongly wired out explains all, and one under lengths what hidden keys change;
+    a poor result explains what probes find poor in it, and an LSE that is worse that,
+    too. What a result depends on is said of one that is worse for no known cause."""
+    if known.kind == "wrong wiring" and finding.kind != "not reproducible":
+        masks = masks_of([known], {"out"}, cells)
+        if _is_of(cells[0], masks):
+            return True
+        if "lengths" in masks and finding.where == (HIDDEN_BY_LENGTHS,):
+            return True
+    if finding.cause.startswith(DEPENDS):
+        named = known.cause and not known.cause.startswith(UNDER)
+        if known.kind != WORSE or not named:
+            return False
+    kinds = known.kind == finding.kind
+    kinds |= (known.kind, finding.kind) == (WORSE, POOR) and "lse" in finding.tensors
+    return kinds and not set(known.tensors).isdisjoint(finding.tensors)
+
+
+def masks_of(
     wiring: Sequence[Finding], tensors: set[str], cells: Sequence[Judged]
 ) -> set[str]:
     """Names of the masks under which one of these results is wired wrongly."""
@@ -161,6 +176,11 @@ def _worse(bad, here, tensor: str, fit: Fit | None, suspect: str) -> Finding:
     whose = f"{fit.candidate} has" if fit and fit.fits else "ordinary algorithms have"
     if tensor == "lse":
         whose = "logits and sums in FP32 leave at most"
+    elif fit and fit.fits:
+        # Its steps are the target's, and what they come to is less.
+        suspect, masks = "", dict.fromkeys(cell.problem.mask for cell in bad)
+        if here[0].problem.mask not in masks:  # Under which it was compared.
+            suspect = f"{UNDER} {' and '.join(masks)} alone"
     return Finding(
         WORSE,
         suspect,
@@ -168,7 +188,9 @@ def _worse(bad, here, tensor: str, fit: Fit | None, suspect: str) -> Finding:
         f"{whose} {allowed:.3g}; so on {len(bad)} of {len(here)} problems: this is no "
         "rounding of a known algorithm"
         + (
-            f"; the nearest to it is that of {fit.candidate}" if suspect and fit else ""
+            f"; the nearest to it is that of {fit.candidate}"
+            if fit and suspect and not suspect.startswith(UNDER)
+            else ""
         ),
         (tensor,),
         tuple(str(cell.problem) for cell in sorted(bad, key=lambda c: c is not worst)),
@@ -194,6 +216,8 @@ def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
             f"; {100 * min(dearest.share, 1):.0f} % of it is {dearest.step}, without "
             f"which {dearest.without:.3g} are left"
         )
+    elif not (fit and fit.fits):
+        because = "; which step that is cannot be said, since no recipe fits"
     allowed = worst.allowed[tensor]
     algorithm = f"where ordinary algorithms have {allowed:.3g}"
     if fit and fit.fits:

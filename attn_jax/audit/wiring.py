@@ -55,6 +55,7 @@ _MARKEDLY = 4
 _MOST_LOGITS = 2**24
 
 _BACKWARD = " in the backward pass"
+_GRADIENTS = (*GRADIENTS, "dbias")
 _ROUNDED = {"LSE rounded to BF16": BF16, "LSE rounded to FP16": FP16}
 
 
@@ -104,6 +105,9 @@ def recognise(results: Results, problem: Problem) -> list[Finding]:
         return findings
     right = Setting(problem, exact(problem))
     best = _cover(_matches(right, far, x), far)
+    if "out" in far and not any("out" in match.errors for match in best):
+        # Gradients of another attention, which may be near anything.
+        best = [match for match in best if not match.errors.keys() & {*_GRADIENTS}]
     bases = [match.wrong.attention for match in best if match.wrong.attention]
     rest = {name: far[name] for name in far if not any(name in m.errors for m in best)}
     if bases and rest:
@@ -149,7 +153,7 @@ def _matches(right: Setting, far, x: Results) -> Iterator[_Match]:
     if "out" in far or "out" not in x:
         # What attends wrongly gives a wrong output, if it gives any.
         yield from _of(_ATTENTION.items(), right, far, x, gate="out")
-    if "out" not in far and far.keys() & {*GRADIENTS, "dbias"}:
+    if "out" not in far and far.keys() & {*_GRADIENTS}:
         backward = [
             (
                 cause + _BACKWARD,
@@ -389,13 +393,15 @@ def _pairs(which: np.ndarray, of: np.ndarray) -> str:
 
 
 def _pattern(which: np.ndarray, of: np.ndarray) -> str:
-    """Whether they are all of a diagonal or of neighbouring keys among `of`, or ""."""
+    """Whether they are all of neighbouring diagonals or keys among `of`, or ""."""
     T, S = which.shape[2:]
     distance = np.arange(S) - np.arange(T)[:, None]
     keys = np.flatnonzero(which.any((0, 1, 2)))
-    steps = np.unique(distance[which.any((0, 1))])
-    if steps.size == 1 and T > 1 and np.array_equal(which, of & (distance == steps[0])):
-        return f"all with j - i = {steps[0]}"
+    steps = distance[which.any((0, 1))]
+    first, last = steps.min(), steps.max()
+    within = (first <= distance) & (distance <= last)
+    if T > 2 * (last - first) + 1 and np.array_equal(which, of & within):
+        return f"all with j - i = {first}" + (f" to {last}" if last > first else "")
     of_keys = np.zeros(S, bool)
     of_keys[keys[0] : keys[-1] + 1] = True
     if keys.size < S and np.array_equal(which, of & of_keys):

@@ -12,14 +12,15 @@ import multiprocessing
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from attn_jax.audit.target import in_one_line
+from attn_jax.audit.interrupt import is_leaving
+from attn_jax.audit.raised import contained, in_one_line
 
 # What a process needs of the device's memory, to be one of several: its context, and a
 # few matrices of logits, of which textbook attention and its gradients have as many at
@@ -105,7 +106,7 @@ class Workers(contextlib.AbstractContextManager):
 
     def _check(self) -> None:
         # What we end ourselves is no crash of the target's, and no row is kept of it.
-        if self._stopped:
+        if self._stopped or is_leaving():
             raise concurrent.futures.CancelledError
 
 
@@ -114,7 +115,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
         self.process = context.Process(target=_serve, args=(there, modes), daemon=True)
-        self.process.start()
+        with _deaf():
+            self.process.start()
         there.close()
         self._began = False
 
@@ -159,6 +161,20 @@ def _ended(exitcode: int | None) -> str:
     return f"its process ended with exit code {exitcode}"
 
 
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes begin with their parent's mask of signals: Ctrl-C is for the caller,
+    and this keeps it from them while they import, before they can ignore it."""
+    if not hasattr(signal, "pthread_sigmask"):  # Not every system has masks.
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _serve(connection: Connection, modes: dict[str, Any]) -> None:
     """Until nobody is at the other end. Ctrl-C is for the caller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -170,7 +186,8 @@ def _serve(connection: Connection, modes: dict[str, Any]) -> None:
         while True:
             make = connection.recv_bytes()
             try:
-                answer: Any = list(_loaded(make)())
+                with contained():
+                    answer: Any = list(_loaded(make)())
             except Exception as error:
                 answer = _sendable(error)
             connection.send((answer, _is_healthy()))

@@ -277,6 +277,33 @@ def _(s: Setting):
         yield from _ruled(s, query_lengths=None, key_value_lengths=None)
 
 
+def _longer(s: Setting, field: str, most: int, of: str):
+    """One more and one less than a length says, where there is as much."""
+    lengths = getattr(s.problem.rules, field)
+    if lengths is not None:
+        for by, detail in ((-1, f"one {of} less"), (1, f"one {of} more")):
+            changed = np.clip(np.asarray(lengths) + by, 0, most)
+            yield from _ruled(s, detail, **{field: changed})
+
+
+@ATTENTION.add(
+    "key lengths off by one",
+    "the number of keys is off by one",
+    "see the keys j < length",
+)
+def _(s: Setting):
+    yield from _longer(s, "key_value_lengths", s.problem.shape.key_length, "key")
+
+
+@ATTENTION.add(
+    "query lengths off by one",
+    "the number of queries is off by one",
+    "let the queries i < length attend",
+)
+def _(s: Setting):
+    yield from _longer(s, "query_lengths", s.problem.shape.query_length, "query")
+
+
 @ATTENTION.add(
     "lengths of another batch entry",
     "a batch entry has the lengths, or the segments, of another",

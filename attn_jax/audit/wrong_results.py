@@ -319,7 +319,7 @@ def _(s: Setting):
 
 @_add(
     "GQA sum missing",
-    "dK and dV are not summed over the query heads of a key head",
+    "there is no sum over the query heads of a key head",
     "add up the N / K query heads that read each key head",
 )
 def _(s: Setting):

@@ -1,0 +1,72 @@
+"""Ctrl-C that is acted on at once.
+
+Python runs a signal's handler between two steps of the main thread, which may be in
+XLA for half a minute, and what the handler raises is lost where that is one of JAX's
+callbacks. So the work has a thread of its own, and the main one does nothing but wait.
+"""
+
+import concurrent.futures
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+_leaving = threading.Event()
+
+
+class Interrupted(BaseException):
+    """Ctrl-C came before the end of the work, which goes on: see `leave`."""
+
+
+def interruptible[T](work: Callable[[], T]) -> T:
+    """`work()`; where Python has its own way with Ctrl-C, in a thread of its own.
+
+    Raises:
+      Interrupted: Ctrl-C. From then on it is ignored.
+    """
+    if not is_ours():
+        return work()
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+    # Unlike an event or a lock it may be touched from within a handler.
+    news: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+        news.put("done")
+
+    before = signal.signal(signal.SIGINT, lambda *_: news.put("interrupted"))
+    threading.Thread(target=run, name="interruptible", daemon=True).start()
+    if news.get() == "interrupted":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise Interrupted
+    signal.signal(signal.SIGINT, before)
+    return result.result()
+
+
+def is_ours() -> bool:
+    """Whether Ctrl-C would be raised in this thread."""
+    here = threading.current_thread() is threading.main_thread()
+    return here and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def is_leaving() -> bool:
+    """Whether processes that end do so because we do."""
+    return _leaving.is_set()
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process and those that it started, whatever its threads do: XLA aborts
+    where Python's own end takes what it computes with."""
+    _leaving.set()
+    for child in multiprocessing.active_children():
+        child.terminate()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
