@@ -28,13 +28,13 @@ COLUMNS = "B T N K H is_causal design share ms ms_kernels".split()
 
 
 def share(shape, is_causal: bool) -> float:
-    from attn_jax.kernels import hopper_backward_fused as fused
     from attn_jax.kernels import tuning
+    from attn_jax.kernels.hopper_fused_work import Shapes
 
     B, T, N, K, H = shape
-    shapes = fused.shapes_of((B, T, N, H), (B, T, K, H))
+    shapes = Shapes.of((B, T, N, H), (B, T, K, H))
     plan = tuning.fused(H, T, is_causal=is_causal)
-    return fused.ring_of(shapes, plan, is_causal=is_causal).share(shapes.pairs)
+    return shapes.ring(plan, is_causal=is_causal).share(shapes.pairs)
 
 
 def times(shape, is_causal: bool) -> dict[str, tuple[float, float]]:

@@ -1,6 +1,7 @@
 """How gradients are made: all in one pass, or dQ by a kernel of its own."""
 
 from attn_jax.kernels import architecture, hopper_backward_fused, ring_order, tuning
+from attn_jax.kernels.hopper_fused_work import Shapes
 from attn_jax.kernels.tuning import Backward
 from attn_jax.recipe import Architecture
 
@@ -43,7 +44,7 @@ def backward_of(
         return "two_kernels"
     if wanted == "fused":
         return "fused"
-    shapes = hopper_backward_fused.shapes_of(query_shape, value_shape)
+    shapes = Shapes.of(query_shape, value_shape)
     plan = tuning.fused(shapes.head_dim, shapes.key_count, is_causal=is_causal)
-    ring = hopper_backward_fused.ring_of(shapes, plan, is_causal=is_causal)
+    ring = shapes.ring(plan, is_causal=is_causal)
     return "fused" if ring.share(shapes.pairs) >= LEAST_SHARE else "two_kernels"

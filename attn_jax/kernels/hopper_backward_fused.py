@@ -96,27 +96,6 @@ def reason_against(
     return None
 
 
-def shapes_of(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> Shapes:
-    """Of [B, T, N, H] and [B, S, K, H]."""
-    batch, query_count, query_heads, head_dim = query_shape
-    key_count, key_heads = key_shape[1:3]
-    return Shapes(batch, query_count, key_count, query_heads, key_heads, head_dim)
-
-
-def ring_of(shapes: Shapes, plan: tuning.Plan, *, is_causal: bool) -> ring_order.Ring:
-    """How the tiles are dealt to CTAs."""
-    return ring_order.ring_of(
-        tiles=shapes.tiles,
-        blocks=shapes.blocks,
-        pairs=shapes.pairs,
-        group=shapes.group,
-        ratio=KEY_TILE // shapes.queries if is_causal else None,
-        passes=plan.passes,
-        rings=plan.rings,
-        apart=plan.apart,
-    )
-
-
 def backward_fused(
     query: Float[Array, "B Tpad N H"],
     key: Float[Array, "B Spad K H"],
@@ -193,8 +172,11 @@ def _sums(
     shapes = Shapes(batch, query_count, key_count, query_heads, key.shape[2], head_dim)
     queries = shapes.queries
     by_rows = queries == 128  # dQ's pieces, one for each warpgroup; else by columns
-    ring = ring_of(shapes, plan, is_causal=is_causal)
+    ring = shapes.ring(plan, is_causal=is_causal)
     unit = scale * LOG2_E
+    # Whether a warpgroup has no key in the last tile. It has nothing to multiply there,
+    # and leaves the tensor cores to the other.
+    some_are_idle = 0 < key_count % KEY_TILE <= KEYS
     # Past the last query everything is zero, read from memory or filled in by TMA:
     # P = exp(0 - 0) = 1 meets dO = 0 there, and dS = 1 * (0 - 0) = 0. What is added to
     # dQ past its end TMA leaves out.
@@ -232,9 +214,9 @@ def _sums(
             if by_rows:
                 part, columns = warpgroup, slice(None)
 
-            def dq_product(dq_acc, step):
-                """dq_acc += dS K' over all keys of the CTA."""
-                for w in range(WARPGROUPS):
+            def dq_product(dq_acc, step, warpgroups=WARPGROUPS):
+                """dq_acc += dS K' over the keys of so many warpgroups, all of them."""
+                for w in range(warpgroups):
                     at = w + opaque(i32(0))
                     plgpu.wgmma(
                         dq_acc,
@@ -281,13 +263,16 @@ def _sums(
                 row_delta = plgpu.load(smem.rows.at[1, slot(step)], layout=COLUMNS)
                 return p * (dp - along_columns(row_delta, dp.shape))
 
-            def put_ds(ds, step):
-                """dS for dQ, into shared memory."""
+            def write_ds(ds, step):
                 here = opaque(warpgroup)
                 for i in range(queries // 64):
                     piece = lax.slice(ds, (0, i * 64), (KEYS, (i + 1) * 64))
                     smem.ds[buffer(step), here, i] = piece.astype(dq_dtype)
                 plgpu.commit_smem()
+
+            def put_ds(ds, step):
+                """dS for dQ, into shared memory."""
+                write_ds(ds, step)
                 plgpu.barrier_arrive(barriers.ds_ready.at[buffer(step)])
 
             def released(step):
@@ -353,6 +338,27 @@ def _sums(
                 plgpu.wgmma_wait(0)
                 released(step)
 
+            def take_none(item, turn, step):
+                """Without keys of one's own: a piece of dQ from the others' dS."""
+                plgpu.barrier_wait(barriers.q_ready.at[slot(step)])
+
+                def product(dq_acc):
+                    plgpu.barrier_wait(barriers.ds_ready.at[buffer(step + 1)])
+                    dq_product(dq_acc, step + 1, WARPGROUPS - 1)
+                    return dq_acc[...]
+
+                dq = pl.run_scoped(product, dq_acc)
+                plgpu.barrier_arrive(barriers.ds_ready.at[buffer(step)])
+                plgpu.barrier_wait(barriers.dout_ready.at[slot(step)])
+                released(step)
+                release_tile(barriers.k_free, item, turn)
+                release_tile(barriers.v_free, item, turn)
+
+                @pl.when(turn > 0)
+                def _():
+                    await_dq_smem(step - 1)
+                    hand_on_dq(dq, step - 1)
+
             def last_dq(step):
                 def product(dq_acc):
                     plgpu.barrier_wait(barriers.ds_ready.at[buffer(step)])
@@ -370,11 +376,27 @@ def _sums(
                 def accumulate(dk_acc, dv_acc):
                     # The block before the first one: dS = 0, its dQ goes nowhere.
                     zero = jnp.zeros((KEYS, queries), jnp.float32)
-                    put_ds(plgpu.layout_cast(zero, plgpu.Layout.WGMMA), first + 1)
+                    zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
+                    steps = item.steps
+                    if some_are_idle:
+                        idle = item.tile * KEY_TILE + warpgroup * KEYS >= key_count
+                        steps = jnp.where(idle, 0, steps)
 
-                    @pl.loop(0, item.steps)
+                        @pl.when(idle)
+                        def _():
+                            write_ds(zero, first)
+
+                    put_ds(zero, first + 1)
+
+                    @pl.loop(0, steps)
                     def _(turn):
                         take(item, turn, first + turn, dk_acc, dv_acc)
+
+                    if some_are_idle:
+
+                        @pl.loop(steps, item.steps)
+                        def _(turn):
+                            take_none(item, turn, first + turn)
 
                     last_dq(first + item.steps - 1)
                     return dk_acc[...], dv_acc[...]

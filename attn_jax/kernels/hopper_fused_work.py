@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from attn_jax.kernels.ring_order import Ring
+from attn_jax.kernels.ring_order import Ring, ring_of
 from attn_jax.kernels.tiles import smem_tile
 from attn_jax.kernels.tuning import Plan
 
@@ -31,6 +31,25 @@ class Shapes(NamedTuple):
     query_heads: int
     key_heads: int
     head_dim: int
+
+    @classmethod
+    def of(cls, query: tuple[int, ...], key: tuple[int, ...]) -> "Shapes":
+        """Of [B, T, N, H] and [B, S, K, H]."""
+        batch, query_count, query_heads, head_dim = query
+        return cls(batch, query_count, key[1], query_heads, key[2], head_dim)
+
+    def ring(self, plan: Plan, *, is_causal: bool) -> Ring:
+        """How the tiles are dealt to CTAs."""
+        return ring_of(
+            tiles=self.tiles,
+            blocks=self.blocks,
+            pairs=self.pairs,
+            group=self.group,
+            ratio=KEY_TILE // self.queries if is_causal else None,
+            passes=plan.passes,
+            rings=plan.rings,
+            apart=plan.apart,
+        )
 
     @property
     def group(self) -> int:
