@@ -202,6 +202,7 @@ _wiring(
     on=WINDOW,
     seen=lambda seen, given: band(given.window[0] + 2, given.window[1])(seen, given),
 )
+_wiring("window off by one on both sides", on=WINDOW, seen=band(19, 9))
 _wiring("window sides swapped", on=WINDOW, seen=band(10, 20))
 _wiring(
     "segment ids ignored",

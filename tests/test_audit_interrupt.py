@@ -16,6 +16,7 @@ import pytest
 from attn_jax.audit import audit_attention
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.interrupt import Interrupted, interruptible
+from attn_jax.audit.raised import in_one_line
 
 SHAPE = Shape(1, 32, 32, 2, 1, 16)
 SMALL = dict(shapes=[SHAPE], families=["normal"], masks=["full"], gradients=False)
@@ -133,6 +134,12 @@ def test_an_asynchronous_function_is_refused():
         warnings.simplefilter("error")
         (cell,) = audit_attention(later, **SMALL).cells
     assert cell.status == "failed" and "asynchronous" in cell.reason
+
+
+def test_a_line_that_ends_in_a_colon_goes_on():
+    error = TypeError("inputs must be alike, but differ:\n\n  * x is f32\n  * y is f64")
+    said = "TypeError: inputs must be alike, but differ: * x is f32 * y is f64"
+    assert in_one_line(error) == said
 
 
 def test_of_a_long_exception_the_beginning_is_said():

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from attn_jax.audit import invariance, probes, visible
+from attn_jax.audit import invariance, more, probes, visible
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.noise import logit_extent, rounding_noise, sampled_rows, seen_by
 from attn_jax.audit.problem import MASKS, Problem
+from attn_jax.audit.target import Adapter, Target
 from attn_jax.formats import BF16
 from attn_jax.mask import Mask
 from tests import planted, planted_keys
@@ -222,6 +223,42 @@ def test_noise_is_that_of_rounding():
 
 def of_fault(fault):
     return lambda mask: attend(mask, fault)
+
+
+def _unscaled(query, key, value, *, scale=None):
+    return jax.nn.dot_product_attention(query, key, value)
+
+
+def _told(query, key, value, *, scale=None):
+    return jax.nn.dot_product_attention(query, key, value, scale=scale)
+
+
+@pytest.mark.parametrize(("function", "is_right"), [(_told, True), (_unscaled, False)])
+def test_a_scale_that_is_ignored_is_found(function, is_right):
+    """Problems have the scale that it has by itself."""
+    rows = list(more.vary(Target("", function, Adapter(lse=None)), Problem(SHAPE)))
+    scaled = [row for row in rows if row.get("name", "").startswith("scale")]
+    assert len(scaled) == 4
+    found = {f["cause"] for row in scaled for f in row["findings"]}
+    assert found == (set() if is_right else {"result depends on the scale"})
+    rest = [row for row in rows if "name" in row and row not in scaled]
+    assert rest and not any(row["findings"] for row in rest)
+    without = Target("", function, Adapter(lse=None, scale="none"))
+    rows = more.vary(without, Problem(SHAPE))
+    assert not any("scale" in row.get("name", "") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("errors", "says"),
+    [
+        # Some rows alone; all of them, some more than others.
+        (np.where(np.arange(64) < 3, 1.0, 1e-3), "positions 0 to 2"),
+        (np.where(np.arange(64) < 3, 1.0, 0.1), ""),
+    ],
+)
+def test_rows_are_named_where_the_others_are_right(errors, says):
+    said = more._concentrated(errors[None, :, None])
+    assert says in said and bool(says) == bool(said)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,19 @@ import pytest
 
 from attn_jax.audit import measure, run, verdict
 from attn_jax.audit.attribution import Cost, Fit
-from attn_jax.audit.audit import Result
+from attn_jax.audit.audit import Result, _wiring
 from attn_jax.audit.error import Errors
-from attn_jax.audit.finding import Finding, in_order, is_trustworthy
+from attn_jax.audit.finding import (
+    EXTREME,
+    PAST_THE_LAST,
+    Finding,
+    in_order,
+    is_trustworthy,
+)
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.judge import WORSE
 from attn_jax.audit.measure import Measured, Outcome
+from attn_jax.audit.plan import plan
 from attn_jax.audit.problem import Problem
 from attn_jax.audit.verdict import POOR_UNITS, Judged, allowance, judge
 
@@ -115,6 +122,45 @@ def test_what_hidden_keys_change_is_of_lengths_that_are_wired_wrongly():
     assert found == dataclasses.replace(known, where=(place, "padded keys"))
     moved = dataclasses.replace(padded, where=("batch position",))
     assert verdict.together([known], [moved], cells) == [known, moved]
+
+
+def test_a_wrongly_wired_result_explains_what_is_found_in_it():
+    cells = [cell(dquery=9.0)]
+    place = str(cells[0].problem)
+    known = Finding("wrong wiring", "dQ without the scale", "", ("dquery",), (place,))
+    rows = Finding(WORSE, "rows of dS do not sum to 0", "", ("dquery",), ("ones",))
+    (found,) = verdict.together([known], [rows], cells)
+    assert found.where == (place, "ones")
+    # Not what is in another, too.
+    other = dataclasses.replace(rows, tensors=("dquery", "dkey"))
+    assert verdict.together([known], [other], cells) == [known, other]
+
+
+def test_what_is_not_finite_is_said_once():
+    cells = [cell(not_finite=3), cell("lse-130")]
+    kind, ordinary, large = "not finite", *(str(cell.problem) for cell in cells)
+    probed = Finding(kind, EXTREME, "", (), ("finite at extremes",))
+    past = Finding(kind, PAST_THE_LAST, "", (), ("half a tile at extremes",))
+    depends = Finding(WORSE, "result depends on the layers", "", ("out",), ("layers",))
+    known = Finding(kind, "", "", ("out",), (ordinary,))
+    (found,) = verdict.together([known], [probed, past, depends], cells)
+    assert {"finite at extremes", "layers"} <= set(found.where)
+    # Large logits alone are where a probe says why.
+    known = dataclasses.replace(known, where=(large,))
+    assert verdict.together([known], [past], cells) == [known, past]
+    assert verdict.together([known], [probed, past], cells) == [known, probed]
+
+
+def test_zero_keys_tell_no_heads_apart():
+    def row(family, cause):
+        finding = Finding("wrong wiring", cause, "", ("dvalue",), (family,))
+        return {"family": family, "wiring": [dataclasses.asdict(finding)]}
+
+    group = plan([SHAPE], ["normal", "zero_k_one_v"], ["full"])[0]
+    alone = row("zero_k_one_v", "GQA heads grouped wrongly")
+    assert [f.cause for f in _wiring({group: [alone]})] == ["GQA heads grouped wrongly"]
+    rows = [row("normal", "GQA sum missing"), alone]
+    assert [f.cause for f in _wiring({group: rows})] == ["GQA sum missing"]
 
 
 def test_the_worst_of_a_kind_stands_for_all():

@@ -249,7 +249,7 @@ def test_some_results_are_enough():
 def test_a_sentence_says_what_is_computed_and_what_to_change():
     planted = PLANTED["GQA sum missing, the last head"]
     (finding,) = recognise(results(planted.function, planted.problem), planted.problem)
-    assert finding.says.startswith("dK, dV: there is no sum over")
+    assert finding.says.startswith("dK, dV: the sum over the query heads of a key")
     assert "(the last alone)" in finding.says
     assert finding.says.endswith("that read each key head")
 
@@ -370,6 +370,47 @@ def test_pairs_that_should_not_and_should_carry_weight(mask, name, cause, patter
     (finding,) = judged(read(PLANTED[name].function, problem), problem)
     assert finding.cause == cause and finding.kind == "wrong wiring"
     assert pattern in finding.says
+
+
+_SHAPE = 2, 4, 64, 96
+_B, _N, _I, _J = np.indices(_SHAPE)
+_CHANCE = np.random.default_rng(0).random(_SHAPE)
+_RIGHT = np.exp(np.random.default_rng(1).standard_normal(_SHAPE))
+_RIGHT /= _RIGHT.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("lost", "cause", "says"),
+    [
+        (_CHANCE < 0.1, "dropout left on", "10"),
+        # One throw for all heads, or for all batch entries.
+        (np.broadcast_to(_CHANCE[:, :1] < 0.1, _SHAPE), "dropout left on", "%"),
+        (np.broadcast_to(_CHANCE[:1] < 0.1, _SHAPE), "dropout left on", "%"),
+        (_RIGHT < 0.3 * _RIGHT.max(-1, keepdims=True) / 4, "P clipped", "threshold"),
+        ((_N == 3) & (_J >= 80), None, "all of keys 80 to 95 of head 3;"),
+        ((_B == 1) & (_J >= 80), None, "all of keys 80 to 95 of batch entry 1;"),
+        (_J % 8 == 7, None, "every 8th key from 7 on;"),
+        (
+            _J + 7 * _B > 92,
+            None,
+            "(all of keys 93 to 95 of batch entry 0, all of keys 86 to 95 of batch "
+            "entry 1;",
+        ),
+        ((_J - _I == 9) | (_J - _I == -9), None, "all with j - i = -9 and 9;"),
+        # By chance, but not everywhere: in every other tile, in no early query.
+        ((_CHANCE < 0.1) & (_J // 16 % 2 == 0), None, "(the first query"),
+        ((_CHANCE < 0.1) & (_I > 12), None, "(the first query"),
+    ],
+    ids=str,
+)
+def test_chance_is_told_from_patterns(lost, cause, says):
+    """Whose large and small entries are lost alike, too."""
+    p = np.where(lost, 0.0, _RIGHT)
+    p /= p.sum(-1, keepdims=True)
+    (finding,) = of_probabilities(p, _RIGHT, None)
+    assert finding.cause == cause or "visible pairs carry none"
+    assert (finding.cause == "visible pairs carry none") == (cause is None)
+    assert says in finding.says, finding.says
 
 
 @pytest.mark.parametrize("name", ["not normalised", "last partial tile unmasked"])

@@ -4,7 +4,10 @@ import concurrent.futures
 import functools
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -35,6 +38,11 @@ def crashes(query, key, value, *, scale, is_causal=False):
 
 def _pid():
     return [os.getpid()]
+
+
+def _hears_ctrl_c():
+    """Whether this process was started so that it does."""
+    return [signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
 
 
 def _x64():
@@ -145,6 +153,28 @@ def test_what_is_interrupted_has_not_crashed(tmp_path):
         with pytest.raises(concurrent.futures.CancelledError):
             future.result()
     assert time.monotonic() < begun + 50
+
+
+def test_ctrl_c_does_not_reach_a_process_that_imports(tmp_path):
+    """It begins without it. In a Python of its own, where nothing was started yet."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"from {__name__} import Workers, _hears_ctrl_c\n"
+        "if __name__ == '__main__':\n"
+        "    with Workers(1) as processes:\n"
+        "        print('heard:', processes.call(_hears_ctrl_c))\n"
+    )
+    root = Path(__file__).parent.parent
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert "heard: [False]" in done.stdout
 
 
 def test_a_process_that_does_not_start_is_no_crash(monkeypatch):

@@ -243,12 +243,7 @@ def carry_out(
         cells += _judged(audit, group, rows[group], known, algorithms)
     costs = prices.of(dict.fromkeys([*poorest, *early]))
 
-    wiring = [
-        _finding(finding)
-        for of_group in rows.values()
-        for row in of_group
-        for finding in row["wiring"]
-    ]
+    wiring = _wiring(rows)
     # Where out is recognised, what is read in P is a consequence.
     spoilt = verdict.masks_of(wiring, {"out"}, cells)
     wiring += [
@@ -267,6 +262,26 @@ def carry_out(
     ]
     findings = in_order(verdict.together(found, more_found, cells))
     return Result(cells, fits, costs, looks, findings)
+
+
+def _wiring(rows: Mapping[Group, list[Row]]) -> list[Finding]:
+    """What was recognised. Of keys that are all zero every head's P is the same, and
+    what is recognised there counts where nothing else shows it."""
+    found = []
+    for of_group in rows.values():
+        known = {
+            tensor
+            for row in of_group
+            for x in row["wiring"]
+            for tensor in x["tensors"]
+            if row["family"] != "zero_k_one_v"
+        }
+        for row in of_group:
+            for finding in row["wiring"]:
+                alike = row["family"] == "zero_k_one_v"
+                if not (alike and known.issuperset(finding["tensors"])):
+                    found.append(_finding(finding))
+    return found
 
 
 def _is_measured(rows: list[Row]) -> bool:

@@ -19,6 +19,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 DEPENDS = "result depends on the"
 # The probe that hides keys by their lengths.
 HIDDEN_BY_LENGTHS = "padded keys"
+# Causes of NaN and infinities: of any logits that are large, and at the last key alone.
+EXTREME, PAST_THE_LAST = "not finite at extreme logits", "what lies past the last key"
 # How a cause begins that is only where it was found.
 UNDER = "under"
 # Nobody need act on these.

@@ -49,6 +49,7 @@ def invariances(
     problem: Problem,
     *,
     attend_of: Callable[[Mask], Attend] | None = None,
+    with_scale: Callable[[float], Attend] | None = None,
     attends: Mapping[str, Attend] | None = None,
     refused: Callable[[str, Exception], None] | None = None,
 ) -> tuple[Invariance, ...]:
@@ -61,12 +62,14 @@ def invariances(
     head position   key heads and their groups rolled, or the one group's heads
     layers          the last of two in a `lax.scan` over arrays stacked as layers are
     mapping         the last of two under `jax.vmap`
+    scale           half of it for twice the query, by a power of two
     padded queries  more queries, with dO = 0
     padded keys     more keys, hidden by their lengths; dK and dV there must be 0
     block size      each of `attends`, variants of one target, against the first
 
     `attend_of(mask)` makes the target for another mask. Without it there are no padded
     keys, and under a mask that holds arrays only re-run, head position and block size.
+    `with_scale(scale)` makes it for another scale; without it there is none.
     `refused` is told the name of a change and what the target raises of it; without it
     that is raised.
     """
@@ -85,7 +88,7 @@ def invariances(
         other = run_compiled(attend, inputs, options)
         found = _compare("tuning", first, other, noise, problem)
         records += [_bit_by_bit(record, _TUNING) for record in found]
-    for name, transformed in _transformed(attend, problem, attend_of):
+    for name, transformed in _transformed(attend, problem, attend_of, with_scale):
         try:
             results = transformed()
         except Exception as error:  # A function of somebody's may raise anything.
@@ -106,7 +109,7 @@ def invariances(
 
 
 def _transformed(
-    attend: Attend, problem: Problem, attend_of
+    attend: Attend, problem: Problem, attend_of, with_scale
 ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """What makes the results of a transformed call, transformed back; entries may be
     fewer. Those of keys that are hidden come under a name of their own."""
@@ -136,6 +139,13 @@ def _transformed(
         hidden = {n: results[n][:, S:] for n in ("dkey", "dvalue")}
         return {**_cut(results, T, S), "hidden keys": hidden}
 
+    def half_scale():
+        assert with_scale is not None
+        twice = inputs._replace(query=inputs.query + inputs.query)
+        results = run(with_scale(problem.scale / 2), twice)
+        # Of twice the query it is half.
+        return {n: x + x if n == "dquery" else x for n, x in results.items()}
+
     def other_heads():
         # Within the one group where there is but one.
         step = N // K if K > 1 else 1
@@ -154,6 +164,8 @@ def _transformed(
         stacked = Inputs(*(np.stack([np.roll(x, 1, 1), x]) for x in inputs))
         return {name: x[-1] for name, x in run(several(attend), stacked).items()}
 
+    if with_scale:
+        yield "scale, half of it for twice the query", half_scale
     if attend_of or shared:
         yield "padded queries", more_queries
     if attend_of:

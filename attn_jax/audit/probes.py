@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from attn_jax.audit.finding import EXTREME, PAST_THE_LAST
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import (
     ProbeResult,
@@ -24,12 +25,7 @@ from attn_jax.audit.judge import (
     pooled,
     root_mean_square_bound,
 )
-from attn_jax.audit.noise import (
-    Noise,
-    logit_extent,
-    rms_of_rounding,
-    rounding_noise,
-)
+from attn_jax.audit.noise import Noise, logit_extent, rms_of_rounding, rounding_noise
 from attn_jax.audit.problem import DTYPES, Problem
 from attn_jax.audit.programs import run, run_forward
 from attn_jax.audit.target import Attend
@@ -337,7 +333,7 @@ def extremes(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
         count(
             "finite at extremes",
             broken,
-            "not finite at extreme logits",
+            EXTREME,
             "{measured:.0f} values are not finite where logits are about +1000 or "
             "-1000: take the row's largest logit off before exp",
         ),
@@ -383,7 +379,7 @@ def half_a_tile(attend_of: AttendOf, problem: Problem) -> tuple[ProbeResult, ...
         count(
             "half a tile at extremes",
             sum(int((~np.isfinite(x)).sum()) for x in found),
-            "what lies past the last key",
+            PAST_THE_LAST,
             f"{{measured:.0f}} values are not finite where logits are about +1000 or "
             f"-1000 and {_HALF_A_TILE} keys end inside a tile: hide what is past the "
             "last key before exp, in the backward pass, too",

@@ -31,6 +31,8 @@ def in_one_line(error: BaseException) -> str:
         return name
     within = "Traceback (most recent call last)" in lines[0]
     line = lines[-1].strip() if within else lines[0]
+    if line.endswith(":") and len(lines) > 1 and not within:
+        line += f" {' '.join(x.strip() for x in lines[1:] if x.strip())}"
     return f"{name}: {line if len(line) <= _MOST_SAID else line[:_MOST_SAID] + '...'}"
 
 

@@ -189,6 +189,13 @@ class Target:
         )
 
     @property
+    def takes_scale(self) -> bool:
+        """Whether it is told the scale, and not only its query scaled."""
+        name = self.adapter.renamed.get("scale", "scale")
+        by_name = self.adapter.scale == "keyword" and self.takes(name)
+        return by_name or self.adapter.scale == "positional"
+
+    @property
     def has_lse(self) -> bool:
         lse = self.adapter.lse
         return lse == "always" or lse is not None and self.takes(lse)

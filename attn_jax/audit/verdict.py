@@ -23,7 +23,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from attn_jax.audit.attribution import Cost, Fit
-from attn_jax.audit.finding import DEPENDS, HIDDEN_BY_LENGTHS, UNDER, Finding
+from attn_jax.audit.finding import (
+    DEPENDS,
+    EXTREME,
+    HIDDEN_BY_LENGTHS,
+    PAST_THE_LAST,
+    UNDER,
+    Finding,
+)
 from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.measure import Measured, Outcome
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem
@@ -107,6 +114,8 @@ def together(
     # Poor in one result is poor in those made of it, and one line says so. Bits that
     # differ in one say nothing of another.
     others = [f for f in others if f.kind != bits or is_new(f)]
+    if any(f.cause == EXTREME for f in others):  # Wherever keys end.
+        others = [f for f in others if f.cause != PAST_THE_LAST]
     new = [f for f in _merged(others) if f.kind == bits or is_new(f)]
     with_places = [
         dataclasses.replace(
@@ -118,11 +127,21 @@ def together(
 
 
 def _explains(known: Finding, finding: Finding, cells: Sequence[Judged]) -> bool:
-    """A wrongly wired out explains all, and one under lengths what hidden keys change;
+    """A result that is wired wrongly explains what is found in it, and out what is in
+    any; under lengths what hidden keys change; what is not finite explains the rest;
     a poor result explains what probes find poor in it, and an LSE that is worse that,
     too. What a result depends on is said of one that is worse for no known cause."""
+    if known.kind == "not finite" and finding.kind not in ("not reproducible", "fails"):
+        # On ordinary inputs, so that nothing else that is made of it says more.
+        first = cells[0].problem.mask
+        normal = [c.problem for c in cells if c.problem.family == "normal"]
+        ordinary = {str(problem) for problem in normal if problem.mask == first}
+        made_of = not finding.tensors or set(finding.tensors) & set(known.tensors)
+        return bool(made_of) and not ordinary.isdisjoint(known.where)
     if known.kind == "wrong wiring" and finding.kind != "not reproducible":
-        masks = masks_of([known], {"out"}, cells)
+        of_these = finding.kind in (WORSE, POOR) and finding.tensors
+        whole = of_these and set(finding.tensors) <= set(known.tensors)
+        masks = masks_of([known], {*known.tensors} if whole else {"out"}, cells)
         if _is_of(cells[0], masks):
             return True
         if "lengths" in masks and finding.where == (HIDDEN_BY_LENGTHS,):

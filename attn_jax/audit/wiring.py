@@ -54,6 +54,10 @@ _MARKEDLY = 4
 # arrays of that many.
 _MOST_LOGITS = 2**24
 
+# How often a lost entry of P is the smaller one where there is a threshold. Tiles may
+# have thresholds of their own, each for its turn's maximum.
+_THRESHOLD = 0.9
+
 _BACKWARD = " in the backward pass"
 _GRADIENTS = (*GRADIENTS, "dbias")
 _ROUNDED = {"LSE rounded to BF16": BF16, "LSE rounded to FP16": FP16}
@@ -355,34 +359,62 @@ def of_probabilities(
 
 def _lost(p, right, lost, weighty, add) -> None:
     """Why visible pairs have no weight: a pattern, their size, or chance."""
-    pattern = _pattern(lost, weighty)
     share = lost.sum() / weighty.sum()
-    median = np.median(right[weighty])
-    of_large, of_small = (
-        lost[weighty & some].mean() if (weighty & some).any() else 0.0
-        for some in (right > median, right <= median)
-    )
-    # Five standard deviations of the difference of two shares.
-    chance = 5 * 2 * np.sqrt(share * (1 - share) / weighty.sum())
     kept = weighty & ~lost
     # Of none that are kept it cannot be told how the lost ones differ.
-    scattered = not pattern and kept.any()
-    if scattered and lost.sum() >= 10 and abs(of_large - of_small) <= chance:
-        gain = np.median(p[kept] / right[kept])
-        says = f"{share:.1%} of P, or of P V, is zero, of large and small entries "
-        says += f"alike, and the others are {gain:.3f} times what they should be: turn "
-        says += "dropout off"
-        add("wrong wiring", "dropout left on", says, share=share, gain=gain)
-    elif scattered and right[lost].max() < right[kept].max() and of_small > of_large:
+    scattered = not _pattern(lost, weighty) and kept.any()
+    if scattered and _smaller(right, lost, kept) > _THRESHOLD:
         below = right[lost].max()
         says = f"{share:.1%} of P is zero, small entries of up to {below:.1e}: apply "
         says += "what the softmax gives without a threshold"
         kind = "worse than its algorithm allows"
         add(kind, "P clipped", says, share=share, below=below)
+    elif scattered and lost.sum() >= 10 and _is_chance(lost, weighty):
+        gain = np.median(p[kept] / right[kept])
+        says = f"{share:.1%} of P, or of P V, is zero, of large and small entries "
+        says += f"alike, and the others are {gain:.3f} times what they should be: turn "
+        says += "dropout off"
+        add("wrong wiring", "dropout left on", says, share=share, gain=gain)
     else:
         says = f"{_pairs(lost, weighty)}, which the mask shows, carry no weight: "
         says += "compare the bounds of loops and masks with the rules asked for"
         add("wrong wiring", "visible pairs carry none", says, pairs=lost.sum())
+
+
+def _smaller(right, lost, kept) -> float:
+    """Of a lost and a kept entry of a row, how often the lost one is smaller: always
+    where there is a threshold, half of the time by chance."""
+    counts = lost.sum(-1), kept.sum(-1)
+    pairs = counts[0] * counts[1]
+    if not pairs.any():
+        return 0.5
+    # Mann and Whitney's U. Neither lost nor kept are last.
+    order = np.argsort(np.where(lost | kept, right, np.inf), axis=-1)
+    is_kept = np.take_along_axis(kept, order, -1)
+    is_lost = np.take_along_axis(lost, order, -1)
+    return float((is_lost.cumsum(-1) * is_kept).sum() / pairs.sum())
+
+
+def _is_chance(lost, weighty) -> bool:
+    """Whether each pair may be lost with the same probability, whatever its query, key,
+    distance, head and batch entry: chi-squared, each of them, within six standard
+    deviations. One throw may serve all heads, or all entries."""
+    for axis in (0, 1):
+        first = [np.take(x, [0], axis) for x in (lost, weighty)]
+        if ((lost == first[0]) | ~weighty | ~first[1]).all():
+            lost, weighty = first
+    share = lost.sum() / weighty.sum()
+    T, S = lost.shape[2:]
+    distance = np.arange(S) - np.arange(T)[:, None] + T - 1
+    places = *np.indices(lost.shape), np.broadcast_to(distance, lost.shape)
+    for place in places:
+        of = np.bincount(place[weighty])
+        missing = np.bincount(place[lost], minlength=of.size)[of > 0]
+        of = of[of > 0]
+        squares = ((missing - share * of) ** 2 / (share * (1 - share) * of)).sum()
+        if squares > of.size + 6 * np.sqrt(2 * of.size):
+            return False
+    return True
 
 
 def _pairs(which: np.ndarray, of: np.ndarray) -> str:
@@ -393,17 +425,50 @@ def _pairs(which: np.ndarray, of: np.ndarray) -> str:
 
 
 def _pattern(which: np.ndarray, of: np.ndarray) -> str:
-    """Whether they are all of neighbouring diagonals or keys among `of`, or ""."""
+    """Which diagonals or keys among `of`, and of which heads and entries, where they
+    are all of these; "" otherwise."""
+    B, N = which.shape[:2]
+    entries, heads = (np.flatnonzero(which.any(x)) for x in ((1, 2, 3), (0, 2, 3)))
+    some = np.ix_(entries, heads)
+    which, of = which[some], of[some]
+    among = ""
+    if heads.size < N:
+        among += f" of {_listed('head', heads)}"
+    if entries.size < B:
+        among += f" of {_listed('batch entry', entries)}"
+    if found := _lines(which, of):
+        return f"{found}{among}"
+    each = [_lines(which[i : i + 1], of[i : i + 1]) for i in range(entries.size)]
+    if all(each):
+        said = (f"{x} of batch entry {b}" for x, b in zip(each, entries, strict=True))
+        return f"{', '.join(said)}{among if entries.size == B else ''}"
+    return ""
+
+
+def _lines(which: np.ndarray, of: np.ndarray) -> str:
+    """All of a few diagonals, or of keys that are a row or equally far apart, or ""."""
     T, S = which.shape[2:]
     distance = np.arange(S) - np.arange(T)[:, None]
-    keys = np.flatnonzero(which.any((0, 1, 2)))
-    steps = distance[which.any((0, 1))]
-    first, last = steps.min(), steps.max()
-    within = (first <= distance) & (distance <= last)
-    if T > 2 * (last - first) + 1 and np.array_equal(which, of & within):
-        return f"all with j - i = {first}" + (f" to {last}" if last > first else "")
-    of_keys = np.zeros(S, bool)
-    of_keys[keys[0] : keys[-1] + 1] = True
-    if keys.size < S and np.array_equal(which, of & of_keys):
+    steps = np.unique(distance[which.any((0, 1))])
+    neighbours = steps[-1] - steps[0] + 1 == steps.size
+    few = steps.size <= 3 or neighbours and 2 * steps.size < T
+    if T > 1 and few and np.array_equal(which, of & np.isin(distance, steps)):
+        if neighbours and steps.size > 1:
+            return f"all with j - i = {steps[0]} to {steps[-1]}"
+        return f"all with j - i = {' and '.join(map(str, steps))}"
+    some = which.any((0, 1, 2))
+    keys = np.flatnonzero(some)
+    if keys.size == S or not np.array_equal(which, of & some):
+        return ""
+    between = np.isin(np.arange(S), np.arange(keys[0], keys[-1] + 1))
+    if np.array_equal(which, of & between):
         return f"all of keys {keys[0]} to {keys[-1]}"
+    if np.unique(np.diff(keys)).size == 1:
+        return f"every {keys[1] - keys[0]}th key from {keys[0]} on"
     return ""
+
+
+def _listed(what: str, numbers: np.ndarray) -> str:
+    several = {"head": "heads", "batch entry": "batch entries"}
+    name = what if numbers.size == 1 else several[what]
+    return f"{name} {', '.join(map(str, numbers))}"

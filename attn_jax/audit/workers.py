@@ -13,6 +13,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -115,6 +116,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
         self.process = context.Process(target=_serve, args=(there, modes), daemon=True)
+        # Whoever starts it lets Ctrl-C through again.
+        resource_tracker.ensure_running()
         with _deaf():
             self.process.start()
         there.close()

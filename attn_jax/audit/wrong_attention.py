@@ -227,6 +227,18 @@ def _(s: Setting, left, right):
 
 
 @ATTENTION.add(
+    "window off by one on both sides",
+    "both sides of the window are off by one key",
+    "see the keys i - left to i + right, both included",
+)
+@_windowed
+def _(s: Setting, left, right):
+    if left is not None and right is not None:
+        yield from _banded(s, left + 1, right + 1, "one key more")
+        yield from _banded(s, left - 1, right - 1, "one key less")
+
+
+@ATTENTION.add(
     "window sides swapped",
     "left and right of the window are exchanged",
     "see the keys i - left to i + right",

@@ -319,7 +319,7 @@ def _(s: Setting):
 
 @_add(
     "GQA sum missing",
-    "there is no sum over the query heads of a key head",
+    "the sum over the query heads of a key head is not that",
     "add up the N / K query heads that read each key head",
 )
 def _(s: Setting):
