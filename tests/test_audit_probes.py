@@ -252,13 +252,28 @@ def test_a_scale_that_is_ignored_is_found(function, is_right):
     ("errors", "says"),
     [
         # Some rows alone; all of them, some more than others.
-        (np.where(np.arange(64) < 3, 1.0, 1e-3), "positions 0 to 2"),
-        (np.where(np.arange(64) < 3, 1.0, 0.1), ""),
+        (np.where(np.arange(64) < 3, 50.0, 1.4), "positions 0 to 2 of heads 0"),
+        (np.where(np.arange(64) < 3, 900.0, 40.0), ""),
+        (np.full(64, 9.0), ""),
     ],
 )
 def test_rows_are_named_where_the_others_are_right(errors, says):
     said = more._concentrated(errors[None, :, None])
     assert says in said and bool(says) == bool(said)
+
+
+def test_what_is_wrong_is_run_again():
+    """Some rows of out, and of LSE, of which they are not named."""
+
+    def off(query, key, value, return_residual=False):
+        out, lse = planted.honest()(query, key, value, return_residual=True)
+        out, lse = out.at[:, 5:7].multiply(2), lse.at[:, 5:7].add(1)
+        return (out, lse) if return_residual else out
+
+    rows = list(more.again(Target("", off), Problem(SHAPE), ["out", "lse"]))
+    assert [row["tensor"] for row in rows] == ["out", "lse"]
+    assert "positions 5 to 6 of heads 0, 1" in rows[0]["rows"]
+    assert not rows[1]["rows"] and not any(row["findings"] for row in rows)
 
 
 @pytest.mark.parametrize(

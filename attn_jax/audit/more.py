@@ -39,8 +39,8 @@ _PARTS = (2, 8, 64)
 _MARKEDLY = 1.5
 # Runs of what is wrong, and how many times the median error is far off.
 _RUNS, _FAR = 5, 8
-# What rows that are far off hold of the squared error where only they are wrong.
-_MOST = 0.9
+# Units of error of rows that are right, whatever the algorithm.
+_RIGHT = 4
 
 
 def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
@@ -234,10 +234,14 @@ def again(target: Target, problem: Problem, tensors: Sequence[str]) -> Iterator[
         if tensor not in outcome.results:
             continue
         x = np.asarray(outcome.results[tensor], np.float64)
-        exact_one = getattr(problem.exact(), tensor)
+        rows = ""
+        if tensor != "lse":  # Whose unit is that of its own format.
+            unit = problem.yardstick(tensor, problem.format).unit
+            errors = _by_row(tensor, x - getattr(problem.exact(), tensor))
+            rows = _concentrated(errors / (unit or 1.0))
         yield {
             "tensor": tensor,
-            "rows": _concentrated(_by_row(tensor, x - exact_one)),
+            "rows": rows,
             "findings": _rows(f for f in findings if tensor in f.tensors),
         }
 
@@ -264,15 +268,16 @@ def unequal(
 
 
 def _by_row(tensor: str, e: np.ndarray) -> Float[np.ndarray, "B L N"]:
-    norms = np.linalg.norm(e, axis=-1)
-    return norms.swapaxes(1, 2) if tensor == "dbias" else norms
+    """RMS over columns."""
+    rms = np.sqrt(np.mean(e**2, axis=-1))
+    return rms.swapaxes(1, 2) if tensor == "dbias" else rms
 
 
 def _concentrated(errors: Float[np.ndarray, "B L N"]) -> str:
-    """Which positions and heads hold the error, where that is a part of them."""
+    """Which positions and heads hold the error (in units), if only a part of them."""
     far = errors > _FAR * np.median(errors)
     # Where the rest is far off, too, these are only the worst.
-    if not far.any() or (errors[far] ** 2).sum() < _MOST * (errors**2).sum():
+    if not far.any() or np.sqrt(np.mean(errors[~far] ** 2)) > _RIGHT:
         return ""
     _, positions, heads = np.nonzero(far)
     named = ", ".join(map(str, np.unique(heads)))
