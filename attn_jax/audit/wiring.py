@@ -395,22 +395,28 @@ def _smaller(right, lost, kept) -> float:
     return float((is_lost.cumsum(-1) * is_kept).sum() / pairs.sum())
 
 
-def _is_chance(lost, weighty) -> bool:
+def _is_chance(lost: np.ndarray, weighty: np.ndarray) -> bool:
     """Whether each pair may be lost with the same probability, whatever its query, key,
     distance, head and batch entry: chi-squared, each of them, within six standard
     deviations. One throw may serve all heads, or all entries."""
     for axis in (0, 1):
-        first = [np.take(x, [0], axis) for x in (lost, weighty)]
-        if ((lost == first[0]) | ~weighty | ~first[1]).all():
-            lost, weighty = first
+        first_lost, first_weighty = (np.take(x, [0], axis) for x in (lost, weighty))
+        if ((lost == first_lost) | ~weighty | ~first_weighty).all():
+            lost, weighty = first_lost, first_weighty
     share = lost.sum() / weighty.sum()
+    if share == 1:
+        return False
+    counts = [
+        [x.sum(others) for x in (lost, weighty)]
+        for others in ((1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2))
+    ]
     T, S = lost.shape[2:]
-    distance = np.arange(S) - np.arange(T)[:, None] + T - 1
-    places = *np.indices(lost.shape), np.broadcast_to(distance, lost.shape)
-    for place in places:
-        of = np.bincount(place[weighty])
-        missing = np.bincount(place[lost], minlength=of.size)[of > 0]
-        of = of[of > 0]
+    diagonal = (np.arange(S) - np.arange(T)[:, None] + T - 1).ravel()
+    counts.append(
+        [np.bincount(diagonal, x.sum((0, 1)).ravel()) for x in (lost, weighty)]
+    )
+    for missing, of in counts:
+        missing, of = missing[of > 0], of[of > 0]
         squares = ((missing - share * of) ** 2 / (share * (1 - share) * of)).sum()
         if squares > of.size + 6 * np.sqrt(2 * of.size):
             return False
