@@ -178,6 +178,7 @@ BIAS = Problem(GROUPED, mask="bias")
 
 _wiring("scale missing", scale=lambda scale, H: 1.0)
 _wiring("scale applied twice", scale=lambda scale, H: scale * scale)
+_wiring("scale off by a factor of 2", scale=lambda scale, H: 2 * scale)
 _wiring("scale of another head dim", scale=lambda scale, H: (2 * H) ** -0.5)
 _wiring("base of the exponential", scale=lambda scale, H: scale * np.log(2))
 _wiring("causal ignored", on=CAUSAL, seen=without(is_causal=False))

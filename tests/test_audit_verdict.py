@@ -131,9 +131,29 @@ def test_a_wrongly_wired_result_explains_what_is_found_in_it():
     rows = Finding(WORSE, "rows of dS do not sum to 0", "", ("dquery",), ("ones",))
     (found,) = verdict.together([known], [rows], cells)
     assert found.where == (place, "ones")
-    # Not what is in another, too.
+    # Not what is in another, too, nor another mistake, nor what may hide more.
     other = dataclasses.replace(rows, tensors=("dquery", "dkey"))
-    assert verdict.together([known], [other], cells) == [known, other]
+    wired = dataclasses.replace(rows, kind="wrong wiring", cause="LSE gradient wrong")
+    fails = Finding("fails", "x64 mode", "")
+    broken = Finding("not finite", EXTREME, "")
+    others = [other, wired, fails, broken]
+    assert verdict.together([known], others, cells) == [known, *others]
+    whole = dataclasses.replace(known, tensors=("out",))
+    (found, *left) = verdict.together([whole], others, cells)
+    assert found.where == (place, "ones") and left == [fails, broken]
+    # Under another mask it has nothing to do with what is found under the first.
+    cells.append(cell(mask="causal"))
+    of_causal = dataclasses.replace(whole, where=(str(cells[1].problem),))
+    assert verdict.together([of_causal], [wired], cells) == [of_causal, wired]
+
+
+def test_what_is_worse_explains_what_is_poor():
+    worse = Finding(WORSE, "P clipped", "", ("out",))
+    poor = Finding(verdict.POOR, "logits in 16 bits", "", ("dquery",), ("K + c",))
+    (found,) = verdict.together([worse], [poor], [cell()])
+    assert found.where == ("K + c",)
+    other = dataclasses.replace(worse, tensors=("dkey",))
+    assert verdict.together([other], [poor], [cell()]) == [other, poor]
 
 
 def test_what_is_not_finite_is_said_once():

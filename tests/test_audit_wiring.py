@@ -11,11 +11,10 @@ from attn_jax.audit.error import unit, unit_error
 from attn_jax.audit.exact import exact, visible
 from attn_jax.audit.finding import Finding
 from attn_jax.audit.inputs import FAMILIES, Shape
+from attn_jax.audit.probability import of_probabilities, probabilities
 from attn_jax.audit.problem import MASKS, TENSORS, Problem
 from attn_jax.audit.wiring import (
     VARIANTS,
-    of_probabilities,
-    probabilities,
     recognise,
 )
 from attn_jax.formats import BF16, FP16
@@ -386,7 +385,10 @@ _RIGHT /= _RIGHT.sum(-1, keepdims=True)
         # One throw for all heads, or for all batch entries.
         (np.broadcast_to(_CHANCE[:, :1] < 0.1, _SHAPE), "dropout left on", "%"),
         (np.broadcast_to(_CHANCE[:1] < 0.1, _SHAPE), "dropout left on", "%"),
+        # For the query heads of each key head.
+        (_CHANCE[:, _N[0, :, 0, 0] // 2] < 0.1, "dropout left on", "%"),
         (_RIGHT < 0.3 * _RIGHT.max(-1, keepdims=True) / 4, "P clipped", "threshold"),
+        (_RIGHT == _RIGHT.max(-1, keepdims=True), None, "(the first query"),
         ((_N == 3) & (_J >= 80), None, "all of keys 80 to 95 of head 3;"),
         ((_B == 1) & (_J >= 80), None, "all of keys 80 to 95 of batch entry 1;"),
         (_J % 8 == 7, None, "every 8th key from 7 on;"),
@@ -397,19 +399,24 @@ _RIGHT /= _RIGHT.sum(-1, keepdims=True)
             "entry 1;",
         ),
         ((_J - _I == 9) | (_J - _I == -9), None, "all with j - i = -9 and 9;"),
+        # As even as chance, but for neighbours.
+        (_J // 24 == _N, None, "(the first query"),
+        ((_I + _J) % 7 == 0, None, "(the first query"),
+        ((37 * _I + 11 * _J) % 13 == 0, None, "(the first query"),
+        (np.arange(_I.size).reshape(_SHAPE) % 101 == 3, None, "(the first query"),
+        (np.repeat(_CHANCE[..., ::2] < 0.1, 2, -1), None, "(the first query"),
         # By chance, but not everywhere: in every other tile, in no early query.
         ((_CHANCE < 0.1) & (_J // 16 % 2 == 0), None, "(the first query"),
         ((_CHANCE < 0.1) & (_I > 12), None, "(the first query"),
     ],
-    ids=str,
+    ids=map(str, range(18)),
 )
 def test_chance_is_told_from_patterns(lost, cause, says):
     """Whose large and small entries are lost alike, too."""
     p = np.where(lost, 0.0, _RIGHT)
     p /= p.sum(-1, keepdims=True)
     (finding,) = of_probabilities(p, _RIGHT, None)
-    assert finding.cause == cause or "visible pairs carry none"
-    assert (finding.cause == "visible pairs carry none") == (cause is None)
+    assert finding.cause == (cause or "visible pairs carry none")
     assert says in finding.says, finding.says
 
 

@@ -1,6 +1,6 @@
 """The parts of an audit that look at a target itself, not at its errors.
 
-    P           read from it, for what is random or hidden (`wiring.of_probabilities`)
+    P           read from it, for what is random or hidden (`probability`)
     probes      identities that need no exact result (`probes`)
     invariance  what should change no bit (`invariance`)
     merging     keys in parts, put together by LSE (`merge`)
@@ -25,10 +25,10 @@ from attn_jax.audit.finding import Finding
 from attn_jax.audit.invariance import invariances, same_bits
 from attn_jax.audit.measure import Outcome, Runner, measured
 from attn_jax.audit.merge import merge_audit
+from attn_jax.audit.probability import of_probabilities, probabilities
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem
 from attn_jax.audit.raised import said
 from attn_jax.audit.target import Attend, Target
-from attn_jax.audit.wiring import of_probabilities, probabilities
 from attn_jax.mask import Mask
 from attn_jax.store import Row
 

@@ -128,31 +128,36 @@ def together(
 
 def _explains(known: Finding, finding: Finding, cells: Sequence[Judged]) -> bool:
     """A result that is wired wrongly explains what is found in it, and out what is in
-    any; under lengths what hidden keys change; what is not finite explains the rest;
-    a poor result explains what probes find poor in it, and an LSE that is worse that,
-    too. What a result depends on is said of one that is worse for no known cause."""
+    any, but for what may hide more; under lengths what hidden keys change. A result
+    that is not finite explains what is made of it, one that is worse what is poor in
+    it, and any where that is out. What a result depends on is said of one that is worse
+    for no known cause."""
+    both = known.kind, finding.kind
+    shared = not set(known.tensors).isdisjoint(finding.tensors)
+    if known.kind == "wrong wiring":
+        if finding.kind in ("not reproducible", "fails", "not finite"):
+            return False
+        masks = masks_of([known], {*known.tensors}, cells)
+        in_it = finding.kind != "wrong wiring" and finding.tensors
+        in_it = in_it and set(finding.tensors) <= set(known.tensors)
+        if not ("out" in known.tensors or in_it):
+            return False
+        hides = {HIDDEN_BY_LENGTHS, "hidden keys"}.issuperset(finding.where)
+        by_lengths = bool(finding.where) and hides
+        return _is_of(cells[0], masks) or by_lengths and "lengths" in masks
     if known.kind == "not finite" and finding.kind not in ("not reproducible", "fails"):
         # On ordinary inputs, so that nothing else that is made of it says more.
         first = cells[0].problem.mask
         normal = [c.problem for c in cells if c.problem.family == "normal"]
         ordinary = {str(problem) for problem in normal if problem.mask == first}
-        made_of = not finding.tensors or set(finding.tensors) & set(known.tensors)
-        return bool(made_of) and not ordinary.isdisjoint(known.where)
-    if known.kind == "wrong wiring" and finding.kind != "not reproducible":
-        of_these = finding.kind in (WORSE, POOR) and finding.tensors
-        whole = of_these and set(finding.tensors) <= set(known.tensors)
-        masks = masks_of([known], {*known.tensors} if whole else {"out"}, cells)
-        if _is_of(cells[0], masks):
-            return True
-        if "lengths" in masks and finding.where == (HIDDEN_BY_LENGTHS,):
-            return True
+        made_of = shared or not finding.tensors
+        return made_of and not ordinary.isdisjoint(known.where)
     if finding.cause.startswith(DEPENDS):
         named = known.cause and not known.cause.startswith(UNDER)
-        if known.kind != WORSE or not named:
-            return False
-    kinds = known.kind == finding.kind
-    kinds |= (known.kind, finding.kind) == (WORSE, POOR) and "lse" in finding.tensors
-    return kinds and not set(known.tensors).isdisjoint(finding.tensors)
+        return bool(named) and both == (WORSE, WORSE) and shared
+    if both == (WORSE, POOR):
+        return shared or "out" in known.tensors
+    return known.kind == finding.kind and shared
 
 
 def masks_of(

@@ -4,20 +4,18 @@ Rounding errors lie around the right result, those of wrong wiring around anothe
 Results that no rounding can explain are held against what every mistake in
 `wrong_attention` and `wrong_results` makes in FP64, and a mistake is claimed only where
 it explains almost all of the error. What is random, as dropout is, is at no exact
-result: P itself is read from the callable, with a V of ones, and looked at.
+result: that is looked for in P itself (`probability`).
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
 
 from attn_jax.audit.error import correctly_rounded, in_units
 from attn_jax.audit.exact import exact
-from attn_jax.audit.finding import Finding, Kind
+from attn_jax.audit.finding import Finding
 from attn_jax.audit.problem import (
     GRADIENTS,
     SYMBOLS,
@@ -25,7 +23,6 @@ from attn_jax.audit.problem import (
     Problem,
     Results,
 )
-from attn_jax.audit.programs import run_forward
 from attn_jax.audit.variant import (
     Registry,
     Setting,
@@ -36,7 +33,7 @@ from attn_jax.audit.variant import (
 from attn_jax.audit.wrong_attention import ATTENTION
 from attn_jax.audit.wrong_bias import BIASES, DBIAS
 from attn_jax.audit.wrong_results import RESULTS
-from attn_jax.formats import BF16, FP16, FP32, NumberFormat
+from attn_jax.formats import BF16, FP16, FP32
 
 # Mistakes by the name that a finding has for its cause. Of a mistake of the attention
 # there is also one "in the backward pass", and of LSE also the names of `_ROUNDED`.
@@ -53,10 +50,6 @@ _MARKEDLY = 4
 # Logits of all heads above which nothing is looked into: mistakes are held in FP64
 # arrays of that many.
 _MOST_LOGITS = 2**24
-
-# How often a lost entry of P is the smaller one where there is a threshold. Tiles may
-# have thresholds of their own, each for its turn's maximum.
-_THRESHOLD = 0.9
 
 _BACKWARD = " in the backward pass"
 _GRADIENTS = (*GRADIENTS, "dbias")
@@ -285,196 +278,3 @@ def _rms(x: np.ndarray) -> float:
     # Of a mistake that gives numbers beyond FP64's range nothing is near.
     with np.errstate(over="ignore"):
         return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
-
-
-def probabilities(
-    attend: Callable,
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    width: int | None = None,
-) -> Float[np.ndarray, "B N T S"]:
-    """P as `attend(query, key, value) -> (out, lse)` applies it, in FP64.
-
-    Column h of V is 1 for key `start + h` and 0 for all others, so that column h of the
-    output is that key's column of P, rounded as outputs are. One call for `width` keys
-    (H if None), all compiled as one; for short sequences.
-    """
-    B, S, K = key.shape[:3]
-    width = query.shape[-1] if width is None else width
-    columns = []
-    for start in range(0, S, width):
-        ones = np.arange(S)[:, None] == start + np.arange(width)
-        value = np.broadcast_to(ones[None, :, None], (B, S, K, width))
-        out = run_forward(attend, query, key, jnp.asarray(value, key.dtype))["out"]
-        columns.append(out.astype(np.float64).swapaxes(1, 2))
-    return np.concatenate(columns, -1)[..., :S]
-
-
-def of_probabilities(
-    p: Float[np.ndarray, "B N T S"],
-    right: Float[np.ndarray, "B N T S"],
-    visible: Bool[np.ndarray, "#B #N T S"] | None,
-    fmt: NumberFormat = BF16,
-    where: tuple[str, ...] = (),
-) -> list[Finding]:
-    """What is wrong with P as it was read, by `probabilities`, against the exact P.
-
-    `fmt` is the format of P and of the output: what is less than twice its smallest
-    normal number may vanish, and rows may be off one by 4 unit roundoffs, for the
-    roundings of P, of its normaliser and of the output. Says nothing of a P that is not
-    finite.
-    """
-    if not np.isfinite(p).all():
-        return []
-    visible = np.broadcast_to(True if visible is None else visible, p.shape)
-    least = 2 * fmt.min_normal
-    sees = visible.any(-1, keepdims=True)
-    weighty = visible & (right > least)
-    lost, shown = weighty & (p == 0), ~visible & sees & (p > least)
-    found = []
-
-    def add(kind: Kind, cause: str, says: str, **evidence):
-        figures = {name: float(x) for name, x in evidence.items()}
-        found.append(Finding(kind, cause, says, ("out",), where, figures))
-
-    if (~sees & (p > least)).any():
-        rows = int(((~sees & (p > least)).any(-1)).sum())
-        says = f"{rows} queries that see no key put weight on keys: give zeros there"
-        add("wrong wiring", "queries that see no key", says, rows=rows)
-    if shown.any():
-        says = f"{_pairs(shown, ~visible & sees)}, which the mask hides, carry weight, "
-        says += f"{p[shown].max():.1e} at most: apply the mask to the logits, as -inf"
-        add("wrong wiring", "hidden pairs carry weight", says, pairs=shown.sum())
-    if lost.any():
-        _lost(p, right, lost, weighty, add)
-    off = abs(p.sum(-1) - 1)[sees[..., 0]]
-    if not found and off.size and off.max() > 4 * fmt.unit_roundoff:
-        says = (
-            f"rows of P are off a sum of one by up to {off.max():.1e}: divide by the "
-        )
-        says += "sum of the weights that are applied to V"
-        add("wrong wiring", "rows do not sum to one", says, off=off.max())
-    return found
-
-
-def _lost(p, right, lost, weighty, add) -> None:
-    """Why visible pairs have no weight: a pattern, their size, or chance."""
-    share = lost.sum() / weighty.sum()
-    kept = weighty & ~lost
-    # Of none that are kept it cannot be told how the lost ones differ.
-    scattered = not _pattern(lost, weighty) and kept.any()
-    if scattered and _smaller(right, lost, kept) > _THRESHOLD:
-        below = right[lost].max()
-        says = f"{share:.1%} of P is zero, small entries of up to {below:.1e}: apply "
-        says += "what the softmax gives without a threshold"
-        kind = "worse than its algorithm allows"
-        add(kind, "P clipped", says, share=share, below=below)
-    elif scattered and lost.sum() >= 10 and _is_chance(lost, weighty):
-        gain = np.median(p[kept] / right[kept])
-        says = f"{share:.1%} of P, or of P V, is zero, of large and small entries "
-        says += f"alike, and the others are {gain:.3f} times what they should be: turn "
-        says += "dropout off"
-        add("wrong wiring", "dropout left on", says, share=share, gain=gain)
-    else:
-        says = f"{_pairs(lost, weighty)}, which the mask shows, carry no weight: "
-        says += "compare the bounds of loops and masks with the rules asked for"
-        add("wrong wiring", "visible pairs carry none", says, pairs=lost.sum())
-
-
-def _smaller(right, lost, kept) -> float:
-    """Of a lost and a kept entry of a row, how often the lost one is smaller: always
-    where there is a threshold, half of the time by chance."""
-    counts = lost.sum(-1), kept.sum(-1)
-    pairs = counts[0] * counts[1]
-    if not pairs.any():
-        return 0.5
-    # Mann and Whitney's U. Neither lost nor kept are last.
-    order = np.argsort(np.where(lost | kept, right, np.inf), axis=-1)
-    is_kept = np.take_along_axis(kept, order, -1)
-    is_lost = np.take_along_axis(lost, order, -1)
-    return float((is_lost.cumsum(-1) * is_kept).sum() / pairs.sum())
-
-
-def _is_chance(lost: np.ndarray, weighty: np.ndarray) -> bool:
-    """Whether each pair may be lost with the same probability, whatever its query, key,
-    distance, head and batch entry: chi-squared, each of them, within six standard
-    deviations. One throw may serve all heads, or all entries."""
-    for axis in (0, 1):
-        first_lost, first_weighty = (np.take(x, [0], axis) for x in (lost, weighty))
-        if ((lost == first_lost) | ~weighty | ~first_weighty).all():
-            lost, weighty = first_lost, first_weighty
-    share = lost.sum() / weighty.sum()
-    if share == 1:
-        return False
-    counts = [
-        [x.sum(others) for x in (lost, weighty)]
-        for others in ((1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2))
-    ]
-    T, S = lost.shape[2:]
-    diagonal = (np.arange(S) - np.arange(T)[:, None] + T - 1).ravel()
-    counts.append(
-        [np.bincount(diagonal, x.sum((0, 1)).ravel()) for x in (lost, weighty)]
-    )
-    for missing, of in counts:
-        missing, of = missing[of > 0], of[of > 0]
-        squares = ((missing - share * of) ** 2 / (share * (1 - share) * of)).sum()
-        if squares > of.size + 6 * np.sqrt(2 * of.size):
-            return False
-    return True
-
-
-def _pairs(which: np.ndarray, of: np.ndarray) -> str:
-    b, n, i, j = (int(x[0]) for x in np.nonzero(which))
-    first = f"the first query {i}, key {j} of head {n}, batch entry {b}"
-    pattern = _pattern(which, of)
-    return f"{which.sum()} pairs ({pattern + '; ' if pattern else ''}{first})"
-
-
-def _pattern(which: np.ndarray, of: np.ndarray) -> str:
-    """Which diagonals or keys among `of`, and of which heads and entries, where they
-    are all of these; "" otherwise."""
-    B, N = which.shape[:2]
-    entries, heads = (np.flatnonzero(which.any(x)) for x in ((1, 2, 3), (0, 2, 3)))
-    some = np.ix_(entries, heads)
-    which, of = which[some], of[some]
-    among = ""
-    if heads.size < N:
-        among += f" of {_listed('head', heads)}"
-    if entries.size < B:
-        among += f" of {_listed('batch entry', entries)}"
-    if found := _lines(which, of):
-        return f"{found}{among}"
-    each = [_lines(which[i : i + 1], of[i : i + 1]) for i in range(entries.size)]
-    if all(each):
-        said = (f"{x} of batch entry {b}" for x, b in zip(each, entries, strict=True))
-        return f"{', '.join(said)}{among if entries.size == B else ''}"
-    return ""
-
-
-def _lines(which: np.ndarray, of: np.ndarray) -> str:
-    """All of a few diagonals, or of keys that are a row or equally far apart, or ""."""
-    T, S = which.shape[2:]
-    distance = np.arange(S) - np.arange(T)[:, None]
-    steps = np.unique(distance[which.any((0, 1))])
-    neighbours = steps[-1] - steps[0] + 1 == steps.size
-    few = steps.size <= 3 or neighbours and 2 * steps.size < T
-    if T > 1 and few and np.array_equal(which, of & np.isin(distance, steps)):
-        if neighbours and steps.size > 1:
-            return f"all with j - i = {steps[0]} to {steps[-1]}"
-        return f"all with j - i = {' and '.join(map(str, steps))}"
-    some = which.any((0, 1, 2))
-    keys = np.flatnonzero(some)
-    if keys.size == S or not np.array_equal(which, of & some):
-        return ""
-    between = np.isin(np.arange(S), np.arange(keys[0], keys[-1] + 1))
-    if np.array_equal(which, of & between):
-        return f"all of keys {keys[0]} to {keys[-1]}"
-    if np.unique(np.diff(keys)).size == 1:
-        return f"every {keys[1] - keys[0]}th key from {keys[0]} on"
-    return ""
-
-
-def _listed(what: str, numbers: np.ndarray) -> str:
-    several = {"head": "heads", "batch entry": "batch entries"}
-    name = what if numbers.size == 1 else several[what]
-    return f"{name} {', '.join(map(str, numbers))}"

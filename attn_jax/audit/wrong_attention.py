@@ -55,6 +55,16 @@ def _(s: Setting):
 
 
 @ATTENTION.add(
+    "scale off by a factor of 2",
+    "the logits are scaled by twice or half of what they should be",
+    "scale once, by 1 / sqrt(H)",
+)
+def _(s: Setting):
+    for factor, detail in ((2.0, "twice"), (0.5, "half")):
+        yield from _scaled(s, factor * s.attention.scale, detail)
+
+
+@ATTENTION.add(
     "base of the exponential",
     "the exponential has another base than e",
     "fold log2(e) into the scale with exp2, and only with it",

@@ -1,0 +1,241 @@
+"""P itself, read from a callable with a V of ones, and what is wrong with it.
+
+Weight where a mask hides, or none where it shows, is seen whatever made it so; and what
+is random, as dropout is, which lies at no exact result.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from attn_jax.audit.finding import Finding, Kind
+from attn_jax.audit.programs import run_forward
+from attn_jax.formats import BF16, NumberFormat
+
+# How often a lost entry of P is the smaller one where there is a threshold. Tiles may
+# have thresholds of their own, each for its turn's maximum.
+_THRESHOLD = 0.9
+
+
+def probabilities(
+    attend: Callable,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    width: int | None = None,
+) -> Float[np.ndarray, "B N T S"]:
+    """P as `attend(query, key, value) -> (out, lse)` applies it, in FP64.
+
+    Column h of V is 1 for key `start + h` and 0 for all others, so that column h of the
+    output is that key's column of P, rounded as outputs are. One call for `width` keys
+    (H if None), all compiled as one; for short sequences.
+    """
+    B, S, K = key.shape[:3]
+    width = query.shape[-1] if width is None else width
+    columns = []
+    for start in range(0, S, width):
+        ones = np.arange(S)[:, None] == start + np.arange(width)
+        value = np.broadcast_to(ones[None, :, None], (B, S, K, width))
+        out = run_forward(attend, query, key, jnp.asarray(value, key.dtype))["out"]
+        columns.append(out.astype(np.float64).swapaxes(1, 2))
+    return np.concatenate(columns, -1)[..., :S]
+
+
+def of_probabilities(
+    p: Float[np.ndarray, "B N T S"],
+    right: Float[np.ndarray, "B N T S"],
+    visible: Bool[np.ndarray, "#B #N T S"] | None,
+    fmt: NumberFormat = BF16,
+    where: tuple[str, ...] = (),
+) -> list[Finding]:
+    """What is wrong with P as it was read, by `probabilities`, against the exact P.
+
+    `fmt` is the format of P and of the output: what is less than twice its smallest
+    normal number may vanish, and rows may be off one by 4 unit roundoffs, for the
+    roundings of P, of its normaliser and of the output. Says nothing of a P that is not
+    finite.
+    """
+    if not np.isfinite(p).all():
+        return []
+    visible = np.broadcast_to(True if visible is None else visible, p.shape)
+    least = 2 * fmt.min_normal
+    sees = visible.any(-1, keepdims=True)
+    weighty = visible & (right > least)
+    lost, shown = weighty & (p == 0), ~visible & sees & (p > least)
+    found = []
+
+    def add(kind: Kind, cause: str, says: str, **evidence):
+        figures = {name: float(x) for name, x in evidence.items()}
+        found.append(Finding(kind, cause, says, ("out",), where, figures))
+
+    if (~sees & (p > least)).any():
+        rows = int(((~sees & (p > least)).any(-1)).sum())
+        says = f"{rows} queries that see no key put weight on keys: give zeros there"
+        add("wrong wiring", "queries that see no key", says, rows=rows)
+    if shown.any():
+        says = f"{_pairs(shown, ~visible & sees)}, which the mask hides, carry weight, "
+        says += f"{p[shown].max():.1e} at most: apply the mask to the logits, as -inf"
+        add("wrong wiring", "hidden pairs carry weight", says, pairs=shown.sum())
+    if lost.any():
+        _lost(p, right, lost, weighty, add)
+    off = abs(p.sum(-1) - 1)[sees[..., 0]]
+    if not found and off.size and off.max() > 4 * fmt.unit_roundoff:
+        says = (
+            f"rows of P are off a sum of one by up to {off.max():.1e}: divide by the "
+        )
+        says += "sum of the weights that are applied to V"
+        add("wrong wiring", "rows do not sum to one", says, off=off.max())
+    return found
+
+
+def _lost(p, right, lost, weighty, add) -> None:
+    """Why visible pairs have no weight: a pattern, their size, or chance."""
+    share = lost.sum() / weighty.sum()
+    kept = weighty & ~lost
+    # Of none that are kept it cannot be told how the lost ones differ.
+    scattered = not _pattern(lost, weighty) and kept.any()
+    smaller = _smaller(right, lost, kept)
+    if scattered and smaller > _THRESHOLD:
+        below = right[lost].max()
+        says = f"{share:.1%} of P is zero, small entries of up to {below:.1e}: apply "
+        says += "what the softmax gives without a threshold"
+        kind = "worse than its algorithm allows"
+        add(kind, "P clipped", says, share=share, below=below)
+    elif (
+        scattered
+        and lost.sum() >= 10
+        # Five standard deviations of the mean of uniform ranks.
+        and abs(smaller - 0.5) < 5 / (12 * min(lost.sum(), kept.sum())) ** 0.5
+        and _is_chance(lost, weighty)
+    ):
+        gain = np.median(p[kept] / right[kept])
+        says = f"{share:.1%} of P, or of P V, is zero, of large and small entries "
+        says += f"alike, and the others are {gain:.3f} times what they should be: turn "
+        says += "dropout off"
+        add("wrong wiring", "dropout left on", says, share=share, gain=gain)
+    else:
+        says = f"{_pairs(lost, weighty)}, which the mask shows, carry no weight: "
+        says += "compare the bounds of loops and masks with the rules asked for"
+        add("wrong wiring", "visible pairs carry none", says, pairs=lost.sum())
+
+
+def _smaller(right, lost, kept) -> float:
+    """Of a lost and a kept entry of a row, how often the lost one is smaller: always
+    where there is a threshold, half of the time by chance."""
+    counts = lost.sum(-1), kept.sum(-1)
+    pairs = counts[0] * counts[1]
+    if not pairs.any():
+        return 0.5
+    # Mann and Whitney's U. Neither lost nor kept are last.
+    order = np.argsort(np.where(lost | kept, right, np.inf), axis=-1)
+    is_kept = np.take_along_axis(kept, order, -1)
+    is_lost = np.take_along_axis(lost, order, -1)
+    return float((is_lost.cumsum(-1) * is_kept).sum() / pairs.sum())
+
+
+def _is_chance(lost: np.ndarray, weighty: np.ndarray) -> bool:
+    """Whether each pair may be lost with the same probability, whatever its query, key,
+    distance or head, and whether its neighbours are: chi-squared, each of them, within
+    six standard deviations. One throw may serve several heads and batch entries."""
+    planes: list[tuple[np.ndarray, np.ndarray]] = []
+    for plane in zip(*(x.reshape(-1, *x.shape[2:]) for x in (lost, weighty))):
+        if not any(((plane[0] == x) | ~plane[1] | ~y).all() for x, y in planes):
+            planes.append(plane)
+    lost, weighty = (np.stack(x) for x in zip(*planes))
+    share = lost.sum() / weighty.sum()
+    if share == 1:
+        return False
+
+    def is_even(missing: np.ndarray, of: np.ndarray, share: float) -> bool:
+        missing, of = missing[of > 0], of[of > 0]
+        squares = ((missing - share * of) ** 2 / (share * (1 - share) * of)).sum()
+        return bool(squares <= of.size + 6 * np.sqrt(2 * of.size))
+
+    T, S = lost.shape[1:]
+    diagonal = (np.arange(S) - np.arange(T)[:, None] + T - 1).ravel()
+
+    def of_diagonals(x: np.ndarray) -> np.ndarray:
+        return np.bincount(diagonal, x.sum(0).ravel())
+
+    together = np.array(
+        [
+            [_with_neighbour(x, *by) for x in (lost, weighty)]
+            for by in itertools.product(range(3), range(-2, 3))
+            if by > (0, 0)
+        ]
+    )
+    return (
+        all(
+            is_even(lost.sum(others), weighty.sum(others), share)
+            for others in ((1, 2), (0, 2), (0, 1))
+        )
+        and is_even(of_diagonals(lost), of_diagonals(weighty), share)
+        and is_even(together[:, 0], together[:, 1], share**2)
+    )
+
+
+def _with_neighbour(x: np.ndarray, down: int, right: int) -> int:
+    """How many are true together with the one so far away."""
+    T, S = x.shape[1:]
+    here = x[:, : T - down, max(0, -right) : S - max(0, right)]
+    there = x[:, down:, max(0, right) : S + min(0, right)]
+    return int((here & there).sum())
+
+
+def _pairs(which: np.ndarray, of: np.ndarray) -> str:
+    b, n, i, j = (int(x[0]) for x in np.nonzero(which))
+    first = f"the first query {i}, key {j} of head {n}, batch entry {b}"
+    pattern = _pattern(which, of)
+    return f"{which.sum()} pairs ({pattern + '; ' if pattern else ''}{first})"
+
+
+def _pattern(which: np.ndarray, of: np.ndarray) -> str:
+    """Which diagonals or keys among `of`, and of which heads and entries, where they
+    are all of these; "" otherwise."""
+    B, N = which.shape[:2]
+    entries, heads = (np.flatnonzero(which.any(x)) for x in ((1, 2, 3), (0, 2, 3)))
+    some = np.ix_(entries, heads)
+    which, of = which[some], of[some]
+    among = ""
+    if heads.size < N:
+        among += f" of {_listed('head', heads)}"
+    if entries.size < B:
+        among += f" of {_listed('batch entry', entries)}"
+    if found := _lines(which, of):
+        return f"{found}{among}"
+    each = [_lines(which[i : i + 1], of[i : i + 1]) for i in range(entries.size)]
+    if all(each):
+        said = (f"{x} of batch entry {b}" for x, b in zip(each, entries, strict=True))
+        return f"{', '.join(said)}{among if entries.size == B else ''}"
+    return ""
+
+
+def _lines(which: np.ndarray, of: np.ndarray) -> str:
+    """All of a few diagonals, or of keys that are a row or equally far apart, or ""."""
+    T, S = which.shape[2:]
+    distance = np.arange(S) - np.arange(T)[:, None]
+    steps = np.unique(distance[which.any((0, 1))])
+    neighbours = steps[-1] - steps[0] + 1 == steps.size
+    few = steps.size <= 3 or neighbours and 2 * steps.size < T
+    if T > 1 and few and np.array_equal(which, of & np.isin(distance, steps)):
+        if neighbours and steps.size > 1:
+            return f"all with j - i = {steps[0]} to {steps[-1]}"
+        return f"all with j - i = {' and '.join(map(str, steps))}"
+    some = which.any((0, 1, 2))
+    keys = np.flatnonzero(some)
+    if keys.size == S or not np.array_equal(which, of & some):
+        return ""
+    between = np.isin(np.arange(S), np.arange(keys[0], keys[-1] + 1))
+    if np.array_equal(which, of & between):
+        return f"all of keys {keys[0]} to {keys[-1]}"
+    if np.unique(np.diff(keys)).size == 1:
+        return f"every {keys[1] - keys[0]}th key from {keys[0]} on"
+    return ""
+
+
+def _listed(what: str, numbers: np.ndarray) -> str:
+    several = {"head": "heads", "batch entry": "batch entries"}
+    name = what if numbers.size == 1 else several[what]
+    return f"{name} {', '.join(map(str, numbers))}"
