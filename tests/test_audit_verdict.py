@@ -7,10 +7,11 @@ import pytest
 
 from attn_jax.audit import measure, run, verdict
 from attn_jax.audit.attribution import Cost, Fit
-from attn_jax.audit.audit import Result, _wiring
+from attn_jax.audit.audit import Result, _of_probabilities, _wiring
 from attn_jax.audit.error import Errors
 from attn_jax.audit.finding import (
     EXTREME,
+    HIDDEN_PAIRS,
     PAST_THE_LAST,
     Finding,
     in_order,
@@ -131,7 +132,7 @@ def test_a_wrongly_wired_result_explains_what_is_found_in_it():
     rows = Finding(WORSE, "rows of dS do not sum to 0", "", ("dquery",), ("ones",))
     (found,) = verdict.together([known], [rows], cells)
     assert found.where == (place, "ones")
-    # Not what is in another, too, nor another mistake, nor what may hide more.
+    # Not what is in another, nor another mistake, nor what may hide more.
     other = dataclasses.replace(rows, tensors=("dquery", "dkey"))
     wired = dataclasses.replace(rows, kind="wrong wiring", cause="LSE gradient wrong")
     fails = Finding("fails", "x64 mode", "")
@@ -145,6 +146,58 @@ def test_a_wrongly_wired_result_explains_what_is_found_in_it():
     cells.append(cell(mask="causal"))
     of_causal = dataclasses.replace(whole, where=(str(cells[1].problem),))
     assert verdict.together([of_causal], [wired], cells) == [of_causal, wired]
+
+
+def test_what_is_known_under_another_mask_explains_nothing():
+    cells = [cell(), cell(mask="lengths", out=90.0)]
+    (known,) = judge(cells, FITTING)
+    assert known.cause == "under lengths alone"
+    worse = Finding(WORSE, "K + c", "", ("out",), ("K + c",))
+    poor = dataclasses.replace(worse, kind=verdict.POOR, tensors=("dquery",))
+    assert verdict.together([known], [worse, poor], cells) == [known, worse, poor]
+
+
+def test_what_explains_a_part_explains_not_the_rest():
+    (known,) = judge([cell(dkey=90.0)], FITTING)
+    keys = Finding(WORSE, "keys", "", ("dquery", "dkey"), ("permuted keys",))
+    assert verdict.together([known], [keys], [cell()]) == [known, keys]
+    both = judge(cells := [cell(dkey=90.0, dquery=90.0)], FITTING)
+    found = verdict.together(both, [keys], cells)
+    assert [f.where[-1] for f in found] == ["permuted keys"] * 2
+    bits = Finding("not reproducible", "re-run", "", ("dkey",), ("full",))
+    x64 = dataclasses.replace(bits, cause="x64 mode", tensors=("dkey", "dvalue"))
+    assert verdict.together([bits], [x64], cells) == [bits, x64]
+
+
+def test_what_was_not_run_is_said_whatever_is_known():
+    cells = [cell(out=900.0)]
+    place = str(cells[0].problem)
+    wired = Finding("wrong wiring", "scale", "", ("out",), (place,))
+    left_out = Finding("not taken", "probes not run", "")
+    assert verdict.together([wired], [left_out], cells) == [wired, left_out]
+    broken = Finding("not finite", "", "", ("lse",), (place,))
+    extreme = Finding("not finite", EXTREME, "", (), ("finite at extremes",))
+    others = [left_out, extreme]
+    # An LSE that is not finite says nothing of gradients.
+    assert verdict.together([broken], others, cells) == [broken, *others]
+
+
+def test_what_a_mask_hides_is_no_consequence_of_what_is_wrong_without_one():
+    def row(cause, **mask):
+        finding = Finding("wrong wiring", cause, "", ("out",), ("P",))
+        return {**mask, "findings": [dataclasses.asdict(finding)]}
+
+    rows = [row("crash"), row("rows do not sum to one", mask="full")]
+    rows += [row(HIDDEN_PAIRS, mask="causal"), row("dropout left on", mask="causal")]
+    said = {
+        spoilt: [f.cause for f in _of_probabilities(rows, {spoilt})]
+        for spoilt in ("full", "causal", "window")
+    }
+    assert said == {
+        "full": ["crash", HIDDEN_PAIRS],
+        "causal": ["crash", "rows do not sum to one"],
+        "window": [f["findings"][0]["cause"] for f in rows],
+    }
 
 
 def test_what_is_worse_explains_what_is_poor():
@@ -168,7 +221,8 @@ def test_what_is_not_finite_is_said_once():
     # Large logits alone are where a probe says why.
     known = dataclasses.replace(known, where=(large,))
     assert verdict.together([known], [past], cells) == [known, past]
-    assert verdict.together([known], [probed, past], cells) == [known, probed]
+    pointed = dataclasses.replace(probed, where=(*probed.where, *past.where))
+    assert verdict.together([known], [probed, past], cells) == [known, pointed]
 
 
 def test_zero_keys_tell_no_heads_apart():

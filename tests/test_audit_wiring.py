@@ -394,7 +394,7 @@ _RIGHT /= _RIGHT.sum(-1, keepdims=True)
         (_RIGHT == _RIGHT.max(-1, keepdims=True), None, "(the first query"),
         ((_N == 3) & (_J >= 80), None, "all of keys 80 to 95 of head 3;"),
         ((_B == 1) & (_J >= 80), None, "all of keys 80 to 95 of batch entry 1;"),
-        (_J % 8 == 7, None, "every 8th key from 7 on;"),
+        (_J % 8 == 7, None, "every 8 keys from 7 on;"),
         (
             _J + 7 * _B > 92,
             None,

@@ -164,7 +164,7 @@ TWO_APART = dataclasses.replace(TWO, apart=True)
 CASES = [
     Case((1, 128, 192, 1, 1, 128), False, PLAN, family="offset", races=True),
     # A warpgroup without keys in the last tile, and work for it after that.
-    Case((1, 128, 192, 2, 2, 64), False, PLAN, races=True),
+    Case((1, 264, 192, 2, 2, 64), False, PLAN, races=True),
     Case((1, 136, 136, 1, 1, 128), True, TWO_APART, "float16", "uniform"),
     # Lengths that fill no block, LSE so low that hidden keys overflow, T < S, S < T.
     Case((1, 70, 205, 1, 1, 64), False, PLAN, family="lse-130", races=True),

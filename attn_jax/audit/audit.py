@@ -22,7 +22,7 @@ import jax
 from attn_jax.audit import attribution, more, programs, verdict
 from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.error import Errors, in_units
-from attn_jax.audit.finding import Finding, in_order
+from attn_jax.audit.finding import HIDDEN_PAIRS, Finding, in_order
 from attn_jax.audit.measure import Measured, Outcome, Runner, measured
 from attn_jax.audit.parts import Parts
 from attn_jax.audit.plan import Group
@@ -244,14 +244,9 @@ def carry_out(
     costs = prices.of(dict.fromkeys([*poorest, *early]))
 
     wiring = _wiring(rows)
-    # Where out is recognised, what is read in P is a consequence.
-    spoilt = verdict.masks_of(wiring, {"out"}, cells)
-    wiring += [
-        finding
-        for row in looks.pop("P", [])
-        if "full" not in spoilt and row.get("mask") not in spoilt
-        for finding in _findings([row])
-    ]
+    wiring += _of_probabilities(
+        looks.pop("P", []), verdict.masks_of(wiring, {"out"}, cells)
+    )
     found = verdict.judge(cells, fit, costs, wiring, attribution.suspect(fits))
     if "again" in audit.looks:
         found = _again(audit, parts, cells, found)
@@ -262,6 +257,19 @@ def carry_out(
     ]
     findings = in_order(verdict.together(found, more_found, cells))
     return Result(cells, fits, costs, looks, findings)
+
+
+def _of_probabilities(rows: list[Row], spoilt: set[str]) -> list[Finding]:
+    """What was read in P. Where out is recognised it is a consequence; but what is
+    wrong without a mask hides nothing, and so shows nothing that a mask hides."""
+    return [
+        finding
+        for row in rows
+        for finding in _findings([row])
+        if "mask" not in row
+        or row["mask"] not in spoilt
+        and ("full" not in spoilt or finding.cause == HIDDEN_PAIRS)
+    ]
 
 
 def _wiring(rows: Mapping[Group, list[Row]]) -> list[Finding]:

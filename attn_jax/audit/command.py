@@ -20,7 +20,7 @@ from attn_jax.audit.raised import in_one_line
 from attn_jax.audit.report import Report
 from attn_jax.audit.run import audit_attention
 from attn_jax.audit.table import print_report
-from attn_jax.audit.target import Adapter, TargetError, resolve
+from attn_jax.audit.target import Adapter, Target, TargetError, resolve
 from attn_jax.audit.workers import NotStartedError
 from attn_jax.canaries import CanaryError
 from attn_jax.command import Parser
@@ -232,14 +232,11 @@ def _among(names) -> str:
 
 def _report(
     options: argparse.Namespace,
-    adapter: Adapter,
+    target: Target,
     folder: Path,
     tell: Callable[[Progress], None],
 ) -> Report:
     """The audit that the options ask for."""
-    if folder.exists() and not folder.is_dir():
-        raise StoreError(f"--out {folder} is a file, and a folder is needed")
-    target = resolve(options.target, adapter)
     return audit_attention(
         target,
         shapes=options.shapes,
@@ -278,8 +275,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     said = f"interrupted; what is done is kept in {folder}, for the same command"
     interrupted = f"{made.prog}: {said}\n"
     try:
+        if folder.exists() and not folder.is_dir():
+            raise StoreError(f"--out {folder} is a file, and a folder is needed")
+        # Modules may ask for the main thread when they are imported.
+        target = resolve(options.target, adapter)
         with progress_bar() as tell:
-            report = interruptible(lambda: _report(options, adapter, folder, tell))
+            report = interruptible(lambda: _report(options, target, folder, tell))
     except (TargetError, StoreError, CanaryError, NotStartedError, OSError) as error:
         made.exit(2, f"{made.prog}: {error}\n")
     except (RuntimeError, MemoryError) as error:

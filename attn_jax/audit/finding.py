@@ -21,6 +21,8 @@ DEPENDS = "result depends on the"
 HIDDEN_BY_LENGTHS = "padded keys"
 # Causes of NaN and infinities: of any logits that are large, and at the last key alone.
 EXTREME, PAST_THE_LAST = "not finite at extreme logits", "what lies past the last key"
+# The mask is not, or not all, applied.
+HIDDEN_PAIRS = "hidden pairs carry weight"
 # How a cause begins that is only where it was found.
 UNDER = "under"
 # Nobody need act on these.

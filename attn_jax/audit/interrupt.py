@@ -23,7 +23,8 @@ class Interrupted(BaseException):
 
 
 def interruptible[T](work: Callable[[], T]) -> T:
-    """`work()`; where Python has its own way with Ctrl-C, in a thread of its own.
+    """`work()`, in a thread of its own if this is the main one and Ctrl-C has Python's
+    own handler; else it has to be acted on by whoever set another.
 
     Raises:
       Interrupted: Ctrl-C. From then on it is ignored.

@@ -238,7 +238,7 @@ def again(target: Target, problem: Problem, tensors: Sequence[str]) -> Iterator[
         if tensor != "lse":  # Whose unit is that of its own format.
             unit = problem.yardstick(tensor, problem.format).unit
             errors = _by_row(tensor, x - getattr(problem.exact(), tensor))
-            rows = _concentrated(errors / (unit or 1.0))
+            rows = _concentrated(errors / unit) if unit else ""
         yield {
             "tensor": tensor,
             "rows": rows,

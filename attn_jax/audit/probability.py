@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from attn_jax.audit.finding import Finding, Kind
+from attn_jax.audit.finding import HIDDEN_PAIRS, Finding, Kind
 from attn_jax.audit.programs import run_forward
 from attn_jax.formats import BF16, NumberFormat
 
@@ -77,7 +77,7 @@ def of_probabilities(
     if shown.any():
         says = f"{_pairs(shown, ~visible & sees)}, which the mask hides, carry weight, "
         says += f"{p[shown].max():.1e} at most: apply the mask to the logits, as -inf"
-        add("wrong wiring", "hidden pairs carry weight", says, pairs=shown.sum())
+        add("wrong wiring", HIDDEN_PAIRS, says, pairs=shown.sum())
     if lost.any():
         _lost(p, right, lost, weighty, add)
     off = abs(p.sum(-1) - 1)[sees[..., 0]]
@@ -106,8 +106,8 @@ def _lost(p, right, lost, weighty, add) -> None:
     elif (
         scattered
         and lost.sum() >= 10
-        # Five standard deviations of the mean of uniform ranks.
-        and abs(smaller - 0.5) < 5 / (12 * min(lost.sum(), kept.sum())) ** 0.5
+        # Five standard deviations of a difference of means of uniform ranks.
+        and abs(smaller - 0.5) < 5 * ((1 / lost.sum() + 1 / kept.sum()) / 12) ** 0.5
         and _is_chance(lost, weighty)
     ):
         gain = np.median(p[kept] / right[kept])
@@ -141,17 +141,19 @@ def _is_chance(lost: np.ndarray, weighty: np.ndarray) -> bool:
     six standard deviations. One throw may serve several heads and batch entries."""
     planes: list[tuple[np.ndarray, np.ndarray]] = []
     for plane in zip(*(x.reshape(-1, *x.shape[2:]) for x in (lost, weighty))):
-        if not any(((plane[0] == x) | ~plane[1] | ~y).all() for x, y in planes):
+        if not any((~plane[1] | y & (plane[0] == x)).all() for x, y in planes):
             planes.append(plane)
     lost, weighty = (np.stack(x) for x in zip(*planes))
     share = lost.sum() / weighty.sum()
     if share == 1:
         return False
 
-    def is_even(missing: np.ndarray, of: np.ndarray, share: float) -> bool:
+    def is_even(missing: np.ndarray, of: np.ndarray, mean: float, variance: float):
+        """Both of one; a few of many have Poisson's fourth moment."""
         missing, of = missing[of > 0], of[of > 0]
-        squares = ((missing - share * of) ** 2 / (share * (1 - share) * of)).sum()
-        return bool(squares <= of.size + 6 * np.sqrt(2 * of.size))
+        squares = ((missing - mean * of) ** 2 / (variance * of)).sum()
+        spread = (2 + 1 / (variance * of)).sum() ** 0.5
+        return bool(squares <= of.size + 6 * spread)
 
     T, S = lost.shape[1:]
     diagonal = (np.arange(S) - np.arange(T)[:, None] + T - 1).ravel()
@@ -166,13 +168,14 @@ def _is_chance(lost: np.ndarray, weighty: np.ndarray) -> bool:
             if by > (0, 0)
         ]
     )
-    return (
-        all(
-            is_even(lost.sum(others), weighty.sum(others), share)
-            for others in ((1, 2), (0, 2), (0, 1))
-        )
-        and is_even(of_diagonals(lost), of_diagonals(weighty), share)
-        and is_even(together[:, 0], together[:, 1], share**2)
+    counts = [
+        (lost.sum(others), weighty.sum(others)) for others in ((1, 2), (0, 2), (0, 1))
+    ]
+    counts.append((of_diagonals(lost), of_diagonals(weighty)))
+    variance = share * (1 - share)
+    # As the share is that of what was lost, so is the variance of two at a time.
+    return all(is_even(*x, share, variance) for x in counts) and is_even(
+        together[:, 0], together[:, 1], share**2, variance**2
     )
 
 
@@ -198,17 +201,14 @@ def _pattern(which: np.ndarray, of: np.ndarray) -> str:
     entries, heads = (np.flatnonzero(which.any(x)) for x in ((1, 2, 3), (0, 2, 3)))
     some = np.ix_(entries, heads)
     which, of = which[some], of[some]
-    among = ""
-    if heads.size < N:
-        among += f" of {_listed('head', heads)}"
-    if entries.size < B:
-        among += f" of {_listed('batch entry', entries)}"
+    of_heads = f" of {_listed('head', heads)}" if heads.size < N else ""
     if found := _lines(which, of):
-        return f"{found}{among}"
+        some = f" of {_listed('batch entry', entries)}" if entries.size < B else ""
+        return f"{found}{of_heads}{some}"
     each = [_lines(which[i : i + 1], of[i : i + 1]) for i in range(entries.size)]
     if all(each):
         said = (f"{x} of batch entry {b}" for x, b in zip(each, entries, strict=True))
-        return f"{', '.join(said)}{among if entries.size == B else ''}"
+        return f"{', '.join(said)}{of_heads}"
     return ""
 
 
@@ -231,7 +231,7 @@ def _lines(which: np.ndarray, of: np.ndarray) -> str:
     if np.array_equal(which, of & between):
         return f"all of keys {keys[0]} to {keys[-1]}"
     if np.unique(np.diff(keys)).size == 1:
-        return f"every {keys[1] - keys[0]}th key from {keys[0]} on"
+        return f"every {keys[1] - keys[0]} keys from {keys[0]} on"
     return ""
 
 

@@ -165,10 +165,11 @@ def _probes(report: Report) -> Iterator[str]:
             yield f"- failed: {said}{_see(report, probe['name'])}"
 
 
-def _see(report: Report, place: str) -> str:
-    """Which finding stands for what was found there."""
+def _see(report: Report, place: str, tensor: str = "") -> str:
+    """Which finding stands for what was found there, of a result or of any."""
     for finding in report.findings:
-        if place in finding.where:
+        of_it = not tensor or not finding.tensors or tensor in finding.tensors
+        if of_it and place in finding.where:
             return f": see {finding.cause or finding.kind}"
     return ""
 
@@ -179,12 +180,13 @@ def _invariances(report: Report) -> Iterator[str]:
         yield f"Invariances: {equal} of {len(report.invariances)} equal to the bit"
     for row in report.invariances:
         if not row["bit_equal"]:
+            see = _see(report, row["name"], row["tensor"])
             yield (
                 f"- not equal: {row['name']}, {row['tensor']} by at most "
                 f"{figure(row['largest_difference'])} ulp, by RMS "
                 f"{figure(row['measured'])} of what rounding allows (at most "
                 f"{figure(row['bound'])})"
-                + (_see(report, row["name"]) if row["measured"] > row["bound"] else "")
+                + (see if row["measured"] > row["bound"] else "")
             )
 
 

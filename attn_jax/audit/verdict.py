@@ -19,7 +19,7 @@ names the worst.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from attn_jax.audit.attribution import Cost, Fit
@@ -88,7 +88,8 @@ def judge(
         poor = [cell for cell in here if cell.found[tensor].errors.units > POOR_UNITS]
         bad = [cell for cell in poor if _is_worse(cell, tensor)]
         if bad:
-            found.append(_worse(bad, here, tensor, fit, suspect))
+            first = cells[0].problem.mask
+            found.append(_worse(bad, here, first, tensor, fit, suspect))
         # What FP32 leaves in LSE is many units, and so small that nobody need act.
         rest = [cell for cell in poor if cell not in bad and tensor != "lse"]
         if rest:
@@ -105,59 +106,82 @@ def together(
     places: dict[int, list[str]] = {}
 
     def is_new(finding: Finding) -> bool:
-        for i, known in enumerate(found):
-            if _explains(known, finding, cells):
-                places.setdefault(i, []).extend(finding.where)
-                return False
-        return True
+        explained = {i: _explained(x, finding, cells) for i, x in enumerate(found)}
+        if not _of(finding) <= set().union(*explained.values()):
+            return True
+        for i in (i for i, tensors in explained.items() if tensors):
+            places.setdefault(i, []).extend(finding.where)
+        return False
 
     # Poor in one result is poor in those made of it, and one line says so. Bits that
     # differ in one say nothing of another.
     others = [f for f in others if f.kind != bits or is_new(f)]
-    if any(f.cause == EXTREME for f in others):  # Wherever keys end.
-        others = [f for f in others if f.cause != PAST_THE_LAST]
     new = [f for f in _merged(others) if f.kind == bits or is_new(f)]
-    with_places = [
-        dataclasses.replace(
-            f, where=tuple(dict.fromkeys((*f.where, *places.get(i, ()))))
-        )
-        for i, f in enumerate(found)
-    ]
-    return [*with_places, *new]
+    if any(f.cause == EXTREME for f in new):  # Wherever keys end.
+        past = [place for f in new if f.cause == PAST_THE_LAST for place in f.where]
+        new = [
+            _with_places(f, past) if f.cause == EXTREME else f
+            for f in new
+            if f.cause != PAST_THE_LAST
+        ]
+    known = [_with_places(f, places.get(i, ())) for i, f in enumerate(found)]
+    return [*known, *new]
 
 
-def _explains(known: Finding, finding: Finding, cells: Sequence[Judged]) -> bool:
-    """A result that is wired wrongly explains what is found in it, and out what is in
-    any, but for what may hide more; under lengths what hidden keys change. A result
-    that is not finite explains what is made of it, one that is worse what is poor in
-    it, and any where that is out. What a result depends on is said of one that is worse
-    for no known cause."""
-    both = known.kind, finding.kind
-    shared = not set(known.tensors).isdisjoint(finding.tensors)
+def _with_places(finding: Finding, places: Iterable[str]) -> Finding:
+    where = tuple(dict.fromkeys((*finding.where, *places)))
+    return dataclasses.replace(finding, where=where)
+
+
+def _of(finding: Finding) -> set[str]:
+    """Its results; one without a name where it names none."""
+    return set(finding.tensors) or {""}
+
+
+def _explained(
+    known: Finding, finding: Finding, cells: Sequence[Judged]
+) -> frozenset[str] | set[str]:
+    """Of which of its results what is known explains a finding under the first mask.
+
+    A result that is wired wrongly explains what is found in it, and out what is in any,
+    but for what may hide more; under lengths what hidden keys change. A result that is
+    not finite explains what is made of it, one that is worse what is poor in it, and
+    any where that is out. What a result depends on is said of one that is worse for no
+    known cause. What is known under other masks alone explains nothing.
+    """
+    none: frozenset[str] = frozenset()
+    if finding.kind in ("fails", "not taken"):
+        return none
+    every, shared = _of(finding), _of(finding) & set(known.tensors)
+    is_out = "out" in known.tensors
+    masks = masks_of([known], {*known.tensors}, cells)
     if known.kind == "wrong wiring":
-        if finding.kind in ("not reproducible", "fails", "not finite"):
-            return False
-        masks = masks_of([known], {*known.tensors}, cells)
-        in_it = finding.kind != "wrong wiring" and finding.tensors
-        in_it = in_it and set(finding.tensors) <= set(known.tensors)
-        if not ("out" in known.tensors or in_it):
-            return False
+        if finding.kind in ("not reproducible", "not finite"):
+            return none
         hides = {HIDDEN_BY_LENGTHS, "hidden keys"}.issuperset(finding.where)
-        by_lengths = bool(finding.where) and hides
-        return _is_of(cells[0], masks) or by_lengths and "lengths" in masks
-    if known.kind == "not finite" and finding.kind not in ("not reproducible", "fails"):
+        by_lengths = bool(finding.where) and hides and "lengths" in masks
+        if not (_is_of(cells[0], masks) or by_lengths):
+            return none
+        if is_out:
+            return every
+        return shared if finding.kind != "wrong wiring" else none
+    # P may have been read on inputs that are among no cells.
+    if masks and not _is_of(cells[0], masks):
+        return none
+    if known.kind == "not finite" and finding.kind != "not reproducible":
         # On ordinary inputs, so that nothing else that is made of it says more.
         first = cells[0].problem.mask
         normal = [c.problem for c in cells if c.problem.family == "normal"]
         ordinary = {str(problem) for problem in normal if problem.mask == first}
-        made_of = shared or not finding.tensors
-        return made_of and not ordinary.isdisjoint(known.where)
-    if finding.cause.startswith(DEPENDS):
-        named = known.cause and not known.cause.startswith(UNDER)
-        return bool(named) and both == (WORSE, WORSE) and shared
-    if both == (WORSE, POOR):
-        return shared or "out" in known.tensors
-    return known.kind == finding.kind and shared
+        return none if ordinary.isdisjoint(known.where) else every if is_out else shared
+    if finding.cause.startswith(DEPENDS) and not (known.kind == WORSE and known.cause):
+        return none
+    if finding.kind == POOR and known.kind in (WORSE, POOR):
+        # Poor in one is poor in those made of it.
+        return every if shared or is_out and known.kind == WORSE else none
+    if known.kind != finding.kind:
+        return none
+    return every if is_out and known.kind == WORSE else shared
 
 
 def masks_of(
@@ -192,7 +216,10 @@ def _evidence(cell: Judged, tensor: str) -> dict[str, float | str]:
     }
 
 
-def _worse(bad, here, tensor: str, fit: Fit | None, suspect: str) -> Finding:
+def _worse(
+    bad, here, compared: str, tensor: str, fit: Fit | None, suspect: str
+) -> Finding:
+    """`compared`: the mask under which recipes were compared."""
     worst = max(
         bad, key=lambda c: c.found[tensor].errors.units / max(c.allowed[tensor], 1e-300)
     )
@@ -203,7 +230,7 @@ def _worse(bad, here, tensor: str, fit: Fit | None, suspect: str) -> Finding:
     elif fit and fit.fits:
         # Its steps are the target's, and what they come to is less.
         suspect, masks = "", dict.fromkeys(cell.problem.mask for cell in bad)
-        if here[0].problem.mask not in masks:  # Under which it was compared.
+        if compared not in masks and compared in {c.problem.mask for c in here}:
             suspect = f"{UNDER} {' and '.join(masks)} alone"
     return Finding(
         WORSE,

@@ -116,7 +116,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
         self.process = context.Process(target=_serve, args=(there, modes), daemon=True)
-        # Whoever starts it lets Ctrl-C through again.
+        # To start the tracker lets Ctrl-C through again, so not within `_deaf`.
         resource_tracker.ensure_running()
         with _deaf():
             self.process.start()

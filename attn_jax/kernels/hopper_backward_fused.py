@@ -215,7 +215,7 @@ def _sums(
                 part, columns = warpgroup, slice(None)
 
             def dq_product(dq_acc, step, warpgroups=WARPGROUPS):
-                """dq_acc += dS K' over the keys of so many warpgroups, all of them."""
+                """dq_acc += dS K' over the keys of the first `warpgroups`."""
                 for w in range(warpgroups):
                     at = w + opaque(i32(0))
                     plgpu.wgmma(
@@ -339,7 +339,8 @@ def _sums(
                 released(step)
 
             def take_none(item, turn, step):
-                """Without keys of one's own: a piece of dQ from the others' dS."""
+                """Without keys of one's own, which the last warpgroup alone may be: a
+                piece of dQ from the others' dS."""
                 plgpu.barrier_wait(barriers.q_ready.at[slot(step)])
 
                 def product(dq_acc):
@@ -382,6 +383,7 @@ def _sums(
                         idle = item.tile * KEY_TILE + warpgroup * KEYS >= key_count
                         steps = jnp.where(idle, 0, steps)
 
+                        # The others read both buffers, and nothing more is written.
                         @pl.when(idle)
                         def _():
                             write_ds(zero, first)
