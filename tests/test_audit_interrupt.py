@@ -23,6 +23,15 @@ SMALL = dict(shapes=[SHAPE], families=["normal"], masks=["full"], gradients=Fals
 BEGUN = "ATTN_JAX_TEST_BEGUN"
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Python's own handler: tests are begun in the background, too, where Ctrl-C is
+    ignored, and so in what they begin, and others set their own."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+
+
 def endless(query, key, value):
     """XLA computes without end, and no step of Python comes between."""
     Path(os.environ[BEGUN]).write_text(str(os.getpid()))
@@ -102,20 +111,15 @@ def test_work_is_done_as_without():
 
 
 def test_the_first_ctrl_c_ends_the_wait():
-    before = signal.getsignal(signal.SIGINT)
-
     def work():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
 
     begun = time.monotonic()
-    try:
-        with pytest.raises(Interrupted):
-            interruptible(work)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        assert time.monotonic() < begun + 4
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(Interrupted):
+        interruptible(work)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert time.monotonic() < begun + 4
 
 
 @pytest.mark.parametrize("processes", [0, 1])
