@@ -64,10 +64,10 @@ def _modules(target: Target) -> Iterator[str]:
 
 
 def _named(function: Any, name: str) -> Any:
-    """The attribute, or None: an object's own `__getattr__` may raise anything."""
+    """The attribute, or None."""
     try:
         return getattr(function, name, None)
-    except Exception:
+    except Exception:  # An object's own `__getattr__` may raise anything.
         return None
 
 

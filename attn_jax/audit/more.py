@@ -54,6 +54,7 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
         try:
             found = probabilities(target.on(problem), query, key)
         except Exception as error:  # A function of somebody's may raise anything.
+            # What refuses a mask, which `measure` says of the mask's own problems.
             if not isinstance(error, NotImplementedError | ValueError):
                 left_out.add(f"under {problem.mask}", error)
             continue

@@ -203,8 +203,8 @@ def _pattern(which: np.ndarray, of: np.ndarray) -> str:
     which, of = which[some], of[some]
     of_heads = f" of {_listed('head', heads)}" if heads.size < N else ""
     if found := _lines(which, of):
-        some = f" of {_listed('batch entry', entries)}" if entries.size < B else ""
-        return f"{found}{of_heads}{some}"
+        among = f" of {_listed('batch entry', entries)}" if entries.size < B else ""
+        return f"{found}{of_heads}{among}"
     each = [_lines(which[i : i + 1], of[i : i + 1]) for i in range(entries.size)]
     if all(each):
         said = (f"{x} of batch entry {b}" for x, b in zip(each, entries, strict=True))

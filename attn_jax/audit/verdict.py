@@ -138,9 +138,7 @@ def _of(finding: Finding) -> set[str]:
     return set(finding.tensors) or {""}
 
 
-def _explained(
-    known: Finding, finding: Finding, cells: Sequence[Judged]
-) -> frozenset[str] | set[str]:
+def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set[str]:
     """Of which of its results what is known explains a finding under the first mask.
 
     A result that is wired wrongly explains what is found in it, and out what is in any,
@@ -149,7 +147,7 @@ def _explained(
     any where that is out. What a result depends on is said of one that is worse for no
     known cause. What is known under other masks alone explains nothing.
     """
-    none: frozenset[str] = frozenset()
+    none: set[str] = set()
     if finding.kind in ("fails", "not taken"):
         return none
     every, shared = _of(finding), _of(finding) & set(known.tensors)

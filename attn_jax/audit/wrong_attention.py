@@ -212,40 +212,24 @@ def _(s: Setting, left, right):
         yield from _banded(s, left, None, "on the right")
 
 
-@ATTENTION.add(
-    "window off by one on the left",
-    "the left side of the window is off by one key",
-    "see the keys from i - left on",
-)
-@_windowed
-def _(s: Setting, left, right):
-    if left is not None:
-        yield from _banded(s, left + 1, right, "one key more")
-        yield from _banded(s, left - 1, right, "one key less")
+def _moved(s: Setting, left, right, by: tuple[int, int]) -> Iterator[Wrong]:
+    """The sides that `by` is not 0 for, one key further out and in."""
+    if left is None and by[0] or right is None and by[1]:
+        return
+    for sign, detail in ((1, "one key more"), (-1, "one key less")):
+        first = None if left is None else left + sign * by[0]
+        last = None if right is None else right + sign * by[1]
+        yield from _banded(s, first, last, detail)
 
 
-@ATTENTION.add(
-    "window off by one on the right",
-    "the right side of the window is off by one key",
-    "see the keys up to i + right, that one included",
-)
-@_windowed
-def _(s: Setting, left, right):
-    if right is not None:
-        yield from _banded(s, left, right + 1, "one key more")
-        yield from _banded(s, left, right - 1, "one key less")
-
-
-@ATTENTION.add(
-    "window off by one on both sides",
-    "both sides of the window are off by one key",
-    "see the keys i - left to i + right, both included",
-)
-@_windowed
-def _(s: Setting, left, right):
-    if left is not None and right is not None:
-        yield from _banded(s, left + 1, right + 1, "one key more")
-        yield from _banded(s, left - 1, right - 1, "one key less")
+for _where, _do, _by in (
+    ("on the left", "see the keys from i - left on", (1, 0)),
+    ("on the right", "see the keys up to i + right, that one included", (0, 1)),
+    ("on both sides", "see the keys i - left to i + right, both included", (1, 1)),
+):
+    ATTENTION.add(
+        f"window off by one {_where}", f"the window is off by one key {_where}", _do
+    )(_windowed(functools.partial(_moved, by=_by)))
 
 
 @ATTENTION.add(
