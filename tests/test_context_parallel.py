@@ -1,5 +1,6 @@
 """Context parallelism computes attention: every strategy, layout and mask, in FP64."""
 
+import collections
 import dataclasses
 import functools
 
@@ -247,9 +248,13 @@ def test_keys_and_gradients_travel_no_further_than_they_are_seen(options, hops):
     forward, _ = messages(attend)
     assert forward == ["bfloat16"] * (hops - 1)  # K and V in one
     both, found = messages(jax.grad(loss, (0, 1, 2)))
-    assert both.count("bfloat16") == 2 * (hops - 1)
-    # dK and dV in one, in FP32, and home.
-    assert both.count("float32") == hops
+    # Ahead of a first and a second shard's keys nothing has been summed, and behind the
+    # last and a shard's own no keys are left to send; else they travel in one.
+    back = collections.Counter(both) - collections.Counter(forward)
+    ends = min(2, hops - 1)
+    assert back == +collections.Counter(
+        {"bfloat16": ends, "uint32": hops - 1 - ends, "float32": ends}
+    )
     if options:
         # Where nothing is seen a branch computes nothing.
         (cond, *_) = [e for e in found if e.primitive.name == "cond"]

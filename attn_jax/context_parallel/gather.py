@@ -34,11 +34,10 @@ from attn_jax.context_parallel.meeting import (
     add_backward,
     add_forward,
     no_dbias,
-    packed,
-    unpacked,
     with_pairs,
 )
 from attn_jax.context_parallel.merge import over_parts
+from attn_jax.context_parallel.messages import packed, unpacked
 from attn_jax.context_parallel.schedule import Schedule, gathered, schedule
 from attn_jax.emulator.partial import Partial
 from attn_jax.varying import varying_alike

@@ -16,36 +16,13 @@ from jaxtyping import Array, Float, Int
 
 from attn_jax.context_parallel.blocks import Block, WholeRows, carrier, rows_axis
 from attn_jax.context_parallel.merge import Add, Keys, RowArrays, kept
+from attn_jax.context_parallel.messages import unpacked
 from attn_jax.context_parallel.schedule import Call, Schedule
 from attn_jax.emulator.partial import Partial
 from attn_jax.emulator.sums import read, write
 from attn_jax.mask import Mask, slice_tile
 from attn_jax.recipe_schema import Step
 from attn_jax.varying import varying_alike
-
-
-def packed(key: Array, value: Array) -> Array:
-    """Two arrays as one, that one message carries: XLA has one on its way at a time,
-    and would wait for the first of two before it computes anything. Its second axis is
-    theirs."""
-    return jnp.concatenate([key, value], axis=-1)
-
-
-def stacked(key: Array, value: Array) -> Array:
-    """The same, one behind the other if their shapes are one: kernels that only read
-    take them from where they lie (`internals.in_place` says which do not)."""
-    if key.shape != value.shape:
-        return packed(key, value)
-    return jnp.stack([key, value])
-
-
-def unpacked(
-    both: Array, key_columns: int, keys: slice = slice(None)
-) -> tuple[Array, Array]:
-    """The inverse of either, of some keys."""
-    if both.ndim == 5:
-        return both[0, :, keys], both[1, :, keys]
-    return both[:, keys, :, :key_columns], both[:, keys, :, key_columns:]
 
 
 # By plan, and by whether the queries have seen nothing: what JAX traces and lowers once

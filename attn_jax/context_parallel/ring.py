@@ -1,9 +1,12 @@
 """Keys and values travel round a ring of devices, and so do their gradients.
 
-At hop h shard r has the keys of shard r - h. The next keys are sent before a hop's work
-begins, and in the backward pass so are the sums of the hop before, in FP32: both travel
-while the device computes. Hops at which no shard sees anything are left out; what
-travels takes them in one step. Every sum has a fixed order, hop by hop.
+At hop h shard r has the keys of shard r - h. A hop's message is sent before its work
+begins and is there when it ends, so that it travels while the device computes: the
+keys of the hop after, and in the backward pass the sums of the hop before, in FP32.
+There a shard's own keys come last, so that no sums are left to travel then; in the
+forward pass they come first, when no others are there yet. Hops at which no shard sees
+anything are left out; what travels takes them in one step. Every sum has a fixed
+order, hop by hop.
 """
 
 from itertools import pairwise
@@ -23,12 +26,17 @@ from attn_jax.context_parallel.meeting import (
     add_backward,
     add_forward,
     no_dbias,
-    packed,
-    stacked,
-    unpacked,
     with_pairs,
 )
 from attn_jax.context_parallel.merge import Rows, kept, over_parts
+from attn_jax.context_parallel.messages import (
+    apart,
+    fit,
+    packed,
+    stacked,
+    together,
+    unpacked,
+)
 from attn_jax.varying import varying_alike
 
 
@@ -36,7 +44,7 @@ def forward(static: Static, x: Local) -> Rows:
     """O, not yet rounded by `output`, and LSE of this device's queries."""
     meetings = static.schedule(x.query, x.key)
     rank, shards = lax.axis_index(static.axis), static.shards
-    hops = [hop for hop in range(shards) if meetings.is_live(hop)]
+    hops = meetings.live_hops()
 
     def visit(add, so_far):
         made = Made()
@@ -45,7 +53,7 @@ def forward(static: Static, x: Local) -> Rows:
             both = _moved(both, static, hops[0])
         for hop, after in pairwise([*hops, None]):
             assert hop is not None
-            ahead = both if after is None else _moved(both, static, after - hop)
+            ahead = None if after is None else _moved(both, static, after - hop)
             source = (rank - hop) % shards
             shard = x.meets(both, source)
             first = hop == hops[0]
@@ -54,7 +62,9 @@ def forward(static: Static, x: Local) -> Rows:
                 first=first,
                 made=made,
             )
-            both = ahead
+            if ahead is not None:
+                # Else XLA sends all keys on before any work, and waits for them.
+                both, so_far = lax.optimization_barrier((ahead, so_far))
         return so_far
 
     return over_parts(visit, static.block, x.query, x.value, x)
@@ -71,26 +81,33 @@ def backward(
     rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, centre)
     nothing = block.nothing(x.query, x.key, x.value), no_dbias(block, x.bias)
     (total, dbias), _ = varying_alike(nothing, x)
-    hops = [hop for hop in range(shards) if meetings.is_live(hop)]
-    columns = x.key.shape[-1]
-    both, sums = stacked(x.key, x.value), packed(total.dkey, total.dvalue)
-    at, made = 0, Made()
-    if hops:
-        both = _moved(both, static, hops[0])
-    for hop, after in pairwise([*hops, None]):
-        assert hop is not None
-        ahead = both if after is None else _moved(both, static, after - hop)
-        arrived = _moved_sums(sums, static, hop - at)
+    hops = meetings.live_hops(own_last=True)
+    own = stacked(x.key, x.value)
+    both, sums, made = own, None, Made()
+    if hops and hops[0] < shards:
+        # On their way while delta is computed.
+        both, rows = lax.optimization_barrier((_moved(own, static, hops[0]), rows))
+    for before, hop, after in zip([0, *hops], hops, [*hops[1:], shards], strict=False):
+        # Own keys need not travel home.
+        onward = after - hop if after < shards else 0
+        ahead, arrived = _exchanged(static, both, onward, sums, hop - before)
         source = (rank - hop) % shards
         shard = x.meets(both, source)
         total, *part, of_bias = add_backward(
-            *(block, meetings, total, shard, rows, rank, source, hop), made=made
+            *(block, meetings, total, shard, rows, rank, source, hop % shards),
+            made=made,
         )
-        sums = kept(arrived + packed(*part), recipe.ring_gradient_accumulator)
+        part = packed(*part)
+        sums = part if arrived is None else arrived + part
+        sums = kept(sums, recipe.ring_gradient_accumulator)
         dbias = with_pairs(dbias, of_bias, 0, source * x.key.shape[1])
-        both, at = ahead, hop
-    dkey, dvalue = unpacked(_moved_sums(sums, static, -at % shards), columns)
-    total = total._replace(dkey=dkey, dvalue=dvalue, dbias=dbias)
+        both = ahead if after < shards else own
+    if sums is not None:
+        if hops[-1] < shards:
+            sums = _moved_sums(sums, static, shards - hops[-1])
+        dkey, dvalue = unpacked(sums, x.key.shape[-1])
+        total = total._replace(dkey=dkey, dvalue=dvalue)
+    total = total._replace(dbias=dbias)
     return gradients(block, total, rows, dlse, (x.query, x.key, x.value, x.bias))
 
 
@@ -105,6 +122,18 @@ def _moved(x: Array, static: Static, steps: int) -> Array:
 
 
 def _moved_sums(sums: Array, static: Static, steps: int) -> Array:
-    if steps == 0:
-        return sums
     return _moved(sent(static, sums), static, steps).astype(sums.dtype)
+
+
+def _exchanged(
+    static: Static, both: Array, onward: int, sums: Array | None, steps: int
+) -> tuple[Array, Array | None]:
+    """Keys and sums from so many shards before this one, in one message if it can be."""
+    if sums is None:
+        return _moved(both, static, onward), None
+    wire = sent(static, sums)
+    if onward != steps or not fit(both, wire):
+        return _moved(both, static, onward), _moved_sums(sums, static, steps)
+    message = _moved(together(both, wire), static, steps)
+    ahead, arrived = apart(message, both, wire)
+    return ahead, arrived.astype(sums.dtype)

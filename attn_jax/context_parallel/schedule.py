@@ -53,9 +53,16 @@ class Schedule(NamedTuple):
         ranks = np.arange(len(self.plan))
         return self.plan[ranks, (ranks - hop) % len(ranks)]
 
-    def is_live(self, hop: int) -> bool:
-        """Whether any shard sees anything at a hop."""
-        return any(self.plans[number] for number in set(self.at_hop(hop)))
+    def live_hops(self, *, own_last: bool = False) -> list[int]:
+        """Those at which any shard sees anything. That of its own keys is number 0, the
+        first, or W."""
+        shards = len(self.plan)
+        hops = range(1, shards + 1) if own_last else range(shards)
+        return [
+            hop
+            for hop in hops
+            if any(self.plans[number] for number in set(self.at_hop(hop)))
+        ]
 
 
 @functools.lru_cache(maxsize=64)

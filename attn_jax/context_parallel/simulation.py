@@ -38,12 +38,11 @@ from attn_jax.context_parallel.meeting import (
     add_backward,
     add_forward,
     no_dbias,
-    packed,
     pairs_of,
-    unpacked,
     with_pairs,
 )
 from attn_jax.context_parallel.merge import kept, over_parts
+from attn_jax.context_parallel.messages import packed, unpacked
 from attn_jax.context_parallel.schedule import Schedule, gathered
 from attn_jax.context_parallel.sharded import (
     Implementation,
@@ -158,7 +157,7 @@ def _simulated_fwd(static: Static, *arrays):
 def _simulated_bwd(static: Static, residuals, cotangents):
     (x, lse, for_delta), (dout, dlse) = residuals, cotangents
     block, recipe = static.block, static.block.recipe
-    meetings = _Meetings.of(static, x, static.backward_by)
+    meetings = _Meetings.of(static, x, static.backward_by, own_last=True)
     centre = block.centre(x.key, OverDevices.here())
     rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, centre)
     zero = block.nothing(x.query, x.key, x.value)
@@ -180,8 +179,8 @@ def _simulated_bwd(static: Static, residuals, cotangents):
             read(sums, 1, source * new.shape[1], new.shape[1]) + new,
             recipe.ring_gradient_accumulator,
         )
-        if meetings.sends:
-            new = sent(static, new).astype(new.dtype)
+        stays = meetings.ring and rank == source
+        new = jnp.where(stays, new, sent(static, new).astype(new.dtype))
         total = meetings.with_queries(total, mine, rank)
         first = meetings.first(rank, source)
         dbias = with_pairs(dbias, of_bias, *first)
@@ -208,7 +207,7 @@ class _Meetings(NamedTuple):
     Attributes:
       pairs: (shard of the queries, source of the keys) [meetings] each, in turn.
       in_order: all keys are one source, in the order of their positions.
-      sends: whether sums of dK and dV ever leave a device.
+      ring: whether keys meet one shard after the other, the last sums where they stay.
     """
 
     schedule: Schedule
@@ -216,10 +215,12 @@ class _Meetings(NamedTuple):
     arrays: Shard
     shards: int
     in_order: bool
-    sends: bool
+    ring: bool
 
     @classmethod
-    def of(cls, static: Static, x: Shard, how: str) -> "_Meetings":
+    def of(
+        cls, static: Static, x: Shard, how: str, *, own_last: bool = False
+    ) -> "_Meetings":
         shards, lengths = static.shards, (x.query.shape[1], x.key.shape[1])
         found = None
         if how == "all_gather":
@@ -234,19 +235,19 @@ class _Meetings(NamedTuple):
             bias = keys_in(from_layout, x.bias, shards, static.layout)
             x = x._replace(key=key, value=value, key_ids=ids, bias=bias)
             pairs = [(rank, 0) for rank in range(shards)]
-            return cls(found, _columns(pairs), x, shards, True, True)
+            return cls(found, _columns(pairs), x, shards, True, False)
         found = static.of_whole(*lengths)
-        hops = [hop for hop in range(shards) if found.is_live(hop)]
         pairs = [
             (rank, (rank - hop) % shards)
-            for hop in hops
+            for hop in found.live_hops(own_last=own_last)
             for rank in range(shards)
             if found.plans[found.plan[rank, (rank - hop) % shards]]
         ]
-        if how == "all_gather":
+        ring = how == "ring"
+        if not ring:
             # A device adds all that it has before anything is sent.
             pairs.sort(key=lambda pair: (pair[0], (pair[0] - pair[1]) % shards))
-        return cls(found, _columns(pairs), x, shards, False, hops != [0])
+        return cls(found, _columns(pairs), x, shards, False, ring)
 
     def shard(self, rank, source) -> Shard:
         """The arrays of one meeting."""
