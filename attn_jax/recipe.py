@@ -186,6 +186,7 @@ ATTN_JAX = dataclasses.replace(
     backward_block_kv=64,
     delta_source="o_hi_lo",
     dq_centre="mean",
+    ring_own_keys="last",
 )
 
 # P of the forward product, and dS and K' of dQ, have more bits than the inputs.

@@ -182,10 +182,11 @@ class Recipe:
     The gradient of a sink is -sum of E(sink u - LSE u) (delta - dLSE), unrounded.
 
     A RING of `ring_size` W > 1 devices: T and S are cut into W equal shares in order;
-    device r keeps queries r and at hop h = 0 .. W-1 meets keys c = (r - h) mod W, whose
-    dK and dV are summed in that order too. Blocks are cut within shares. For
-    ring_merge 'lse', 'sigmoid' and 'two_pass' a hop runs the whole forward pass on its
-    share (the sink in hop 0 alone) and hands over O_h = ring_partial(O) and LSE_h;
+    device r keeps queries r and at hop h = 0 .. W-1 meets keys c = (r - h) mod W; in
+    the backward pass, too, with its own keys at hop 0, or at hop W if `ring_own_keys`
+    is 'last', and dQ, dK and dV are summed in that order. Blocks are cut within shares.
+    For ring_merge 'lse', 'sigmoid' and 'two_pass' a hop runs the whole forward pass on
+    its share (the sink in hop 0 alone) and hands over O_h = ring_partial(O) and LSE_h;
     w(y) = e^y, s(y) = 1 / (1 + e^-y):
         'lse'       L' = lse(max + log1p(w(min - max))) of L and LSE_h,
                     O = ring_accumulator(w(L - L') O + w(LSE_h - L') O_h)
@@ -286,6 +287,7 @@ class Recipe:
     ring_accumulator: Step = _FP32
     ring_gradient_partial: Step = _FP32
     ring_gradient_accumulator: Step = _FP32
+    ring_own_keys: Literal["first", "last"] = "first"
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -333,6 +335,11 @@ class Recipe:
                 "ring_merge='carry' needs normalise='once' or 'each_step'; merge by "
                 "'lse' instead"
             )
+
+    def backward_hops(self, ring_size: int) -> range:
+        """0 .. W - 1, or 1 .. W."""
+        first = 1 if self.ring_own_keys == "last" else 0
+        return range(first, first + ring_size)
 
     @property
     def query_format(self) -> NumberFormat:

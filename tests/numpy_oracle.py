@@ -231,7 +231,10 @@ class _Oracle(ForwardOracle):
         partial, step = carrier, carrier
         if r.ring_size > 1:
             partial, step = r.ring_gradient_partial, r.ring_gradient_accumulator
-        for hop in range(r.ring_size):
+        order = list(range(r.ring_size))
+        if r.ring_own_keys == "last":
+            order = [*order[1:], 0]
+        for hop in order:
             for device, i in enumerate(rows):
                 j = keys[self.hops(device)[hop]]
                 at_rows = ([x.at(i) for x in xs] for xs in (queries, dout, offset, lse))

@@ -81,6 +81,7 @@ KNOBS: dict[str, list] = {
     "ring_partial": [_WIDE, _BF16],
     "ring_accumulator": [_WIDE, _BF16],
     "ring_gradient_accumulator": [_WIDE, _BF16],
+    "ring_own_keys": ["first", "last"],
 }
 
 

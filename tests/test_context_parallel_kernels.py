@@ -20,10 +20,12 @@ from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.audit.mask_cases import Bias, Case, bias_gradient_bound
 from attn_jax.context_parallel import sharded
 from attn_jax.formats import BF16
-from attn_jax.kernels import design, partial
+from attn_jax.kernels import design, partial, tuning
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.schedule import Chosen
 from attn_jax.mask import Mask
+from attn_jax.span import Span
 from tests import gpu_compiler
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Program, h200_mesh
@@ -221,6 +223,62 @@ def test_other_rows_of_a_state_stay(count):
     assert not np.array_equal(alone.total, before.rows(128, count).total)
 
 
+def _chosen():
+    """Spans, a state, and for each span the state with what it adds when it is chosen
+    on the device, and with what its rows get by themselves."""
+    rng = np.random.default_rng(0)
+    tiling = tuning.configuration("hopper", H, H, 256, is_causal=False, listed=False)
+    tile, columns = tiling.forward.tile, tiling.forward.columns
+    rows, keys = 3 * tile, 2 * columns
+    spans = Span(0, 2 * tile, columns), Span(tile, 2 * tile, keys), Span(0, 0, 0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), "bfloat16")
+
+    m = jnp.asarray(rng.integers(-3, 4, (1, N, rows)), jnp.float32)
+    l = jnp.asarray(rng.uniform(1, 2, (1, N, rows)), jnp.float32)  # noqa: E741
+    total = jnp.asarray(rng.standard_normal((1, rows, N, H)), jnp.float32)
+    query, key, value = (
+        normal(1, rows, N, H),
+        normal(1, keys, K, H),
+        normal(1, keys, K, H),
+    )
+    found = []
+    with made_for("hopper"), interpreted():
+        before = partial.Carried(m, l, total)
+        add = functools.partial(partial.carry_on, scale=0.1)
+        for number, span in enumerate(spans):
+            chosen = Chosen(spans, jnp.int32(number))
+            assert partial.takes(query, key, value, chosen)
+            some = add(before, query, key, value, chosen=chosen)
+            alone = None
+            if span.queries:
+                cut = slice(span.first_query, span.first_query + span.queries)
+                alone = add(
+                    before.rows(span.first_query, span.queries),
+                    *(query[:, cut], key[:, : span.keys], value[:, : span.keys]),
+                )
+            found.append(jax.device_get((some, alone)))
+        uneven = Chosen((Span(0, tile, columns // 2),), jnp.int32(0))
+        assert not partial.takes(query, key, value, uneven)
+        return spans, jax.device_get(before), found
+
+
+def test_what_is_added_may_be_known_on_the_device_alone():
+    """In one program for all shards, which meet other keys at a hop."""
+    spans, before, found = in_child_process(_chosen, seconds=TIME_LIMIT)
+    rows = before.total.shape[1]
+    for span, (some, alone) in zip(spans, found, strict=True):
+        first, count = span.first_query, span.queries
+        if count:
+            chex.assert_trees_all_equal(some.rows(first, count), alone)
+            assert not np.array_equal(alone.total, before.rows(first, count).total)
+        for start, more in ((0, first), (first + count, rows - first - count)):
+            chex.assert_trees_all_equal(
+                some.rows(start, more), before.rows(start, more)
+            )
+
+
 def _compiled(strategy: str, layout: str) -> Program:
     mesh = h200_mesh((4,), ("seq",), (AxisType.Auto,))
     spec = P(None, "seq")
@@ -286,9 +344,14 @@ def _wide_gradients(head_dim: int, bias_dtype: str | None) -> Program:
         operands += (jax.ShapeDtypeStruct((1, 1, 1000, 1100), bias_dtype),)
 
     def run(*operands):
-        *operands, bias = *operands, *(None,) * (9 - len(operands))
-        mask = Mask(is_causal=True)
-        return partial.backward(*operands, scale=0.1, bias=bias, mask=mask)
+        query, key, value, dout, lse, excess, squares, centre, *bias = operands
+        ranges = partial.ranges(key, value, excess, squares, centre)
+        return partial.backward(
+            *(query, key, value, dout, lse, excess, centre, ranges),
+            scale=0.1,
+            bias=bias[0] if bias else None,
+            mask=Mask(is_causal=True),
+        )
 
     return gpu_compiler.compiled(run, *operands)
 

@@ -191,7 +191,12 @@ def test_each_format_of_the_ring_is_felt():
         assert felt == [True, True, backward], field
 
 
-def test_gradients_are_summed_in_the_order_of_the_visits():
+@pytest.mark.parametrize(
+    ("own_keys", "numbers_before"),
+    # Share c meets device c, c + 1, ... mod 4, or c + 1, c + 2, ..., c.
+    [("first", (0, 3, 2, 1)), ("last", (3, 2, 1, 0))],
+)
+def test_gradients_are_summed_in_the_order_of_the_visits(own_keys, numbers_before):
     """K = 0 and equal V: P = 1/S, dV_j = sum_i dO_i / S, one device's share at a time.
 
     Device 0 brings 2^-3 (of 8 keys), the others 2^-12 each: less than half of an ulp
@@ -200,13 +205,15 @@ def test_gradients_are_summed_in_the_order_of_the_visits():
     q, k = jnp.ones((1, 4, 1, 1)), jnp.zeros((1, 8, 1, 1))
     dout = jnp.array([1.0, 2.0**-9, 2.0**-9, 2.0**-9]).reshape(1, 4, 1, 1)
     recipe = dataclasses.replace(
-        FLASH2, ring_size=4, ring_gradient_accumulator=Step(BF16)
+        FLASH2,
+        ring_size=4,
+        ring_gradient_accumulator=Step(BF16),
+        ring_own_keys=own_keys,
     )
     given = (q, k, jnp.ones_like(k)), (dout, jnp.zeros((1, 1, 4)))
     dvalue = run(*given, {}, Mask(), recipe=recipe)[1][2].reshape(4, 2)
-    # Share c meets device c, c + 1, ... mod 4: device 0 is the last but for c = 0.
     small = 2.0**-12
-    for share, before in enumerate((0, 3, 2, 1)):
+    for share, before in enumerate(numbers_before):
         want = bf16(2.0**-3 + before * small)
         np.testing.assert_array_equal(dvalue[share], [want, want])
     assert dvalue[1, 0] != dvalue[0, 0]

@@ -151,6 +151,10 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
             gradient=_BF16,
         ),
     ),
+    "ring, own keys last": (
+        _CAUSAL,
+        dict(ring_size=4, ring_own_keys="last", ring_gradient_accumulator=_BF16),
+    ),
     "ring, centre keys": (
         _CAUSAL,
         dict(ring_size=4, ring_gradient_partial=_BF16, dq_centre="keys"),

@@ -163,6 +163,7 @@ def test_contradictions_are_refused():
         (dict(dot_alignment=25.0), "1 to 40, or None"),
         (dict(ring_size=0), "at least 1"),
         (dict(ring_merge="sum"), "two_pass"),
+        (dict(ring_own_keys="both"), "one of first, last"),
         (dict(repeated_max_factor=0.5), "at least 1"),
         (dict(exp2_degree=7, exponential="exp2_polynomial"), "2, 3, 4 or 5"),
         (dict(dlogits_scale="a"), "positive"),

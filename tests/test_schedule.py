@@ -4,13 +4,15 @@ share."""
 import heapq
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_jax.kernels import schedule
-from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.tuning import ForwardTiling, Tiling
+from attn_jax.span import Span
 
 # Pairs, costs of a pair's tiles, pairs taken together, multiprocessors.
 PROBLEMS = (
@@ -52,6 +54,28 @@ def test_what_is_not_dealt_comes_singly(pairs, costs, group, multiprocessors):
     assert all(len(mine) == 1 for mine in singly)
     if singly:
         assert sum(dealt) >= schedule.DEALT * sum(loads)
+
+
+@pytest.mark.parametrize("singly", [False, True])
+def test_a_chosen_span_is_worked_off_whole(singly):
+    """Whichever it is; CTAs that the others need have nothing to do."""
+    tiling, pairs, tiles = ForwardTiling(64, 128, 2, 2), 6, 8
+    spans = Span(0, 8 * 128, 512), Span(4 * 128, 4 * 128, 1024), Span(0, 0, 0)
+    for which, span in enumerate(spans):
+        chosen = schedule.Chosen(spans, jnp.int32(which))
+        assert chosen.fit(tiling)
+        table = schedule.forward_table(
+            pairs, [8] * tiles, 2**20, singly=singly, chosen=chosen, tiling=tiling
+        )
+        first = span.first_query // 128
+        assert sorted(itertools.chain(*tiles_of(np.asarray(table)))) == [
+            pair * tiles + tile
+            for pair in range(pairs)
+            for tile in range(first, first + span.queries // 128)
+        ]
+        assert set(np.asarray(table[:, -1])) == {span.keys // 128}
+    for odd in (Span(64, 128, 128), Span(0, 64, 128), Span(0, 128, 64)):
+        assert not schedule.Chosen((spans[0], odd), 0).fit(tiling)
 
 
 @settings(deadline=None)  # JAX takes its time over the first one.

@@ -387,11 +387,12 @@ def attention_of(attn: str, **changes):
 
 
 def test_cudnn_is_not_asked_for_determinism_and_says_so():
-    gpu = SimpleNamespace(platform="gpu", device_kind="some device")
+    gpu = SimpleNamespace(platform="gpu", device_kind="some device", process_index=0)
     config = dataclasses.replace(CONFIG, attn="cudnn", profile="exact")
     resolved = resolve_attention(config, gpu)
     assert resolved.note is not None and "from run to run" in resolved.note
-    options = compiler_options(resolved, gpu)
+
+    options = compiler_options(resolved, [gpu] * 4, in_rings=True)
     # XLA knows every one of them: an unknown name is an error.
     program = jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=options)
     assert program(1.0) == 2
@@ -400,9 +401,12 @@ def test_cudnn_is_not_asked_for_determinism_and_says_so():
     fast = resolve_attention(dataclasses.replace(config, profile="fast"), gpu)
     assert fast.note is None
     baseline = dataclasses.replace(config, attn="baseline")
-    plain = compiler_options(resolve_attention(baseline, gpu), gpu)
+    plain = compiler_options(resolve_attention(baseline, gpu), [gpu], in_rings=False)
     assert not [name for name in plain if "determin" in name]
-    assert not compiler_options(resolved, jax.devices("cpu")[0])
+    # Copy engines, where the ring's messages are.
+    assert "xla_gpu_collective_permute_mode" in options
+    assert "xla_gpu_collective_permute_mode" not in plain
+    assert not compiler_options(resolved, jax.devices("cpu"), in_rings=True)
 
 
 @pytest.mark.parametrize(

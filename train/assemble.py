@@ -66,9 +66,10 @@ class Assembly:
         )
 
     @property
-    def compiler_options(self) -> dict[str, bool | int]:
+    def compiler_options(self) -> dict[str, bool | int | str]:
         """XLA's, for the training step."""
-        return compiler_options(self.attention, self.mesh.devices.flat[0])
+        devices, in_rings = list(self.mesh.devices.flat), self.mesh.shape["seq"] > 1
+        return compiler_options(self.attention, devices, in_rings=in_rings)
 
     def abstract_state(self) -> Any:
         """What to load a checkpoint into."""

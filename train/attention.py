@@ -7,7 +7,7 @@ same `shard_map` and the same barriers, so that two runs differ in attention alo
 import collections
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -126,7 +126,9 @@ def _resolved(config: Config, device: Any) -> ResolvedAttention:
     return ResolvedAttention(name, implementation, None, note)
 
 
-def compiler_options(resolved: ResolvedAttention, device: Any) -> dict[str, bool | int]:
+def compiler_options(
+    resolved: ResolvedAttention, devices: Sequence[Any], *, in_rings: bool
+) -> dict[str, bool | int | str]:
     """XLA's options for the training step, beside the flags of the profile.
 
     Query, key and value of a layer are products with the same array. Made one product,
@@ -141,12 +143,14 @@ def compiler_options(resolved: ResolvedAttention, device: Any) -> dict[str, bool
     layers compiles and dies at its first call ("raw_hash_map::at"; jaxlib 0.11.2, an
     H200; one layer of attention alone runs).
     """
-    if device.platform != "gpu":
+    if devices[0].platform != "gpu":
         return {}
-    options: dict[str, bool | int] = {
+    options: dict[str, bool | int | str] = {
         "xla_gpu_dot_merger_threshold_mb": 0,
         "xla_gpu_enable_triton_gemm": False,
     }
+    if in_rings:
+        options |= context_parallel.compiler_options(devices)
     if resolved.implementation == "cudnn":
         flags = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
         options |= dict.fromkeys(flags, False)

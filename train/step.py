@@ -148,7 +148,7 @@ def compile_step(
     batch: Mapping[str, Any],
     mesh: Mesh,
     *seed: UInt32[Array, ""],
-    options: Mapping[str, bool | int] | None = None,
+    options: Mapping[str, bool | int | str] | None = None,
     donate: bool = True,
 ) -> Any:
     """Compiles a step for its mesh; unless told not to `donate`, it uses the state up

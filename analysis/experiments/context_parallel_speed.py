@@ -376,7 +376,8 @@ def _compiled(cell: Cell, heads: Heads, devices: Sequence[Any]) -> Built:
 
     function = attend if cell.of == "forward" else both
     began = time.monotonic()
-    program = jax.jit(function).lower(*shapes).compile()
+    options = context_parallel.compiler_options(mesh.devices.flat)
+    program = jax.jit(function).lower(*shapes).compile(options)
     seconds = time.monotonic() - began
     what = f"{cell.strategy} {cell.layout}".strip(), f"{cell.of}, {cell.tokens} tokens"
     print(f"{', '.join(what)}: compiled in {seconds:.0f} s", file=sys.stderr)

@@ -121,7 +121,7 @@ def _over_queries(
     whole = []
     for rank, keys in enumerate(shares(S, W)):
         total = exact(np.zeros((keys.stop - keys.start, columns)))
-        for hop in range(W):
+        for hop in arithmetic.recipe.backward_hops(W):
             met = devices[(rank + hop) % W]
             tiles = blocks(T // W, block_q, first=met.start)
             at = arithmetic, tiles, keys, name, at_end
@@ -210,7 +210,7 @@ def _dquery_from(
     devices = shares(len(key), W)
     sums = []
     for rank, queries in enumerate(shares(len(head.query), W)):
-        order = [devices[(rank - hop) % W] for hop in range(W)]
+        order = [devices[(rank - hop) % W] for hop in recipe.backward_hops(W)]
         terms = everything[queries]
         sums.append(
             _sum_over_keys(arithmetic, terms, rows.dq_unit, keys, order, at_end)

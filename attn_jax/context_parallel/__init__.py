@@ -1,5 +1,6 @@
 """Attention over sequences that are cut between devices, forward and backward."""
 
+from attn_jax.context_parallel.compiling import compiler_options
 from attn_jax.context_parallel.layouts import (
     LAYOUTS,
     Layout,
@@ -17,6 +18,7 @@ __all__ = [
     "Layout",
     "Strategy",
     "attention",
+    "compiler_options",
     "dot_product_attention",
     "from_layout",
     "order",

@@ -23,6 +23,7 @@ from attn_jax.formats import FP16, carrier_dtype
 from attn_jax.mask import Mask
 from attn_jax.pairwise import pairwise_mean
 from attn_jax.recipe_schema import Recipe
+from attn_jax.span import Span
 
 
 class OverDevices(NamedTuple):
@@ -115,6 +116,19 @@ class Block(Protocol):
         known that the state is that."""
         ...
 
+    def carry_on_some(
+        self,
+        state: Any,
+        query: Array,
+        key: Array,
+        value: Array,
+        spans: tuple[Span, ...],
+        which: Array,
+    ) -> tuple[Array, ...] | None:
+        """The same of one of some spans, without a mask, which is known on a device
+        alone; None if the block cannot tell them apart there."""
+        ...
+
     def finished(self, state: tuple[Array, ...], query: Array) -> tuple[Array, Array]:
         """(O, LSE) of what was carried over all keys."""
         ...
@@ -126,12 +140,18 @@ class Block(Protocol):
         squares of dO summed over each, if `backward` wants them."""
         ...
 
+    def of_keys(self, key: Array, value: Array, rows: WholeRows) -> Any:
+        """What `backward` has to know of keys, of which it then takes some, and of
+        rows."""
+        ...
+
     def backward(
         self,
         query: Array,
         key: Array,
         value: Array,
         rows: WholeRows,
+        of_keys: Any,
         mask: Mask,
         bias: Array | None = None,
     ) -> Partial:
@@ -189,6 +209,9 @@ class Emulated:
         )
         return with_rows(state, rows, first)
 
+    def carry_on_some(self, state, query, key, value, spans, which):
+        del state, query, key, value, spans, which
+
     def finished(self, state, query):
         m, l, total = state  # noqa: E741
         return partial.finished(
@@ -199,7 +222,11 @@ class Emulated:
         del query
         return partial.delta(dout, out, self.recipe), None
 
-    def backward(self, query, key, value, rows, mask, bias=None):
+    def of_keys(self, key, value, rows):
+        del key, value, rows
+
+    def backward(self, query, key, value, rows, of_keys, mask, bias=None):
+        del of_keys
         return partial.backward(
             *(query, key, value, rows.dout, rows.lse, rows.excess),
             recipe=self._alone,
@@ -277,6 +304,18 @@ class Kernels:
         )
         return tuple(found)  # As where a plan has no calls.
 
+    def carry_on_some(self, state, query, key, value, spans, which):
+        from attn_jax.kernels import partial as kernels
+        from attn_jax.kernels.schedule import Chosen
+
+        chosen = Chosen(spans, which)
+        if not kernels.takes(query, key, value, chosen):
+            return None
+        found = kernels.carry_on(
+            *(state, query, key, value), scale=self.scale, chosen=chosen
+        )
+        return tuple(found)
+
     def finished(self, state, query):
         from attn_jax.kernels import partial as kernels
 
@@ -288,11 +327,20 @@ class Kernels:
 
         return kernels.row_sums(dout.astype(query.dtype), out)
 
-    def backward(self, query, key, value, rows, mask, bias=None):
+    def of_keys(self, key, value, rows):
+        from attn_jax.kernels import partial as kernels
+
+        assert rows.dout_squares is not None and rows.centre is not None
+        return kernels.ranges(
+            *(key, value, rows.excess, rows.dout_squares, rows.centre)
+        )
+
+    def backward(self, query, key, value, rows, of_keys, mask, bias=None):
         from attn_jax.kernels import partial as kernels
 
         found = kernels.backward(
-            *(query, key, value, *rows),
+            *(query, key, value, rows.dout, rows.lse, rows.excess),
+            *(rows.centre, of_keys),
             scale=self.scale,
             bias=bias,
             mask=mask,

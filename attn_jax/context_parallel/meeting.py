@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from attn_jax.context_parallel.blocks import Block, WholeRows, carrier, rows_axis
-from attn_jax.context_parallel.merge import Add, Keys, RowArrays, kept
+from attn_jax.context_parallel.merge import Add, Carrying, Keys, RowArrays, kept
 from attn_jax.context_parallel.messages import unpacked
 from attn_jax.context_parallel.schedule import Call, Schedule
 from attn_jax.emulator.partial import Partial
@@ -24,10 +24,9 @@ from attn_jax.mask import Mask, slice_tile
 from attn_jax.recipe_schema import Step
 from attn_jax.varying import varying_alike
 
-
-# By plan, and by whether the queries have seen nothing: what JAX traces and lowers once
-# for all hops that have it.
-Made = dict[tuple[tuple[Call, ...], bool], Callable[..., Any]]
+# What JAX traces and lowers once for all hops that have it, by plan and by whether the
+# queries have seen nothing, or by spans.
+Made = dict[tuple, Callable[..., Any]]
 
 
 class Shard(NamedTuple):
@@ -42,6 +41,10 @@ class Shard(NamedTuple):
     query_ids: Int[Array, "B T"] | None = None
     key_ids: Int[Array, "B S"] | None = None
     bias: Float[Array, "#B #N #T #S"] | None = None
+
+    @property
+    def key_count(self) -> int:
+        return self.key.shape[1]
 
     def keys(self, first: int, count: int) -> tuple[Array, Array]:
         """So many of the keys and values."""
@@ -58,6 +61,10 @@ class Arriving(NamedTuple):
     query_ids: Int[Array, "B T"] | None
     key_ids: Int[Array, "B S"] | None
     bias: Float[Array, "#B #N #T #S"] | None
+
+    @property
+    def key_count(self) -> int:
+        return self.both.shape[-3]
 
     def keys(self, first: int, count: int) -> tuple[Array, Array]:
         """So many of the keys and values."""
@@ -111,8 +118,39 @@ def add_forward(
             so_far = add(so_far, keys, nothing, call.query[0])
         return so_far
 
+    if isinstance(add, Carrying) and hop is not None and not first:
+        found = _carried(schedule, add.block, so_far, shard, rank, hop, made)
+        if found is not None:
+            return found
     where = rank, source, hop
     return _choose(schedule, run, (so_far, shard), *where, made, first)
+
+
+def _carried(
+    schedule: Schedule,
+    block: Block,
+    so_far: RowArrays,
+    shard: Shard | Arriving,
+    rank,
+    hop: int,
+    made: Made | None,
+) -> RowArrays | None:
+    """`add_forward` with one kernel for all plans of a hop, where that can be, or None:
+    with a `lax.switch` the host waits for its device to say which it is, and then the
+    device for its host."""
+    found = schedule.spans(hop)
+    if found is None or shard.bias is not None or shard.query_ids is not None:
+        return None
+    spans, which = found
+    made = {} if made is None else made
+
+    def run(so_far, shard: Shard | Arriving, which):
+        key, value = shard.keys(0, shard.key_count)
+        return block.carry_on_some(so_far, shard.query, key, value, spans, which)
+
+    if spans not in made:
+        made[spans] = jax.jit(run)
+    return made[spans](so_far, shard, jnp.asarray(which)[rank])
 
 
 def _overlap(one: Call, other: Call) -> bool:
@@ -152,7 +190,17 @@ def add_backward(
         new = kept(read(total, axis, start, part.shape[axis]) + part, step)
         return write(total, new, axis, start)
 
-    def run(plan: tuple[Call, ...], offset, so_far: Partial, shard, rows: WholeRows):
+    # Not in the branches of a `lax.switch`, which begin when a host has been asked.
+    of_keys = block.of_keys(*shard.keys(0, shard.key_count), rows)
+
+    def run(
+        plan: tuple[Call, ...],
+        offset,
+        so_far: Partial,
+        shard,
+        rows: WholeRows,
+        of_keys: Any,
+    ):
         dkey, dvalue = (
             jnp.zeros(shape, so_far.dquery.dtype) for shape in _shapes(shard)
         )
@@ -165,7 +213,7 @@ def add_backward(
                 return read(x, rows_axis(x), *entries)
 
             mine = rows.of(of_rows)
-            found = block.backward(query, key, value, mine, mask, bias)
+            found = block.backward(query, key, value, mine, of_keys, mask, bias)
             first, size = call.query
             sums = {"dquery": add(so_far.dquery, found.dquery, 1, first, step)}
             for name in ("row_sum", "key_sum", "key_count"):
@@ -180,7 +228,8 @@ def add_backward(
             dbias = with_pairs(dbias, found.dbias, first, call.key[0])
         return so_far, dkey, dvalue, dbias
 
-    return _choose(schedule, run, (so_far, shard, rows), rank, source, hop, made)
+    operands = so_far, shard, rows, of_keys
+    return _choose(schedule, run, operands, rank, source, hop, made)
 
 
 def _shapes(shard: Shard | Arriving) -> list[tuple[int, ...]]:

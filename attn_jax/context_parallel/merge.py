@@ -62,7 +62,7 @@ def over_parts(
         # m = -inf, l = 0, A = 0.
         start = lse, jnp.zeros_like(lse), out
         start, _ = varying_alike(start, like)
-        return block.finished(visit(_carrying(block), start), query)
+        return block.finished(visit(Carrying(block), start), query)
     if recipe.ring_merge != "two_pass":
 
         def add(rows, keys):
@@ -82,13 +82,13 @@ def over_parts(
     return out, lse
 
 
-def _carrying(block: Block) -> Add:
-    """Keys are added to (m, l, A) without a merge."""
+class Carrying(NamedTuple):
+    """Adds keys to (m, l, A), without a merge."""
 
-    def add(so_far, keys, nothing, first):
-        return block.carry_on(so_far, *keys, nothing=nothing, first=first)
+    block: Block
 
-    return add
+    def __call__(self, so_far: RowArrays, keys: Keys, nothing: bool, first: int):
+        return self.block.carry_on(so_far, *keys, nothing=nothing, first=first)
 
 
 def _to_rows(add: Callable[[RowArrays, Keys], RowArrays]) -> Add:

@@ -9,7 +9,9 @@ anything are left out; what travels takes them in one step. Every sum has a fixe
 order, hop by hop.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 from jax import lax
 from jaxtyping import Array
@@ -44,7 +46,7 @@ def forward(static: Static, x: Local) -> Rows:
     """O, not yet rounded by `output`, and LSE of this device's queries."""
     meetings = static.schedule(x.query, x.key)
     rank, shards = lax.axis_index(static.axis), static.shards
-    hops = meetings.live_hops()
+    hops = meetings.live_hops(range(shards))
 
     def visit(add, so_far):
         made = Made()
@@ -81,7 +83,7 @@ def backward(
     rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, centre)
     nothing = block.nothing(x.query, x.key, x.value), no_dbias(block, x.bias)
     (total, dbias), _ = varying_alike(nothing, x)
-    hops = meetings.live_hops(own_last=True)
+    hops = meetings.live_hops(recipe.backward_hops(shards))
     own = stacked(x.key, x.value)
     both, sums, made = own, None, Made()
     if hops and hops[0] < shards:
@@ -90,13 +92,20 @@ def backward(
     for before, hop, after in zip([0, *hops], hops, [*hops[1:], shards], strict=False):
         # Own keys need not travel home.
         onward = after - hop if after < shards else 0
-        ahead, arrived = _exchanged(static, both, onward, sums, hop - before)
+        message, opened = _exchanged(static, both, onward, sums, hop - before)
         source = (rank - hop) % shards
         shard = x.meets(both, source)
         total, *part, of_bias = add_backward(
             *(block, meetings, total, shard, rows, rank, source, hop % shards),
             made=made,
         )
+        if after < shards:
+            # As in `forward`: what comes next is not begun before this.
+            message, dquery, part = lax.optimization_barrier(
+                (message, total.dquery, part)
+            )
+            total = total._replace(dquery=dquery)
+        ahead, arrived = opened(message)
         part = packed(*part)
         sums = part if arrived is None else arrived + part
         sums = kept(sums, recipe.ring_gradient_accumulator)
@@ -127,13 +136,18 @@ def _moved_sums(sums: Array, static: Static, steps: int) -> Array:
 
 def _exchanged(
     static: Static, both: Array, onward: int, sums: Array | None, steps: int
-) -> tuple[Array, Array | None]:
-    """Keys and sums from so many shards before this one, in one message if it can be."""
+) -> tuple[Any, Callable[[Any], tuple[Array, Array | None]]]:
+    """What comes when keys go onward and sums go some steps, in one message if it can
+    be, and how to open it: (keys, sums)."""
     if sums is None:
-        return _moved(both, static, onward), None
+        return _moved(both, static, onward), lambda ahead: (ahead, None)
     wire = sent(static, sums)
     if onward != steps or not fit(both, wire):
-        return _moved(both, static, onward), _moved_sums(sums, static, steps)
-    message = _moved(together(both, wire), static, steps)
-    ahead, arrived = apart(message, both, wire)
-    return ahead, arrived.astype(sums.dtype)
+        come = _moved(both, static, onward), _moved(wire, static, steps)
+        return come, lambda come: (come[0], come[1].astype(sums.dtype))
+
+    def opened(message: Array) -> tuple[Array, Array]:
+        ahead, arrived = apart(message, both, wire)
+        return ahead, arrived.astype(sums.dtype)
+
+    return _moved(together(both, wire), static, steps), opened

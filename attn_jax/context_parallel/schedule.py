@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attn_jax.context_parallel.layouts import Layout, Run, shard_runs
+from attn_jax.span import Span
 
 
 class Call(NamedTuple):
@@ -53,11 +54,22 @@ class Schedule(NamedTuple):
         ranks = np.arange(len(self.plan))
         return self.plan[ranks, (ranks - hop) % len(ranks)]
 
-    def live_hops(self, *, own_last: bool = False) -> list[int]:
-        """Those at which any shard sees anything. That of its own keys is number 0, the
-        first, or W."""
-        shards = len(self.plan)
-        hops = range(1, shards + 1) if own_last else range(shards)
+    def spans(self, hop: int) -> tuple[tuple[Span, ...], np.ndarray] | None:
+        """The distinct plans of a hop and which of them shard r has, if each comes to
+        keys from the first on that no mask hides from some queries."""
+        numbers = self.at_hop(hop)
+        used, which = np.unique(numbers, return_inverse=True)
+        spans = []
+        for plan in (self.plans[number] for number in used):
+            call = plan[0] if plan else Call((0, 0), (0, 0))
+            hides = call.is_causal or call.window is not None
+            if len(plan) > 1 or hides or call.key[0] > 0:
+                return None
+            spans.append(Span(call.query[0], call.query[1], call.key[1]))
+        return tuple(spans), which.astype(np.int32)
+
+    def live_hops(self, hops: range) -> list[int]:
+        """Those at which any shard sees anything."""
         return [
             hop
             for hop in hops

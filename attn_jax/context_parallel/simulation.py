@@ -137,7 +137,7 @@ def _simulated(static: Static, *arrays: Any) -> tuple[Array, Array]:
 def _simulated_fwd(static: Static, *arrays):
     x = Shard(*arrays)
     x = x._replace(bias=kept_bias(static, x.bias))
-    meetings = _Meetings.of(static, x, static.forward_by)
+    meetings = _Meetings.of(static, x, static.forward_by, range(static.shards))
 
     def visit(add, so_far):
         def meet(so_far, pair):
@@ -157,7 +157,8 @@ def _simulated_fwd(static: Static, *arrays):
 def _simulated_bwd(static: Static, residuals, cotangents):
     (x, lse, for_delta), (dout, dlse) = residuals, cotangents
     block, recipe = static.block, static.block.recipe
-    meetings = _Meetings.of(static, x, static.backward_by, own_last=True)
+    hops = recipe.backward_hops(static.shards)
+    meetings = _Meetings.of(static, x, static.backward_by, hops)
     centre = block.centre(x.key, OverDevices.here())
     rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, centre)
     zero = block.nothing(x.query, x.key, x.value)
@@ -218,9 +219,7 @@ class _Meetings(NamedTuple):
     ring: bool
 
     @classmethod
-    def of(
-        cls, static: Static, x: Shard, how: str, *, own_last: bool = False
-    ) -> "_Meetings":
+    def of(cls, static: Static, x: Shard, how: str, hops: range) -> "_Meetings":
         shards, lengths = static.shards, (x.query.shape[1], x.key.shape[1])
         found = None
         if how == "all_gather":
@@ -239,7 +238,7 @@ class _Meetings(NamedTuple):
         found = static.of_whole(*lengths)
         pairs = [
             (rank, (rank - hop) % shards)
-            for hop in found.live_hops(own_last=own_last)
+            for hop in found.live_hops(hops)
             for rank in range(shards)
             if found.plans[found.plan[rank, (rank - hop) % shards]]
         ]

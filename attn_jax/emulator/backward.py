@@ -206,7 +206,8 @@ def _sum_hops(x: Operands, rows: Rows, scale: float) -> _Sums:
             part.dbias,
         )
 
-    return over_hops(x, hop, no_sums(x, of_hops=True))
+    first = x.recipe.backward_hops(x.recipe.ring_size).start
+    return over_hops(x, hop, no_sums(x, of_hops=True), first)
 
 
 def sum_tiles(x: Operands, rows: Rows, sums: _Sums) -> _Sums:

@@ -10,15 +10,16 @@ from attn_jax.emulator.sums import read, write
 from attn_jax.emulator.tiles import Operands
 
 
-def over_hops(x: Operands, step, carry):
-    """carry = step(carry, share) for each device at hop 0, then at hop 1, and so on.
+def over_hops(x: Operands, step, carry, first: int = 0):
+    """carry = step(carry, share) for each device at the `first` hop, then at the next,
+    and so on.
 
     One device after the other: at each moment there is one tile of one share.
     """
     size = x.recipe.ring_size
 
     def meeting(carry, number):
-        return step(carry, x.share(number % size, number // size)), None
+        return step(carry, x.share(number % size, first + number // size)), None
 
     numbers = jnp.arange(size * size, dtype=jnp.int32)
     return lax.scan(meeting, carry, numbers)[0]

@@ -56,13 +56,9 @@ from attn_jax.kernels.visibility import (
     whole_tiles,
 )
 
-# H100 and H200. On a card with fewer the CTAs that do not fit wait their turn.
-MULTIPROCESSORS = 132
 # Registers a thread (consumers, producer) by number of consumer warpgroups: setmaxnreg
 # moves them from the loading warpgroup to the others.
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
-# What a tile costs besides its blocks of keys, in blocks: loading Q, storing out.
-TILE_COST = 1
 
 
 def forward(
@@ -88,6 +84,7 @@ def forward(
     carries: bool = False,
     before: Carried | None = None,
     first_row: int = 0,
+    chosen: schedule.Chosen | None = None,
 ) -> (
     tuple[
         Float[Array, "B T N D"], Float[Array, "B T N D"] | None, Float32[Array, "B N T"]
@@ -102,7 +99,7 @@ def forward(
     `bias` comes with one. `rescale_threshold` and `repeated_max_factor` are `Recipe`'s.
     `unscale` comes with V as FP16 numbers (`hopper_key_numbers`): P then is FP16, too,
     times `hopper_softmax.P_SCALE`. `carries`: returns `Carried`, of whole tiles, or
-    `before` with these added where it lies, to whole tiles from `first_row` on.
+    `before` with these added where it lies, from `first_row` on, only what is `chosen`.
     """
     batch, padded, query_heads, head_dim = query.shape
     value_dim, dtype = value.shape[-1], query.dtype
@@ -140,23 +137,15 @@ def forward(
     if bias is not None:
         bias = whole_tiles(bias, tiling.tile, columns)
 
-    def blocks_seen(row_end):
-        """How many blocks of keys the queries before `row_end` see."""
-        if not is_causal:
-            return jnp.int32(key_blocks)
-        until = lax.div(row_end + jnp.int32(columns - 1), jnp.int32(columns))
-        return jnp.minimum(until, jnp.int32(key_blocks))
-
-    seen = (end * rows if is_causal else key_count for end in strips.ends)
-    costs = tuple(TILE_COST + min(pl.cdiv(x, columns), key_blocks) for x in seen)
-    together = schedule.heads_together(
-        batch * query_heads, key.shape[1] * (head_dim + value_dim) * dtype.itemsize
+    seen = [end * rows if is_causal else key_count for end in strips.ends]
+    table = schedule.forward_table(
+        batch * query_heads,
+        [min(pl.cdiv(keys, columns), key_blocks) for keys in seen],
+        key.shape[1] * (head_dim + value_dim) * dtype.itemsize,
+        singly=carries and not in_links,
+        chosen=chosen,
+        tiling=tiling,
     )
-    # Messages beside parts hold multiprocessors for a while.
-    deal = schedule.then_singly if carries and not in_links else schedule.balanced
-    table = deal(batch * query_heads, costs, together, MULTIPROCESSORS)
-    # In a program of its own: custom_partitioning takes no function with constants.
-    table = jax.jit(functools.partial(jnp.asarray, table))()
 
     def slot(step):
         return lax.rem(step, jnp.int32(stages))
@@ -170,6 +159,14 @@ def forward(
         q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
         cta = lax.axis_index("cta")
         warpgroup = lax.axis_index("warpgroup")
+        all_blocks = table_gmem[cta, table.shape[1] - 1] if chosen else key_blocks
+
+        def blocks_seen(row_end):
+            """How many blocks of keys the queries before `row_end` see."""
+            if not is_causal:
+                return jnp.int32(all_blocks)
+            until = lax.div(row_end + jnp.int32(columns - 1), jnp.int32(columns))
+            return jnp.minimum(until, jnp.int32(all_blocks))
 
         def for_each_tile(work, carry):
             """`carry = work(turn, b, n, tile, carry)` for the tiles of this CTA.
@@ -435,15 +432,18 @@ def forward(
                 yield end, b, n, block_of(end - 1)
 
             end, *before = for_each_tile(produce_tile, (jnp.int32(0),) * 4)
-            load_v(end - 1, *before)
-            # Every release is awaited: no arrival may be left that nobody saw.
-            plgpu.barrier_wait(q_free)
-            for free in (k_free, v_free):
-                for back in range(stages, 0, -1):
 
-                    @pl.when(end >= back)
-                    def _():
-                        plgpu.barrier_wait(free.at[slot(end - back)])
+            @pl.when(end > 0)
+            def _():
+                load_v(end - 1, *before)
+                # Every release is awaited: no arrival may be left that nobody saw.
+                plgpu.barrier_wait(q_free)
+                for free in (k_free, v_free):
+                    for back in range(stages, 0, -1):
+
+                        @pl.when(end >= back)
+                        def _():
+                            plgpu.barrier_wait(free.at[slot(end - back)])
 
     out_smem = smem_tile((warpgroups, rows, stored), dtype)
     low_smem = out_smem if keep_low and stored == value_dim else None

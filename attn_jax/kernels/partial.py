@@ -9,6 +9,8 @@ maximum m, sum l and weighted sum A of whole rows, in FP32: the forward kernel t
 them and leaves them, and no LSE is rounded before the last.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
@@ -26,16 +28,24 @@ from attn_jax.kernels import (
     visibility,
 )
 from attn_jax.kernels.attention import unsupported as unsupported_whole
-from attn_jax.kernels.hopper_key_numbers import KeyNumbers, key_numbers
+from attn_jax.kernels.hopper_key_numbers import key_numbers
 from attn_jax.kernels.hopper_outputs import Carried
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.options import Options
+from attn_jax.kernels.schedule import Chosen
 from attn_jax.kernels.tiles import LN_2
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
 from attn_jax.varying import varying_alike
 
 _OPTIONS = Options("mean", delta_source="o", half_weights=True)
+
+
+class Ranges(NamedTuple):
+    """Of the keys as they are, and of what is left when the centre comes off."""
+
+    plain: Range
+    centred: Range
 
 
 def unsupported(query: Array, key: Array, value: Array, scale: float) -> str | None:
@@ -76,6 +86,7 @@ def carry_on(
     bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
     first: int = 0,
+    chosen: Chosen | None = None,
 ) -> Carried:
     """The state with these keys, too, of the rows from the `first` on that the query
     is; others stay. With logits S in units of log2, all FP32,
@@ -86,7 +97,8 @@ def carry_on(
     with maxima rounded to whole numbers, so that the factors are exact. Before any keys
     (None) m is -inf, l and A are 0. The sums over these keys are made as ever, from
     their own maximum, and added to what was there in the end; the kernel does it where
-    the state lies, which XLA copies only if somebody else reads it, too.
+    the state lies, which XLA copies only if somebody else reads it, too. If something
+    is `chosen`, which the kernels are to take (`takes`), then only that.
     """
     static, rules = _static(query, key, value, scale, mask, bias)
     count, more = query.shape[1], -query.shape[1] % static.tilings.forward.tile
@@ -97,6 +109,7 @@ def carry_on(
             carries=True,
             before=before,
             first_row=first,
+            chosen=chosen,
         )
         m, l, total, _ = varying_alike(*found, query)  # noqa: E741
         return Carried(m, l, total)
@@ -109,6 +122,18 @@ def carry_on(
     # The kernel's tiles would reach into rows that are not this query's.
     own = before.rows(first, count).padded(more)
     return before.with_rows(carried(own, 0).rows(0, count), first)
+
+
+def takes(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+    chosen: Chosen,
+) -> bool:
+    """Whether `carry_on` does."""
+    static, _ = _static(query, key, value, 1.0, Mask(), None)
+    tiling = static.tilings.forward
+    return query.shape[1] % tiling.tile == 0 and chosen.fit(tiling)
 
 
 def finished(
@@ -156,8 +181,8 @@ def backward(
     dout: Float[Array, "B T N D"],
     lse: Float32[Array, "B N T"],
     excess: Float32[Array, "B N T"],
-    dout_squares: Float32[Array, "B N T"],
     centre: Float32[Array, "B K H"],
+    ranges: Ranges,
     *,
     scale: float,
     bias: Float[Array, "#B #N #T #S"] | None = None,
@@ -171,10 +196,10 @@ def backward(
     """What these keys bring to dQ, what dK and dV of them are, and dbias if there is a
     bias.
 
-    `lse`, `excess` (delta - dLSE) and `dout_squares` are those of whole rows
-    (`row_sums`). Each part of dQ is less
-    rowsum(rounded dS) * centre, which over all keys comes to dLSE * centre in exact
-    arithmetic: whoever adds them up adds scale * dLSE * centre.
+    `lse` and `excess` (delta - dLSE) are those of whole rows, and `ranges` are of these
+    keys and rows or more. Each part of dQ is less rowsum(rounded dS) * centre, which
+    over all keys comes to dLSE * centre in exact arithmetic: whoever adds them up adds
+    scale * dLSE * centre.
     """
     static, rules = _static(query, key, value, scale, mask, bias)
     bias = _as_read(bias)
@@ -191,14 +216,10 @@ def backward(
     dout = dout.astype(query.dtype)
     query, key, value, dout = map(local.pad_sequence, (query, key, value, dout))
     operands = query, key, value, dout, lse, excess
-    inputs = local.INPUTS[jnp.dtype(key.dtype)]
-    scaled = _OPTIONS.halves_dq(inputs, "hopper")
-    numbers = None
-    if scaled:
-        numbers, _ = key_numbers(key, value, key_count, inputs, half=False)
+    scaled = _scaled(key)
     if made == "fused":
         gradients = hopper_backward_fused.backward_fused(
-            *(*operands, None, _range(numbers, dout_squares, excess, key, centre)),
+            *(*operands, None, ranges.centred),
             plan=static.tilings.backward_fused,
             dq_dtype=jnp.dtype(jnp.float16) if scaled else query.dtype,
             wide=True,
@@ -211,13 +232,10 @@ def backward(
             # One entry for each pair, but that batch and heads stay.
             shape = *bias.shape[:2], query_count, key_count
             options["bias"] = jnp.broadcast_to(bias, shape)
-        own = None
-        if scaled:
-            own = _range(numbers, dout_squares, excess, key, None)
         dquery = hopper_backward_dq.backward_dq(
             *(*operands, jnp.zeros_like(excess), centre[:, :, None]),
             tiling=static.tilings.backward_dq,
-            numbers=own,
+            numbers=ranges.plain if scaled else None,
             wide=True,
             **options,
         )
@@ -239,30 +257,37 @@ def _as_read(bias: Array | None) -> Array | None:
     return None if bias is None else bias.astype(local.bias_dtype(bias.dtype))
 
 
-def _range(
-    numbers: KeyNumbers | None,
-    dout_squares: Float32[Array, "B N T"],
+def ranges(
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
     excess: Float32[Array, "B N T"],
-    key: Float[Array, "B Spad K H"],
-    centre: Float32[Array, "B K H"] | None,
-) -> Range:
-    """The powers of two of the part: |dS| <= |dO| |V| + |excess|, by norms; for what
-    is left of its keys when a `centre`, which may be larger than they, comes off."""
-    scaled = numbers is not None
-    found = range_of(numbers, dout_squares, excess, key, centred=False, scaled=scaled)
-    if centre is None:
-        return found
-    found = found._replace(centre=centre)
+    dout_squares: Float32[Array, "B N T"],
+    centre: Float32[Array, "B K H"],
+) -> Ranges:
+    """Of keys and of whole rows (`row_sums`), for `backward`: powers of two for
+    |dS| <= |dO| |V| + |excess|, by norms."""
+    scaled, numbers = _scaled(key), None
+    if scaled:
+        inputs = local.INPUTS[jnp.dtype(key.dtype)]
+        padded, values = map(local.pad_sequence, (key, value))
+        numbers, _ = key_numbers(padded, values, key.shape[1], inputs, half=False)
+    plain = range_of(numbers, dout_squares, excess, key, centred=False, scaled=scaled)
+    centred = plain._replace(centre=centre)
     if not scaled:
-        return found
+        return Ranges(plain, centred)
     # w brings max |K| below 2^14; the centre's is as large, at most.
     largest = jnp.abs(centre).max(axis=-1, keepdims=True)
     exponent = FP16.max_exponent - 1 - jnp.frexp(largest)[1]
     limit = jnp.ldexp(jnp.ones_like(largest), jnp.minimum(exponent, 100))
     factor = jnp.where(
-        largest > 0, jnp.minimum(found.key_factor, limit), found.key_factor
+        largest > 0, jnp.minimum(plain.key_factor, limit), plain.key_factor
     )
-    return found._replace(key_factor=factor)
+    return Ranges(plain, centred._replace(key_factor=factor))
+
+
+def _scaled(key: Array) -> bool:
+    """Whether dQ's product has powers of two."""
+    return _OPTIONS.halves_dq(local.INPUTS[jnp.dtype(key.dtype)], "hopper")
 
 
 def _static(query, key, value, scale, mask, bias) -> tuple[local.Static, Rules | None]:

@@ -10,14 +10,17 @@ and which CTA a tile is given to changes no bit of it.
 import functools
 import heapq
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.ring_order import MULTIPROCESSORS
+from attn_jax.kernels.tuning import ForwardTiling, Tiling
+from attn_jax.span import Span
 
 # What K and V of the heads that run together may take of the L2 cache (50 MB on H100
 # and H200).
@@ -32,6 +35,9 @@ def heads_together(pairs: int, bytes_a_head: int) -> int:
     most = max(1, min(pairs, L2_SHARE // max(1, bytes_a_head)))
     return max(size for size in range(1, most + 1) if pairs % size == 0)
 
+
+# What a tile costs besides its blocks of keys, in blocks: loading Q, storing out.
+TILE_COST = 1
 
 # What `then_singly` deals out beforehand.
 DEALT = 0.75
@@ -88,6 +94,60 @@ def strips(rows: int, tiling: Tiling, *, whole_tiles: bool) -> Strips:
     return Strips(-(-rows // tiling.rows), most)
 
 
+class Chosen(NamedTuple):
+    """One of some spans; `which` (int32) may be known on a device alone."""
+
+    spans: tuple[Span, ...]
+    which: Any
+
+    def fit(self, tiling: Tiling) -> bool:
+        """Whether they are of whole tiles of queries and whole blocks of keys."""
+        return not any(
+            span.first_query % tiling.tile
+            or span.queries % tiling.tile
+            or span.keys % tiling.columns
+            for span in self.spans
+        )
+
+
+def forward_table(
+    pairs: int,
+    blocks: Sequence[int],
+    bytes_a_head: int,
+    *,
+    singly: bool,
+    chosen: Chosen | None,
+    tiling: ForwardTiling,
+) -> jax.Array:
+    """The table of `balanced`, or of `then_singly`, on the device. On a card with fewer
+    multiprocessors the CTAs that do not fit wait their turn.
+
+    `blocks`: of keys, that each tile sees. Of what is `chosen`: how many each tile sees
+    is in a last column, and where another span has more CTAs some have no tiles.
+    """
+    together, tiles = heads_together(pairs, bytes_a_head), range(len(blocks))
+
+    def deal(costs: Iterable[int]) -> np.ndarray:
+        made_by = then_singly if singly else balanced
+        return made_by(pairs, tuple(costs), together, MULTIPROCESSORS)
+
+    if chosen is None:
+        table = deal(TILE_COST + count for count in blocks)
+        # In a program of its own: custom_partitioning takes no function with constants.
+        return jax.jit(functools.partial(jnp.asarray, table))()
+    tables = []
+    for first, queries, keys in chosen.spans:
+        seen = range(first // tiling.tile, (first + queries) // tiling.tile)
+        cost = TILE_COST + keys // tiling.columns
+        tables.append(deal(cost * (tile in seen) for tile in tiles))
+    ctas, width = np.max([table.shape for table in tables], axis=0)
+    filled = np.zeros((len(tables), ctas, width + 1), np.int32)
+    for into, table, span in zip(filled, tables, chosen.spans, strict=True):
+        into[: table.shape[0], : table.shape[1]] = table
+        into[:, -1] = span.keys // tiling.columns
+    return lax.dynamic_index_in_dim(jnp.asarray(filled), chosen.which, keepdims=False)
+
+
 @functools.lru_cache(maxsize=64)
 def balanced(
     pairs: int, costs: Sequence[int], group: int, multiprocessors: int
@@ -96,8 +156,9 @@ def balanced(
 
     A tile is written as `pair * len(costs) + tile`; there is always one column more
     than the most turns, so that a CTA can read one tile ahead. `costs` (a tuple) is
-    what each tile of a pair takes. Pairs are taken `group` at a time; within a group
-    the dear tiles come first, so that the cheap ones fill the gaps at the end.
+    what each tile of a pair takes; one of 0 is left out. Pairs are taken `group` at a
+    time; within a group the dear tiles come first, so that the cheap ones fill the gaps
+    at the end.
     """
     order = _order(pairs, costs, group)
     return _table(_dealt(order, min(multiprocessors, len(order))))
@@ -126,6 +187,7 @@ def _order(pairs: int, costs: Sequence[int], group: int) -> list[tuple[int, int]
         (pair * len(costs) + tile, costs[tile])
         for first in range(0, pairs, group)
         for tile in dear_first
+        if costs[tile]
         for pair in range(first, min(first + group, pairs))
     ]
 
@@ -142,7 +204,8 @@ def _dealt(order: Sequence[tuple[int, int]], ctas: int) -> list[list[int]]:
 
 
 def _table(tiles: list[list[int]]) -> np.ndarray:
-    table = np.zeros((len(tiles), 2 + max(map(len, tiles))), np.int32)
+    most = max(map(len, tiles), default=0)
+    table = np.zeros((len(tiles), 2 + most), np.int32)
     for cta, mine in enumerate(tiles):
         table[cta, 0] = len(mine)
         table[cta, 1 : 1 + len(mine)] = mine
