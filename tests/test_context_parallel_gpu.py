@@ -196,7 +196,8 @@ def test_no_error_grows_with_the_shards(family):
 @pytest.mark.parametrize("strategy", context_parallel.STRATEGIES)
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_no_error_grows_with_the_gpus_of_a_host(devices, strategy, family):
-    """The same over NCCL, and to the same last bit twice (`_results`)."""
+    """The same over NCCL, and to the same last bit twice (`_results`) and by copy
+    engines."""
     if len(jax.devices()) < devices:
         pytest.skip(f"takes {devices} GPUs, and {len(jax.devices())} are here")
     if strategy == "ulysses" and devices > K:
@@ -216,6 +217,11 @@ def test_no_error_grows_with_the_gpus_of_a_host(devices, strategy, family):
         return attention(query, key, value, scale=128**-0.5, mask=Mask(is_causal=True))
 
     _check_gate(_errors(whole, inputs, exact), _errors(alone, inputs, exact))
+    options = context_parallel.compiler_options(jax.devices()[:devices])
+    assert options
+    chex.assert_trees_all_equal(
+        _results(whole, inputs, options), _results(whole, inputs)
+    )
 
 
 @pytest.mark.parametrize("biased", [False, True])
