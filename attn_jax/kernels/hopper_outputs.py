@@ -12,9 +12,9 @@ from jaxtyping import Array, Float32
 
 from attn_jax.kernels.hopper_softmax import Softmax, State
 from attn_jax.kernels.tiles import (
-    GROUP,
     ROWS,
     along_rows,
+    columns_at_once,
     finite,
     read_tile,
     widen,
@@ -140,12 +140,12 @@ class Carried(NamedTuple):
         self.row_max[place] = larger
         self.row_sum[place] = shrink * l + weight * row_sum
         total = cast(Any, self.total).at[b, :, n]
-        # In groups of columns, for the registers.
-        shape = rows, GROUP
+        group = columns_at_once(rows, width)
+        shape = rows, group
         shrink, weight = (along_rows(x, shape) for x in (shrink, weight * undo))
-        for column in range(0, width, GROUP):
-            part = lax.slice(acc, (0, column), (rows, column + GROUP))
+        for column in range(0, width, group):
+            part = lax.slice(acc, (0, column), (rows, column + group))
             old = read_tile(total, first_row, column, shape)
-            columns = pl.ds(column, GROUP)
+            columns = pl.ds(column, group)
             part = old * shrink + part * (weight * unscale)
             write_tile(total.at[pl.ds(first_row, rows), columns], part)

@@ -137,6 +137,14 @@ def head_of(array, batch, head):
     return array.at[b, n]
 
 
+def columns_at_once(rows: int, width: int) -> int:
+    """Columns of a tile in global memory that a warpgroup reads while it holds another
+    tile: few enough for the registers, and many enough that it does not wait for memory
+    every few columns; they divide the width."""
+    most = max(GROUP, 64 * 64 // rows)
+    return max(x for x in range(GROUP, most + 1, GROUP) if width % x == 0)
+
+
 def read_tile(
     array,
     row_start,
