@@ -12,7 +12,10 @@ from attn_jax.audit.error import Errors
 from attn_jax.audit.finding import (
     EXTREME,
     HIDDEN_PAIRS,
+    P_CLIPPED,
     PAST_THE_LAST,
+    ROWS_NOT_ONE,
+    SEES_NO_KEY,
     Finding,
     in_order,
     is_trustworthy,
@@ -296,10 +299,97 @@ def test_what_a_result_depends_on_is_said_where_nothing_else_is():
     assert found == dataclasses.replace(named, where=found.where)
 
 
+def broken(family="normal", mask="lengths", **values: tuple[int, int]) -> Judged:
+    """`values`: by result how many are not finite, and how many of them in rows that
+    see no key."""
+    found = {n: measured(1.0, bad)._replace(unseen=m) for n, (bad, m) in values.items()}
+    here = cell(family, mask)
+    return here._replace(found=here.found | found)
+
+
 def test_infinities_where_none_should_be():
-    (found,) = judge([cell(mask="lengths", not_finite=3), cell()], None)
-    assert found.kind == "not finite" and found.cause == "rows that see no key"
+    (found,) = judge([broken(lse=(3, 3)), cell()], None)
+    assert found.kind == "not finite" and found.cause == SEES_NO_KEY
     assert "3 values" in found.says and "1 of 2" in found.says
+
+
+@pytest.mark.parametrize(
+    ("values", "with_cause"),
+    [
+        (dict(out=(3, 3), dquery=(3, 3), dvalue=(9, 9)), {"out", "dquery", "dvalue"}),
+        (dict(lse=(4, 3), out=(3, 3)), {"out"}),
+        (dict(lse=(3, 0)), set()),
+        (dict(dkey=(9, 8), dvalue=(9, 9), dquery=(2, 2)), {"dquery", "dvalue"}),
+        # Heads that have queries without keys have others, too.
+        (dict(dkey=(9, 9), dvalue=(9, 9)), set()),
+        (dict(dkey=(9, 9), out=(4, 3)), set()),
+    ],
+)
+def test_rows_that_see_no_key_are_the_cause_of_what_lies_in_them(values, with_cause):
+    found = judge([broken(**values)], None)
+    assert {f.tensors[0] for f in found} == values.keys()
+    assert {f.tensors[0] for f in found if f.cause == SEES_NO_KEY} == with_cause
+    # One problem with others takes the cause away.
+    elsewhere = {name: (1, 0) for name in values}
+    found = judge([broken(**values), broken("uniform", "causal", **elsewhere)], None)
+    assert {f.cause for f in found} == {""}
+
+
+def test_where_values_are_not_finite_is_measured():
+    problem = Problem(Shape(2, 16, 16, 4, 2, 16), mask="lengths")
+    right = problem.exact()
+    results = {n: np.array(getattr(right, n)) for n in (*TENSORS, "lse")}
+    blind = np.isneginf(right.lse).swapaxes(1, 2)
+    assert blind.any() and not blind.all()
+    results["lse"][np.isneginf(right.lse)] = np.nan
+    for name in ("out", "dquery"):
+        results[name][blind] = np.nan
+    # Of the entries' heads, each of which has a query that sees no key.
+    results["dvalue"][:, 3] = np.nan
+    for name, m in measure.measured(problem, results).items():
+        assert m.not_finite == m.unseen and (m.unseen > 0) == (name != "dkey"), name
+    for x in results.values():
+        x[0, 0, 0] = np.nan
+    for name, m in measure.measured(problem, results).items():
+        by_row = name in ("out", "dquery", "lse")
+        assert (m.not_finite > m.unseen) == by_row, name
+    causal = dataclasses.replace(problem, mask="causal")
+    lse = causal.exact().lse.copy()
+    lse[..., 5] = np.nan
+    m = measure.measured(causal, {"lse": lse})["lse"]
+    assert (m.not_finite, m.unseen) == (8, 0)
+
+
+def test_lse_has_no_cause_that_recipes_were_not_compared_by():
+    here = cell()
+    here.found["lse"] = measured(900.0)
+    here.allowed["lse"] = 30.0
+    (found,) = judge([here], FITTING, suspect="a step of gradients")
+    assert found.tensors == ("lse",) and found.cause == ""
+    assert "nearest" not in found.says
+    (found,) = judge([here], FAR, suspect="a step of gradients")
+    assert found.cause == "" and "nearest" not in found.says
+    probe = Finding(WORSE, "LSE does not follow", "", ("lse",), ("K + c: lse",))
+    (found,) = verdict.together([found], [probe], [here])
+    assert found.cause == "" and "K + c: lse" in found.where
+
+
+def test_what_is_wrong_with_p_alone_spoils_out_alone():
+    """Nor does it explain what probes find elsewhere."""
+    cells = [cell(out=90.0, dquery=80.0), cell("wide", "causal", out=90.0, dkey=80.0)]
+    place = str(cells[0].problem)
+    for kind, cause in (("wrong wiring", ROWS_NOT_ONE), (WORSE, P_CLIPPED)):
+        of_p = Finding(kind, cause, "", ("out",), (place,))
+        known, *others = judge(cells, None, (), [of_p])
+        assert known == of_p
+        assert [f.tensors for f in others] == [("dquery",), ("dkey",)]
+        probed = Finding(WORSE, "K + c", "", ("lse",), ("K + c",))
+        assert verdict.together([of_p], [probed], cells) == [of_p, probed]
+        sums = dataclasses.replace(probed, tensors=("out",))
+        (found,) = verdict.together([of_p], [sums], cells)
+        assert found.where == (place, "K + c")
+        other = dataclasses.replace(of_p, kind="wrong wiring", cause="dropout left on")
+        assert judge(cells, None, (), [other]) == [other]
 
 
 @pytest.mark.parametrize(
@@ -313,8 +403,7 @@ def test_infinities_where_none_should_be():
 )
 def test_the_value_of_rows_that_see_no_key_is_named(values, says):
     cells = [
-        cell(family, "lengths", not_finite=3)
-        for family, _ in zip(("normal", "uniform"), values)
+        broken(family, lse=(3, 3)) for family, _ in zip(("normal", "uniform"), values)
     ]
     for here, value in zip(cells, values):
         here.found["lse"] = here.found["lse"]._replace(instead=value)

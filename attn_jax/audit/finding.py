@@ -23,6 +23,10 @@ HIDDEN_BY_LENGTHS = "padded keys"
 EXTREME, PAST_THE_LAST = "not finite at extreme logits", "what lies past the last key"
 # The mask is not, or not all, applied.
 HIDDEN_PAIRS = "hidden pairs carry weight"
+# Of P alone: the attention is the one asked for, and other faults show beside them.
+ROWS_NOT_ONE, P_CLIPPED = "rows do not sum to one", "P clipped"
+# Values are not finite in rows that see no key, and in no others.
+SEES_NO_KEY = "rows that see no key"
 # How a cause begins that is only where it was found.
 UNDER = "under"
 # Nobody need act on these.
@@ -50,6 +54,12 @@ class Finding:
     tensors: tuple[str, ...] = ()
     where: tuple[str, ...] = ()
     evidence: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_other_attention(self) -> bool:
+        """Whether it says that something else was computed, on which results that are
+        made of it depend."""
+        return self.kind == "wrong wiring" and self.cause != ROWS_NOT_ONE
 
     @property
     def line(self) -> str:

@@ -59,6 +59,8 @@ class Measured(NamedTuple):
       honest: what honest steps may come to whatever the recipe, in the same units: of
         LSE, whose error in FP32 no recipe predicts (order of sums, the hardware's
         exp2); 0 of others.
+      unseen: how many of `not_finite` queries that see no key explain: those in their
+        rows and, of dK, dV and dbias, which are sums over queries, in their heads.
     """
 
     errors: Errors
@@ -67,6 +69,7 @@ class Measured(NamedTuple):
     not_finite: int
     instead: float | None = None
     honest: float = 0.0
+    unseen: int = 0
 
 
 class Runner:
@@ -161,7 +164,22 @@ def _measured(x, problem: Problem, name: str, fmt: NumberFormat, axes) -> Measur
     wrong = np.where(finite, ~np.isfinite(x), x != golden)
     values = np.unique(x[wrong])
     instead = float(values[0]) if len(values) == 1 else None
+    unseen = int((wrong & _unseen(problem, name)).sum()) if wrong.any() else 0
     x = np.where(finite & np.isfinite(x), x, against.golden)
     bias, bias_ci = signed_bias(x - against.rounded, against.unit)
     errors = measure(x, against, independent_axes=axes)
-    return Measured(errors, bias, bias_ci, int(wrong.sum()), instead)
+    found = Measured(errors, bias, bias_ci, int(wrong.sum()), instead)
+    return found._replace(unseen=unseen)
+
+
+def _unseen(problem: Problem, name: str) -> np.ndarray:
+    """Which values of a result, broadcast, queries that see no key enter."""
+    blind = np.isneginf(problem.exact().lse)
+    if name == "lse":
+        return blind
+    if name == "dbias":
+        return blind.any(0)[None, ..., None]
+    if name in ("out", "dquery"):
+        return blind.swapaxes(1, 2)[..., None]
+    of_heads = blind.any(-1).reshape(len(blind), problem.shape.key_heads, -1)
+    return of_heads.any(-1)[:, None, :, None]

@@ -25,7 +25,7 @@ from attn_jax.audit.finding import Finding
 from attn_jax.audit.invariance import invariances, same_bits
 from attn_jax.audit.measure import Outcome, Runner, measured
 from attn_jax.audit.merge import merge_audit
-from attn_jax.audit.probability import of_probabilities, probabilities
+from attn_jax.audit.probability import in_fp32, of_probabilities, probabilities
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem
 from attn_jax.audit.raised import said
 from attn_jax.audit.target import Attend, Target
@@ -62,6 +62,7 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
         findings = of_probabilities(
             *(found, right.probability, right.visible, problem.format),
             where=(str(problem),),
+            of_logits=in_fp32(right),
         )
         if problem.mask != "full":
             findings = [

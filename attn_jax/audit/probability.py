@@ -11,13 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from attn_jax.audit.finding import HIDDEN_PAIRS, Finding, Kind
+from attn_jax.audit.exact import Exact
+from attn_jax.audit.finding import HIDDEN_PAIRS, P_CLIPPED, ROWS_NOT_ONE, Finding, Kind
 from attn_jax.audit.programs import run_forward
-from attn_jax.formats import BF16, NumberFormat
+from attn_jax.formats import BF16, E4M3FN, E5M2, FP32, NumberFormat
 
 # How often a lost entry of P is the smaller one where there is a threshold. Tiles may
 # have thresholds of their own, each for its turn's maximum.
 _THRESHOLD = 0.9
+# What of the squares of P's error its zeros have to explain, to be what is wrong: with
+# less, most of it is something else.
+_MOST = 0.5
+# Standard deviations that the sum of independent roundings may be off.
+_CONFIDENCE = 6.0
 
 
 def probabilities(
@@ -49,13 +55,14 @@ def of_probabilities(
     visible: Bool[np.ndarray, "#B #N T S"] | None,
     fmt: NumberFormat = BF16,
     where: tuple[str, ...] = (),
+    of_logits: Float[np.ndarray, "B N T"] | float = 0.0,
 ) -> list[Finding]:
     """What is wrong with P as it was read, by `probabilities`, against the exact P.
 
     `fmt` is the format of P and of the output: what is less than twice its smallest
     normal number may vanish, and rows may be off one by 4 unit roundoffs, for the
-    roundings of P, of its normaliser and of the output. Says nothing of a P that is not
-    finite.
+    roundings of P, of its normaliser and of the output, by `of_logits` (`in_fp32`), and
+    by what entries in fewer bits add up to. Says nothing of a P that is not finite.
     """
     if not np.isfinite(p).all():
         return []
@@ -80,14 +87,50 @@ def of_probabilities(
         add("wrong wiring", HIDDEN_PAIRS, says, pairs=shown.sum())
     if lost.any():
         _lost(p, right, lost, weighty, add)
-    off = abs(p.sum(-1) - 1)[sees[..., 0]]
-    if not found and off.size and off.max() > 4 * fmt.unit_roundoff:
-        says = (
-            f"rows of P are off a sum of one by up to {off.max():.1e}: divide by the "
-        )
-        says += "sum of the weights that are applied to V"
-        add("wrong wiring", "rows do not sum to one", says, off=off.max())
+    off = abs(p.sum(-1) - 1)
+    allowed = 4 * fmt.unit_roundoff + of_logits + _of_few_bits(p, right, fmt)
+    beyond = off[sees[..., 0] & (off > allowed)]
+    if not found and beyond.size:
+        says = f"rows of P are off a sum of one by up to {beyond.max():.1e}: divide by "
+        says += "the sum of the weights that are applied to V"
+        add("wrong wiring", ROWS_NOT_ONE, says, off=beyond.max())
     return found
+
+
+def in_fp32(right: Exact) -> Float[np.ndarray, "B N T"]:
+    """How far FP32 may put the sum of a row of P = exp(x - LSE) off one, at most.
+
+    In units of 2^-24, weighted with P where they are of x:
+        4 |LSE|, 4 |x|   each rounded, multiplied by log2(e), the rounding of that
+                         factor, and the rounding of x - LSE
+        8 + log(S)       exp, twice, and log
+        S / 8            the sum in LSE, in steps of 8 as in `noise`
+    Errors of x itself cancel, since LSE is of the same x.
+    """
+    p, S = right.probability, right.probability.shape[-1]
+    of_x = (p * np.where(p > 0, abs(right.logits), 0.0)).sum(-1)
+    of_lse = np.where(right.sees_none, 0.0, abs(right.lse))
+    return FP32.unit_roundoff * (4 * (of_lse + of_x) + 8 + np.log(S) + S / 8)
+
+
+def _of_few_bits(p, right, fmt: NumberFormat) -> Float[np.ndarray, "B N T"]:
+    """What rounding of single entries may put a row's sum off: six standard deviations
+    of independent ones, as large as they are, sqrt(sum d^2). 0 if they are no rounding.
+
+    d is what is left without the row's common factor, which a wrong normaliser is. No
+    rounding is a d / P of more than 8 times its median over all rows, which in a format
+    is at most 3, and twice that for the factor; nor of more than twice the unit
+    roundoff of E5M2. Where the median is that of 8 bits, E4M3's smallest number may be
+    lost besides.
+    """
+    factor = p.sum(-1, keepdims=True)
+    d = p / np.where(factor > 0, factor, 1.0) - right
+    typical = np.median(abs(d[right > 0]) / right[right > 0]) if right.any() else 0.0
+    share = min(8 * typical, 2 * E5M2.unit_roundoff)
+    in_8_bits = typical >= E4M3FN.unit_roundoff / 8
+    least = E4M3FN.min_positive / 2 if in_8_bits else fmt.min_positive
+    spread = _CONFIDENCE * factor[..., 0] * np.sqrt((d**2).sum(-1))
+    return np.where((abs(d) <= share * right + least).all(-1), spread, 0.0)
 
 
 def _lost(p, right, lost, weighty, add) -> None:
@@ -98,11 +141,15 @@ def _lost(p, right, lost, weighty, add) -> None:
     scattered = not _pattern(lost, weighty) and kept.any()
     smaller = _smaller(right, lost, kept)
     if scattered and smaller > _THRESHOLD:
+        explained = _explained(p, right, lost)
+        if explained < _MOST:
+            return
         below = right[lost].max()
-        says = f"{share:.1%} of P is zero, small entries of up to {below:.1e}: apply "
-        says += "what the softmax gives without a threshold"
+        says = f"{_percent(share)} of P is zero, small entries of up to {below:.1e}: "
+        says += "apply what the softmax gives without a threshold"
         kind = "worse than its algorithm allows"
-        add(kind, "P clipped", says, share=share, below=below)
+        figures = dict(share=share, below=below, explained=explained)
+        add(kind, P_CLIPPED, says, **figures)
     elif (
         scattered
         and lost.sum() >= 10
@@ -119,6 +166,24 @@ def _lost(p, right, lost, weighty, add) -> None:
         says = f"{_pairs(lost, weighty)}, which the mask shows, carry no weight: "
         says += "compare the bounds of loops and masks with the rules asked for"
         add("wrong wiring", "visible pairs carry none", says, pairs=lost.sum())
+
+
+def _explained(p, right, lost) -> float:
+    """Of the squares of P's error the share that is gone if P is held against one with
+    the same zeros; a factor for each row, as normalising gives, is left out of both. It
+    is that of the squares of out's error where the V of different keys are independent.
+    """
+
+    def off(q):
+        total = q.sum(-1, keepdims=True)
+        factor = p.sum(-1, keepdims=True) / np.where(total > 0, total, 1.0)
+        return ((p - factor * q) ** 2).sum()
+
+    return float(1 - off(np.where(lost, 0.0, right)) / off(right))
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.001 else f"{100 * share:.1g}%"
 
 
 def _smaller(right, lost, kept) -> float:

@@ -27,7 +27,9 @@ from attn_jax.audit.finding import (
     DEPENDS,
     EXTREME,
     HIDDEN_BY_LENGTHS,
+    P_CLIPPED,
     PAST_THE_LAST,
+    SEES_NO_KEY,
     UNDER,
     Finding,
 )
@@ -77,11 +79,13 @@ def judge(
     on some problems; `wiring`: what was recognised; `suspect`: a step that the target
     may do wrong (`attribution.suspect`). Under a mask where a result is wired wrongly,
     and under all if it is so without one, it is not judged any further, and no result
-    if out is: what else is wrong with it is most likely the same."""
+    if out is that of another attention: what else is wrong with it is most likely the
+    same. What is wrong with P alone is so with out, and gradients are judged."""
     found = [*_refusals(cells), *_merged(wiring)]
+    others = [finding for finding in wiring if finding.is_other_attention]
     for tensor in TENSORS:
-        spoilt = masks_of(wiring, {"out", tensor}, cells)
-        out_spoilt = masks_of(wiring, {"out"}, cells)
+        out_spoilt = masks_of(others, {"out"}, cells)
+        spoilt = out_spoilt | masks_of(wiring, {tensor}, cells)
         found += _not_finite([c for c in cells if not _is_of(c, out_spoilt)], tensor)
         right = [cell for cell in cells if not _is_of(cell, spoilt)]
         here = [cell for cell in right if tensor in cell.found]
@@ -145,7 +149,8 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
     but for what may hide more; under lengths what hidden keys change. A result that is
     not finite explains what is made of it, one that is worse what is poor in it, and
     any where that is out. What a result depends on is said of one that is worse for no
-    known cause. What is known under other masks alone explains nothing.
+    known cause. What is known under other masks alone explains nothing, and what is
+    wrong with P alone is so with out.
     """
     none: set[str] = set()
     if finding.kind in ("fails", "not taken"):
@@ -160,7 +165,7 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
         by_lengths = bool(finding.where) and hides and "lengths" in masks
         if not (_is_of(cells[0], masks) or by_lengths):
             return none
-        if is_out:
+        if is_out and known.is_other_attention:
             return every
         return shared if finding.kind != "wrong wiring" else none
     # P may have been read on inputs that are among no cells.
@@ -179,7 +184,8 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
         return every if shared or is_out and known.kind == WORSE else none
     if known.kind != finding.kind:
         return none
-    return every if is_out and known.kind == WORSE else shared
+    whole = is_out and known.kind == WORSE and known.cause != P_CLIPPED
+    return every if whole else shared
 
 
 def masks_of(
@@ -224,7 +230,8 @@ def _worse(
     units, allowed = worst.found[tensor].errors.units, worst.allowed[tensor]
     whose = f"{fit.candidate} has" if fit and fit.fits else "ordinary algorithms have"
     if tensor == "lse":
-        whose = "logits and sums in FP32 leave at most"
+        # Recipes are not compared by it.
+        suspect, whose = "", "logits and sums in FP32 leave at most"
     elif fit and fit.fits:
         # Its steps are the target's, and what they come to is less.
         suspect, masks = "", dict.fromkeys(cell.problem.mask for cell in bad)
@@ -290,16 +297,14 @@ def _not_finite(cells: Sequence[Judged], tensor: str) -> list[Finding]:
     if not bad:
         return []
     first = bad[0]
-    # Of out and gradients none are infinite.
-    hides = any(not cell.problem.rules.is_empty for cell in bad)
-    unseen = tensor == "lse" and hides
+    unseen = all(_is_unseen(cell, tensor) for cell in bad)
     instead = [cell.found[tensor].instead for cell in bad]
     # In words, since NaN is not equal to NaN.
     values = {"" if x is None else f"{x:.3g} in all of them" for x in instead}
     value = values.pop() if len(values) == 1 else ""
     finding = Finding(
         "not finite",
-        "rows that see no key" if unseen else "",
+        SEES_NO_KEY if unseen else "",
         f"{SYMBOLS[tensor]} is not finite where the exact one is, or finite where it "
         f"is infinite, in {first.found[tensor].not_finite} values on {first.problem}, "
         f"and on {len(bad)} of {len(cells)} problems" + (f": {value}" if value else ""),
@@ -308,6 +313,17 @@ def _not_finite(cells: Sequence[Judged], tensor: str) -> list[Finding]:
         {"values": float(first.found[tensor].not_finite)},
     )
     return [finding]
+
+
+def _is_unseen(cell: Judged, tensor: str) -> bool:
+    """Whether values are not finite because of rows that see no key: none is elsewhere.
+    Sums over queries are only if a result by rows is, too, since under some masks all
+    their values have such a query."""
+    if (m := cell.found[tensor]).not_finite > m.unseen:
+        return False
+    rows = (cell.found[x] for x in ("out", "lse", "dquery") if x in cell.found)
+    is_sum = tensor not in ("out", "lse", "dquery")
+    return not is_sum or any(0 < x.not_finite == x.unseen for x in rows)
 
 
 def _refusals(cells: Sequence[Judged]) -> list[Finding]:
