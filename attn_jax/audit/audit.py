@@ -29,7 +29,7 @@ from attn_jax.audit.plan import Group
 from attn_jax.audit.problem import Problem
 from attn_jax.audit.target import Target
 from attn_jax.audit.verdict import Judged
-from attn_jax.audit.wiring import recognise
+from attn_jax.audit.wiring import one_cause, recognise
 from attn_jax.recipe import Recipe
 from attn_jax.store import Row
 
@@ -243,7 +243,7 @@ def carry_out(
         cells += _judged(audit, group, rows[group], known, algorithms)
     costs = prices.of(dict.fromkeys([*poorest, *early]))
 
-    wiring = _wiring(rows)
+    wiring = one_cause(_wiring(rows), [cell.problem for cell in cells])
     wiring += _of_probabilities(
         looks.pop("P", []), verdict.masks_of(wiring, {"out"}, cells)
     )

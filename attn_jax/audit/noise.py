@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from attn_jax.audit.alone import ALONE
+from attn_jax.audit.exact import Exact
 from attn_jax.audit.inputs import Inputs
 from attn_jax.formats import FP32, NumberFormat
 from attn_jax.mask import Mask
@@ -235,6 +236,39 @@ class _Head(NamedTuple):
         ds = (random + self.shift**2 * size2).sum(-1) + (exact + rounded_o) * p2
         pv = (r2 + self.shift[:, 0] ** 2) * p2 + tiny2 * len(self.k)
         return self.scale**2 * ds @ self.q**2, pv @ self.do**2
+
+
+def gradient_noise(x: Exact, unit_roundoff: float) -> dict[str, float]:
+    """RMS errors that gradients of an attention have of independent roundings: of P,
+    dP, dS, O, the logits and the gradients themselves, as in `rounding_noise`, but for
+    FP32 steps and what is too small for a format."""
+    r2 = unit_roundoff**2 / 3
+    p, dp, ds = x.probability, x.dprobability, x.dlogits
+    query, key, out, dout = (y.swapaxes(1, 2) for y in (x.query, x.key, x.out, x.dout))
+    key = key[:, list(x.key_head)]
+    logits = np.where(np.isfinite(x.logits), x.logits, 0.0)
+    dx2 = r2 * (logits**2 + x.scale**2 * (query**2 @ (key**2).swapaxes(2, 3)))
+    by_logits = (p**2 * dx2).sum(-1, keepdims=True)
+    of_delta = r2 * (p**2 * dp**2).sum(-1, keepdims=True) + (ds**2 * dx2).sum(
+        -1, keepdims=True
+    )
+    of_delta += r2 * (dout**2 * out**2).sum(-1, keepdims=True)
+    each = r2 * (2 * ds**2 + p**2 * dp**2) + ds**2 * dx2
+    one = each + p**2 * of_delta + ds**2 * by_logits
+    of_rows = each @ key**2 + of_delta * (p @ key) ** 2 + by_logits * (ds @ key) ** 2
+    of_keys = one.swapaxes(2, 3) @ query**2
+    of_p = p**2 * (r2 + dx2 + by_logits)
+    of_values = of_p.swapaxes(2, 3) @ dout**2
+    variances = {
+        "dquery": x.scale**2 * of_rows.swapaxes(1, 2),
+        "dkey": x.scale**2 * x.to_key_heads(of_keys.swapaxes(1, 2)),
+        "dvalue": x.to_key_heads(of_values.swapaxes(1, 2)),
+        "dbias": x.bias_gradient(one),
+    }
+    return {
+        name: float(np.sqrt(np.mean(v + r2 * getattr(x, name) ** 2)))
+        for name, v in variances.items()
+    }
 
 
 def _squares(inner: NumberFormat) -> tuple[float, float]:

@@ -8,7 +8,7 @@ result: that is looked for in P itself (`probability`).
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,8 @@ import numpy as np
 from attn_jax.audit.error import correctly_rounded, in_units
 from attn_jax.audit.exact import exact
 from attn_jax.audit.finding import Finding
+from attn_jax.audit.judge import WORSE
+from attn_jax.audit.noise import gradient_noise
 from attn_jax.audit.problem import (
     GRADIENTS,
     SYMBOLS,
@@ -89,8 +91,10 @@ def recognise(results: Results, problem: Problem) -> list[Finding]:
     BF16 times the RMS of the sum of absolute values of its terms (of LSE: of itself and
     of its logits' terms), which is what rounding gives if every term is off by as much
     as it can be and all to the same side. What lies far off for a reason that is not
-    known here gives no finding. Of a problem of more than 2^24 logits only an LSE of 16
-    bits is recognised. Queries that see no key are left out of LSE.
+    known here gives no finding, but for gradients of another attention that are not its
+    own: one of kind "worse than its algorithm allows". Of a problem of more than 2^24
+    logits only an LSE of 16 bits is recognised. Queries that see no key are left out of
+    LSE.
     """
     x = {n: np.asarray(results[n]).astype(np.float64) for n in TENSORS if n in results}
     findings = _rounded_lse(x, problem)
@@ -112,7 +116,101 @@ def recognise(results: Results, problem: Problem) -> list[Finding]:
         of_results = _RESULTS.items()
         on_top = Setting(problem, bases[0])
         best += _cover(_of(of_results, on_top, rest, x, gate=None), rest)
-    return findings + [_finding(match, far, problem) for match in best]
+    findings += [_finding(match, far, problem) for match in best]
+    return findings + _neither(best, x, right)
+
+
+def one_cause(
+    findings: Sequence[Finding], problems: Iterable[Problem]
+) -> list[Finding]:
+    """Findings of several problems: a mistake of the attention that is recognised in
+    out on one stands for those of results that it gives itself on another, where P
+    hardly depends on it, under the same mask or, from none, under any."""
+    by_name = {str(problem): problem for problem in problems}
+    known = [f for f in findings if "out" in f.tensors and f.cause in _ATTENTION]
+
+    def own(finding: Finding) -> Finding:
+        problem = by_name.get(finding.where[0])
+        # What was found beside the attention is on top of it.
+        if problem is None or any(f.where[0] == finding.where[0] for f in known):
+            return finding
+        seen: set[str] = set()
+        for other in known:
+            mask = by_name[other.where[0]].mask if other.where[0] in by_name else ""
+            if other.cause in seen or mask not in ("full", problem.mask):
+                continue
+            seen.add(other.cause)
+            if _gives(other.cause, finding, problem):
+                places = dict(tensors=finding.tensors, where=finding.where)
+                return dataclasses.replace(other, **places)
+        return finding
+
+    return [own(f) if f.kind == "wrong wiring" else f for f in findings]
+
+
+def _gives(cause: str, finding: Finding, problem: Problem) -> bool:
+    """Whether a wrong attention, whose out no rounding tells from the right one, is
+    markedly closer to what was recognised in other results than those are to right."""
+    right = Setting(problem, exact(problem))
+    claimed = [wrong.results for wrong in _forms(finding.cause, right)]
+
+    def is_at(name: str, of: np.ndarray) -> bool:
+        exactly = getattr(right.attention, name)
+        found = (results[name]() for results in claimed if name in results)
+        return any(_MARKEDLY * _distance(of, x) <= _distance(exactly, x) for x in found)
+
+    for wrong in _ATTENTION[cause].make(right):
+        out = _distance(wrong.results["out"](), right.attention.out)
+        if out <= _ROUNDING * _size("out", problem) and all(
+            name in wrong.results and is_at(name, wrong.results[name]())
+            for name in finding.tensors
+        ):
+            return True
+    return False
+
+
+def _forms(cause: str, right: Setting) -> Iterator[Wrong]:
+    if cause in _RESULTS:
+        yield from _RESULTS[cause].make(right)
+    base = _ATTENTION.get(cause.removesuffix(_BACKWARD))
+    if base and cause.endswith(_BACKWARD):
+        yield from _backward(base)(right)
+
+
+def _neither(best: Sequence[_Match], x: Results, right: Setting) -> list[Finding]:
+    """Gradients that are far from the right ones and from those of the attention that
+    was recognised in out: markedly farther than roundings are."""
+    known = {name for match in best for name in match.errors}
+    of_out = (m for m in best if "out" in m.errors and m.wrong.attention)
+    match = next(of_out, None)
+    rest = [name for name in _GRADIENTS if name in x and name not in known]
+    if match is None or match.wrong.attention is None or not rest:
+        return []
+    off: dict[str, tuple[float, float]] = {}
+    pair = match.wrong.attention, right.attention
+    spreads = [gradient_noise(attention, _ROUNDING) for attention in pair]
+    for name in rest:
+        if name not in match.wrong.results:
+            continue
+        both = match.wrong.results[name](), getattr(right.attention, name)
+        errors = [_distance(x[name], of) for of in both]
+        if all(
+            _MARKEDLY * of[name] < error < np.inf for error, of in zip(errors, spreads)
+        ):
+            sizes = (_rms(of) for of in both)
+            one, other = (in_units(e, size) for e, size in zip(errors, sizes))
+            off[name] = one, other
+    if not off:
+        return []
+    name = max(off, key=lambda name: off[name])
+    symbols, (one, other) = ", ".join(SYMBOLS[name] for name in off), off[name]
+    says = (
+        f"{symbols}: neither right nor what {match.cause!r} gives; {SYMBOLS[name]} is "
+        f"{one:.1e} of its size off that and {other:.1e} off the right result: look "
+        "for another mistake, in the backward pass"
+    )
+    where, evidence = (str(right.problem),), {"matches": one, "right": other}
+    return [Finding(WORSE, "", says, tuple(off), where, evidence)]
 
 
 def _far(x: Results, problem: Problem) -> dict[str, _Far]:

@@ -1,0 +1,108 @@
+"""One cause for one mistake of the attention, and a second one where there are two."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attn_jax.audit.exact import exact
+from attn_jax.audit.finding import Finding
+from attn_jax.audit.judge import WORSE
+from attn_jax.audit.noise import gradient_noise
+from attn_jax.audit.problem import GRADIENTS, Problem
+from attn_jax.audit.verdict import judge
+from attn_jax.audit.wiring import one_cause, recognise
+from attn_jax.formats import BF16
+from tests.planted import GROUPED, HONEST, PLANTED, honest, results
+from tests.planted_masks import without
+from tests.test_audit_verdict import cell
+
+NORMAL, FLAT = (Problem(GROUPED, family=x) for x in ("normal", "repeated_max"))
+
+
+def found(function, *problems: Problem) -> list[Finding]:
+    return [
+        finding
+        for problem in problems
+        for finding in recognise(results(function, problem), problem)
+    ]
+
+
+@pytest.fixture(scope="module")
+def unscaled():
+    return found(PLANTED["scale missing"].function, NORMAL, FLAT)
+
+
+def test_what_a_wrong_attention_does_itself_is_no_other_cause(unscaled):
+    """Where two keys share all of P it hardly depends on the scale, as LSE does."""
+    alone = {f.cause for f in unscaled if f.where == (str(FLAT),)}
+    assert alone >= {"LSE of unscaled logits", "dK without the scale"}
+    merged = one_cause(unscaled, [NORMAL, FLAT])
+    assert {f.cause for f in merged} == {"scale missing"}
+    tensors = {t for f in merged for t in f.tensors if f.where == (str(FLAT),)}
+    assert tensors >= {"lse", "dkey"}
+
+
+def test_a_cause_stands_for_nothing_else(unscaled):
+    problems = [NORMAL, FLAT]
+    flat = [f for f in unscaled if f.where == (str(FLAT),)]
+    # What it does not give, what nothing is known of, and what is beside it.
+    twice = [
+        dataclasses.replace(unscaled[0], cause="scale applied twice"),
+        *flat,
+    ]
+    assert one_cause(twice, problems) == twice
+    assert one_cause(flat, problems) == flat
+    other = dataclasses.replace(unscaled[0], tensors=("dvalue",), where=(str(FLAT),))
+    other = dataclasses.replace(other, cause="dK and dV exchanged")
+    assert one_cause([unscaled[0], other], problems)[1] == other
+    causal = dataclasses.replace(NORMAL, mask="causal")
+    of_mask = dataclasses.replace(unscaled[0], where=(str(causal),))
+    assert one_cause([of_mask, *flat], [causal, FLAT]) == [of_mask, *flat]
+    on_top = dataclasses.replace(flat[0], where=(str(NORMAL),))
+    assert one_cause([unscaled[0], on_top], problems)[1] == on_top
+
+
+def _overwritten(gradients, scale):
+    """As if each tile of keys wrote its dQ over the one before."""
+    dq, dk, dv = gradients
+    return dq * (1 + jnp.sin(7.0 * jnp.arange(dq.shape[1]))[:, None, None]), dk, dv
+
+
+GROUPING = dict(
+    key_heads=lambda N, K: [n % K for n in range(N)],
+    group=lambda x, K: x.reshape(*x.shape[:2], -1, K, x.shape[-1]).sum(2),
+)
+
+
+def test_a_gradient_that_a_wrong_attention_does_not_explain_is_said():
+    both = found(honest(gradients=_overwritten, **GROUPING), NORMAL)
+    wired, worse = both
+    assert wired.cause == "GQA heads grouped wrongly" and "dquery" not in wired.tensors
+    assert (worse.kind, worse.tensors) == (WORSE, ("dquery",))
+    assert wired.cause in worse.says
+    cells = [cell()._replace(problem=NORMAL)]
+    assert judge(cells, None, (), both) == both
+    causal = Problem(GROUPED, mask="causal")
+    mask = without(is_causal=False)
+    (_, worse) = found(honest(seen_backward=mask, **GROUPING), causal)
+    assert worse.kind == WORSE and set(worse.tensors) == {*GRADIENTS}
+
+
+@pytest.mark.parametrize("family", ["normal", "uniform", "wide", "repeated_max"])
+@pytest.mark.parametrize("name", ["GQA heads grouped wrongly", "scale missing"])
+def test_a_wrong_attention_explains_its_own_gradients(name, family):
+    problem = Problem(GROUPED, family=family)
+    kinds = {f.kind for f in found(PLANTED[name].function, problem)}
+    assert kinds <= {"wrong wiring"}
+
+
+@pytest.mark.parametrize("family", ["normal", "uniform", "wide", "repeated_max"])
+def test_roundings_of_gradients_are_below_what_is_said_of_them(family):
+    problem = Problem(GROUPED, family=family)
+    given, right = results(HONEST["blocks of 32"], problem), exact(problem)
+    noise = gradient_noise(right, BF16.unit_roundoff)
+    for name in GRADIENTS:
+        off = given[name].astype(np.float64) - getattr(right, name)
+        assert np.sqrt(np.mean(off**2)) < noise[name], name
