@@ -40,9 +40,8 @@ SAME_FORMAT = "jax_nn"
 _PRICED = 2
 
 Found = dict[str, Measured]
-# Parts of `more`, and those that need no gradients.
+# Parts of `more`.
 LOOKS = ("P", "merging", "invariances", "x64", "probes", "again")
-FORWARD = ("P", "x64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +317,9 @@ def _again(
     said, new = {}, []
     for place in list(by_problem)[:_PRICED]:
         target, problem = audit.target, problems[place]
-        make = functools.partial(more.again, target, problem, by_problem[place])
+        make = functools.partial(
+            *(more.again, target, problem, by_problem[place]), gradients=audit.gradients
+        )
         name = f"{place}, again"
         rows = parts.of_target(
             name,
@@ -351,7 +352,6 @@ def _begin_looks(audit: Audit, parts: Parts) -> dict[str, Callable[[], list[Row]
             name, functools.partial(_look, audit, name), functools.partial(_died, name)
         )
         for name in wanted
-        if audit.gradients or name in FORWARD
     }
 
 
@@ -361,7 +361,7 @@ def _look(audit: Audit, name: str) -> Iterator[Row]:
     bias, too; the rest is of attention without one."""
     target, group = audit.target, audit.groups[0]
     problem = Problem(group.shape, audit.dtype, "normal", group.mask)
-    plain = problem.unbiased
+    plain, of = problem.unbiased, {"gradients": audit.gradients}
     of_masks = dict.fromkeys(
         dataclasses.replace(problem, mask=x.mask).unbiased
         for x in audit.groups
@@ -369,10 +369,10 @@ def _look(audit: Audit, name: str) -> Iterator[Row]:
     )
     looks = {
         "P": lambda: more.read(target, of_masks),
-        "x64": lambda: more.other_mode(target, problem, gradients=audit.gradients),
-        "probes": lambda: more.probe(target, plain),
-        "invariances": lambda: more.vary(target, plain),
-        "merging": lambda: more.merge(target, plain),
+        "x64": lambda: more.other_mode(target, problem, **of),
+        "probes": lambda: more.probe(target, plain, **of),
+        "invariances": lambda: more.vary(target, plain, **of),
+        "merging": lambda: more.merge(target, plain, **of),
     }
     return more.guarded(name, looks[name])
 

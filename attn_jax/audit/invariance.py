@@ -1,18 +1,19 @@
 """What should change no bit: re-runs, tuning, batch, padding, heads' places, loops."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from attn_jax.audit import programs
 from attn_jax.audit.finding import DEPENDS, HIDDEN_BY_LENGTHS, Finding
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import by_keys, by_lse, by_rows
 from attn_jax.audit.noise import Noise, rounding_noise
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem, Results
-from attn_jax.audit.programs import run, run_compiled
 from attn_jax.audit.target import Attend
 from attn_jax.formats import BF16, FP16, FP32, FP64
 from attn_jax.mask import Mask
@@ -52,8 +53,10 @@ def invariances(
     with_scale: Callable[[float], Attend] | None = None,
     attends: Mapping[str, Attend] | None = None,
     refused: Callable[[str, Exception], None] | None = None,
+    gradients: bool = True,
 ) -> tuple[Invariance, ...]:
-    """All that apply, forward and gradients, for the inputs of `problem`.
+    """All that apply, forward and, with `gradients`, of these, for the inputs of
+    `problem`.
 
     re-run          the same program three times
     tuning          the same, compiled by an XLA that tries nothing out; on a GPU
@@ -73,6 +76,7 @@ def invariances(
     `refused` is told the name of a change and what the target raises of it; without it
     that is raised.
     """
+    run = functools.partial(programs.run, gradients=gradients)
     inputs, mask = problem.inputs, problem.rules
     noise = rounding_noise(inputs, mask, problem.scale, problem.format)
     first = run(attend, inputs)
@@ -85,10 +89,10 @@ def invariances(
     ]
     # What differs from run to run says nothing of how it was compiled.
     if (options := _untuned()) is not None and all(r.bit_equal for r in records):
-        other = run_compiled(attend, inputs, options)
+        other = programs.run_compiled(attend, inputs, options, gradients=gradients)
         found = _compare("tuning", first, other, noise, problem)
         records += [_bit_by_bit(record, _TUNING) for record in found]
-    for name, transformed in _transformed(attend, problem, attend_of, with_scale):
+    for name, transformed in _transformed(run, attend, problem, attend_of, with_scale):
         try:
             results = transformed()
         except Exception as error:  # A function of somebody's may raise anything.
@@ -109,7 +113,11 @@ def invariances(
 
 
 def _transformed(
-    attend: Attend, problem: Problem, attend_of, with_scale
+    run: Callable[[Attend, Inputs], Results],
+    attend: Attend,
+    problem: Problem,
+    attend_of,
+    with_scale,
 ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """What makes the results of a transformed call, transformed back; entries may be
     fewer. Those of keys that are hidden come under a name of their own."""
@@ -136,7 +144,7 @@ def _transformed(
     def more_keys():
         more = inputs._replace(key=_padded(inputs.key), value=_padded(inputs.value))
         results = run(target(_more_keys(mask, B, S)), more)
-        hidden = {n: results[n][:, S:] for n in ("dkey", "dvalue")}
+        hidden = {n: results[n][:, S:] for n in ("dkey", "dvalue") if n in results}
         return {**_cut(results, T, S), "hidden keys": hidden}
 
     def half_scale():

@@ -79,12 +79,14 @@ def merge_audit(
     *,
     parts: tuple[int, ...] = PARTS,
     golden_limit: int = GOLDEN_LIMIT,
+    gradients: bool = True,
 ) -> MergeAudit:
     """Calls the target on parts of the keys of `problem`, all parts as one batch.
 
     `attend_of(mask)` makes the target for the mask of parts; masks with a band have a
     `query_offset` there. The merged out and the summed dQ are rounded once, to the
-    format of the problem; dK and dV are those of the parts.
+    format of the problem; dK and dV are those of the parts. Without `gradients` there
+    are out and LSE alone.
 
     Raises ValueError if the keys cannot be cut into so many parts, or without LSE.
     """
@@ -94,13 +96,14 @@ def merge_audit(
         raise ValueError(f"parts must be divisors of {S} above 1, got {parts}")
     inputs, mask = problem.inputs, problem.rules
     numbers = 1, *parts
-    measured = {w: _merged_results(attend_of, problem, w) for w in numbers}
+    names = _RESULTS if gradients else _RESULTS[:2]
+    measured = {w: _merged_results(attend_of, problem, w, names) for w in numbers}
     exact = S * problem.shape.query_length <= golden_limit
     if exact:
         whole = problem.exact()
-        base = {name: getattr(whole, name) for name in _RESULTS}
+        base = {name: getattr(whole, name) for name in names}
     else:
-        base = {name: measured[1][name] for name in _RESULTS}
+        base = {name: measured[1][name] for name in names}
     errors = {
         name: {
             w: _units(problem, name, x[name], base[name], exact)
@@ -124,9 +127,10 @@ def merge_audit(
     }
     possible = _possible(problem, predicted, measured[1], base["lse"], errors["lse"][1])
     combination = _best_fit(problem, possible, errors["out"])
-    share = _lse_gradient(
-        problem, measured, base["dquery"], partial[parts[0]], parts[0]
-    )
+    share = None
+    if gradients:
+        some = partial[parts[0]], parts[0]
+        share = _lse_gradient(problem, measured, base["dquery"], *some)
     findings = _findings(errors, predicted, combination, share)
     verdict = "; ".join(_verdict(combination, findings))
     return MergeAudit(
@@ -166,44 +170,43 @@ def _in_parts(x: np.ndarray, parts: int) -> np.ndarray:
     return x.reshape(len(x) * parts, -1, *x.shape[2:])
 
 
-def _merged_results(attend_of, problem: Problem, parts: int) -> dict[str, np.ndarray]:
+def _merged_results(
+    attend_of, problem: Problem, parts: int, names: tuple[str, ...]
+) -> dict[str, np.ndarray]:
     query, key, value, dout = problem.inputs
     B, S = key.shape[:2]
     attend = attend_of(part_mask(problem.rules, parts, B, S))
     if parts == 1:
-        results = run(attend, problem.inputs)
+        results = run(attend, problem.inputs, gradients=names == _RESULTS)
         if "lse" not in results:
             raise ValueError("merging needs LSE, and the target returns none")
     else:
         inputs = np.repeat(query, parts, 0), _in_parts(key, parts)
         arrays = *inputs, _in_parts(value, parts), dout
         with contained():
-            program = _merge.lower(attend, parts, *arrays)
+            program = _merge.lower(attend, parts, names, *arrays)
         program.compile()
         with ALONE:
-            results = jax.device_get(_merge(attend, parts, *arrays))
-    out, lse, dquery, dkey, dvalue = (
-        results[name].astype(np.float64) for name in _RESULTS
-    )
-    return {
-        # In one part out and LSE are the target's own.
-        "returned": out,
-        "out": correctly_rounded(out, problem.format),
-        "lse": lse,
-        "dquery": correctly_rounded(_summed(dquery, parts), problem.format),
-        "dkey": dkey.reshape(key.shape),
-        "dvalue": dvalue.reshape(value.shape),
-    }
+            results = jax.device_get(_merge(attend, parts, names, *arrays))
+    x = {name: results[name].astype(np.float64) for name in names}
+    # In one part out and LSE are the target's own.
+    x["returned"], x["out"] = x["out"], correctly_rounded(x["out"], problem.format)
+    if "dquery" in x:
+        summed = _summed(x["dquery"], parts)
+        x["dquery"] = correctly_rounded(summed, problem.format)
+        shapes = {"dkey": key.shape, "dvalue": value.shape}
+        x |= {name: x[name].reshape(shape) for name, shape in shapes.items()}
+    return x
 
 
 def _summed(x: np.ndarray, parts: int) -> np.ndarray:
     return x.reshape(-1, parts, *x.shape[1:]).sum(1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=NO_GRAPHS)
-def _merge(attend, parts, query, key, value, dout):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=NO_GRAPHS)
+def _merge(attend, parts, names, query, key, value, dout):
     """As `programs.run` gives them: out [B, T, N, H] and LSE [B, N, T] in FP32, and the
-    gradients of the parts."""
+    gradients of the parts if names are of these, too."""
 
     def merged(query, key, value):
         out, lse = attend(query, key, value)
@@ -227,6 +230,8 @@ def _merge(attend, parts, query, key, value, dout):
         lse = jnp.where(sees, whole, -jnp.inf)[:, 0]
         return (weight * out).sum(1), lse
 
+    if names != _RESULTS:
+        return dict(zip(names, merged(query, key, value), strict=True))
     out, pullback, lse = jax.vjp(merged, query, key, value, has_aux=True)
     found = out, lse, *pullback(dout.astype(jnp.float32))
     return dict(zip(_RESULTS, found, strict=True))
@@ -442,7 +447,7 @@ def _findings(errors, predicted, combination, share) -> tuple[Finding, ...]:
         label = of_lse.upper()
         causes.append((f"LSE in {label}", "lse", f"LSE of parts in {label}"))
     for cause, tensor, what in causes:
-        seen_in = "out" if tensor == "out" else "dvalue"
+        seen_in = "dvalue" if tensor == "lse" and "dvalue" in errors else "out"
         units = errors[seen_in]
         says = (
             f"{what} give up to {max(units.values()):.3g} units of error of {seen_in}, "

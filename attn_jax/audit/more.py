@@ -73,11 +73,14 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
     yield left_out.row()
 
 
-def probe(target: Target, problem: Problem) -> Iterator[Row]:
+def probe(target: Target, problem: Problem, *, gradients: bool = True) -> Iterator[Row]:
     """One row for each identity."""
     attend, left_out = target.on(problem), _LeftOut("probes")
     for result in probes.probe(
-        attend, problem, attend_of=target.on, refused=left_out.add
+        *(attend, problem),
+        attend_of=target.on,
+        refused=left_out.add,
+        gradients=gradients,
     ):
         yield {
             "name": result.name,
@@ -90,7 +93,7 @@ def probe(target: Target, problem: Problem) -> Iterator[Row]:
     yield left_out.row()
 
 
-def vary(target: Target, problem: Problem) -> Iterator[Row]:
+def vary(target: Target, problem: Problem, *, gradients: bool = True) -> Iterator[Row]:
     """One row for each change that should change nothing, and result."""
     left_out = _LeftOut("invariances")
 
@@ -102,6 +105,7 @@ def vary(target: Target, problem: Problem) -> Iterator[Row]:
         attend_of=_attend_of(target, problem),
         with_scale=with_scale if target.takes_scale else None,
         refused=left_out.add,
+        gradients=gradients,
     )
     for record in records:
         yield {
@@ -140,7 +144,7 @@ def _not_run(what: str, reason: str) -> Finding:
     return Finding("not taken", f"{what} not run", f"{what} not run: {reason}")
 
 
-def merge(target: Target, problem: Problem) -> Iterator[Row]:
+def merge(target: Target, problem: Problem, *, gradients: bool = True) -> Iterator[Row]:
     """One row for each number of parts and result."""
     keys = problem.shape.key_length
     shards = target.adapter.shards
@@ -153,7 +157,8 @@ def merge(target: Target, problem: Problem) -> Iterator[Row]:
     )
     if not target.has_lse or not parts:
         return
-    found = merge_audit(_attend_of(target, problem), problem, parts=parts)
+    attend_of = _attend_of(target, problem)
+    found = merge_audit(attend_of, problem, parts=parts, gradients=gradients)
     predicted = found.predicted.get(found.combination, {}) if found.combination else {}
     for tensor, errors in found.errors.items():
         for count, units in errors.items():
@@ -226,10 +231,12 @@ def other_mode(target: Target, problem: Problem, *, gradients: bool) -> Iterator
     yield {"findings": _rows(findings)}
 
 
-def again(target: Target, problem: Problem, tensors: Sequence[str]) -> Iterator[Row]:
+def again(
+    target: Target, problem: Problem, tensors: Sequence[str], *, gradients: bool = True
+) -> Iterator[Row]:
     """A problem on which results are wrong, run again: whether they are so each time,
     and in which rows. One row for each result."""
-    runner = Runner(target.on(problem))
+    runner = Runner(target.on(problem), gradients=gradients)
     outcome = runner(problem)
     findings = unequal(runner, problem, outcome, _RUNS)
     for tensor in tensors:

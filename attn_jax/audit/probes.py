@@ -26,10 +26,10 @@ from attn_jax.audit.judge import (
     root_mean_square_bound,
 )
 from attn_jax.audit.noise import Noise, logit_extent, rms_of_rounding, rounding_noise
-from attn_jax.audit.problem import DTYPES, Problem
+from attn_jax.audit.problem import DTYPES, Problem, at_extremes
 from attn_jax.audit.programs import run, run_forward
 from attn_jax.audit.target import Attend
-from attn_jax.audit.visible import counted, key_classes
+from attn_jax.audit.visible import counted, key_classes, shuffled
 from attn_jax.formats import BF16, FP32, TF32, NumberFormat
 
 # Positions of a result that are widened at a time.
@@ -38,7 +38,7 @@ _CHUNK = 4096
 # A length that ends in the middle of a tile of 128, and of 256 keys.
 _HALF_A_TILE = 320
 
-Probe = Callable[[Attend, Problem], tuple[ProbeResult, ...]]
+Probe = Callable[..., tuple[ProbeResult, ...]]
 AttendOf = Callable[[Problem], Attend]
 
 
@@ -201,7 +201,9 @@ def sum_of_dvalue(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
     )
 
 
-def shifted_keys(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
+def shifted_keys(
+    attend: Attend, problem: Problem, *, gradients: bool = True
+) -> tuple[ProbeResult, ...]:
     """A vector c added to all keys: out and dQ stay, LSE moves by scale q.c.
 
     K is rounded to a grid of 8 bits at most, on which K + c is exact. RMS over sampled
@@ -218,9 +220,9 @@ def shifted_keys(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
     keys = key.astype(dtype), (key + centre).astype(dtype)
     pair = [Inputs(query, k, value, dout) for k in keys]
     noises = [_noise(problem, inputs) for inputs in pair]
-    first, second = (run(attend, inputs) for inputs in pair)
+    first, second = (run(attend, x, gradients=gradients) for x in pair)
     results = []
-    for name in ("out", "dquery"):
+    for name in ("out", "dquery") if gradients else ("out",):
         difference = _at(noises[0], second[name]) - _at(noises[0], first[name])
         results.append(
             by_rows(
@@ -247,7 +249,9 @@ def shifted_keys(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
     return tuple(results)
 
 
-def permuted_keys(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
+def permuted_keys(
+    attend: Attend, problem: Problem, *, gradients: bool = True
+) -> tuple[ProbeResult, ...]:
     """Keys and values in another order: the same results, dK and dV in that order.
 
     Keys change places only with keys that every query sees or does not see alike;
@@ -259,14 +263,14 @@ def permuted_keys(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
     if classes is None:
         return ()
     rng = np.random.default_rng(problem.seed)
-    order = np.stack([_shuffled(rng, c) for c in classes])[..., None, None]
+    order = np.stack([shuffled(rng, c) for c in classes])[..., None, None]
     inputs = problem.inputs
     moved = inputs._replace(
         key=np.take_along_axis(inputs.key, order, 1),
         value=np.take_along_axis(inputs.value, order, 1),
     )
     noise = _noise(problem, inputs)
-    first, second = run(attend, inputs), run(attend, moved)
+    first, second = (run(attend, x, gradients=gradients) for x in (inputs, moved))
     says = (
         "changes by {measured:.3g} times what rounding allows when keys and values "
         "change places together: some keys or tiles are treated otherwise than others"
@@ -282,8 +286,9 @@ def permuted_keys(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
             {"": f"{name} {says}"},
         )
         for name in ("out", "dquery")
+        if name in first
     ]
-    for name in ("dkey", "dvalue"):
+    for name in ("dkey", "dvalue") if gradients else ():
 
         def tiers(name=name):
             for fmt, cause in _steps(problem.format, logits=False):
@@ -306,7 +311,9 @@ def permuted_keys(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
     return tuple(results)
 
 
-def extremes(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
+def extremes(
+    attend: Attend, problem: Problem, *, gradients: bool = True
+) -> tuple[ProbeResult, ...]:
     """Logits of about +1000 and -1000, beyond the range of exp: all stays finite.
 
     One channel shifts every logit by the same. Counts values of out and gradients that
@@ -315,15 +322,15 @@ def extremes(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
     move by the shift, to the bound of `shifted_keys`.
     """
     s = problem.shape
-    signed, shift = _at_extremes(problem)
-    results = [run(attend, inputs) for inputs in signed]
+    signed, shift = at_extremes(problem)
+    results = [run(attend, inputs, gradients=gradients) for inputs in signed]
     broken, blind = 0, 0
     for x in results:
         broken += sum(int((~np.isfinite(x[n])).sum()) for n in x if n != "lse")
     for start, stop, seen in counted(problem.rules, s, np.zeros(s.key_length, int), 1):
         seen = np.broadcast_to(seen > 0, (s.batch, stop - start, s.heads, 1))
         for x in results:
-            for name in ("out", "dquery"):
+            for name in ("out", "dquery") if gradients else ("out",):
                 blind += int(((x[name][:, start:stop] != 0) & ~seen).sum())
             if "lse" in x:
                 lse = x["lse"][..., start:stop].swapaxes(1, 2)
@@ -363,7 +370,9 @@ def extremes(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
     return tuple(found)
 
 
-def half_a_tile(attend_of: AttendOf, problem: Problem) -> tuple[ProbeResult, ...]:
+def half_a_tile(
+    attend_of: AttendOf, problem: Problem, *, gradients: bool = True
+) -> tuple[ProbeResult, ...]:
     """Logits of about +1000 and -1000 where keys end inside a tile: all stays finite.
 
     What is read past the last key is often zero, a logit of 0, and left out later. Then
@@ -373,8 +382,9 @@ def half_a_tile(attend_of: AttendOf, problem: Problem) -> tuple[ProbeResult, ...
     ends = dict(query_length=_HALF_A_TILE, key_length=_HALF_A_TILE)
     shape = dataclasses.replace(problem.shape, **ends)
     problem = dataclasses.replace(problem, shape=shape, mask="full")
-    attend, (signed, _) = attend_of(problem), _at_extremes(problem)
-    found = [x for inputs in signed for x in run(attend, inputs).values()]
+    attend, (signed, _) = attend_of(problem), at_extremes(problem)
+    runs = [run(attend, inputs, gradients=gradients) for inputs in signed]
+    found = [x for results in runs for x in results.values()]
     return (
         count(
             "half a tile at extremes",
@@ -396,6 +406,9 @@ PROBES: dict[str, Probe] = {
     "permuted keys": permuted_keys,
     "finite at extremes": extremes,
 }
+# Those that look at gradients beside the rest, and at nothing else.
+_BESIDE = shifted_keys, permuted_keys, extremes
+_GRADIENTS = ones_column, sum_of_dvalue
 
 
 def probe(
@@ -404,13 +417,20 @@ def probe(
     *,
     attend_of: AttendOf | None = None,
     refused: Callable[[str, Exception], None] | None = None,
+    gradients: bool = True,
 ) -> Iterator[ProbeResult]:
     """The results of all `PROBES` and, if there is an `attend_of` other problems, of
-    `half_a_tile`. `refused` is told the name of one and what the target raises of it;
-    without it that is raised."""
-    every = {name: functools.partial(each, attend) for name, each in PROBES.items()}
+    `half_a_tile`; without `gradients`, what needs none of them. `refused` is told the
+    name of one and what the target raises of it; without it that is raised."""
+    beside = {"gradients": gradients}
+    every = {
+        name: functools.partial(each, attend, **(beside if each in _BESIDE else {}))
+        for name, each in PROBES.items()
+        if gradients or each not in _GRADIENTS
+    }
     if attend_of is not None:
-        every["half a tile at extremes"] = functools.partial(half_a_tile, attend_of)
+        probe_of = functools.partial(half_a_tile, attend_of, **beside)
+        every["half a tile at extremes"] = probe_of
     for name, each in every.items():
         try:
             results = each(problem)
@@ -420,20 +440,6 @@ def probe(
             refused(name, error)
             continue
         yield from results
-
-
-def _at_extremes(problem: Problem) -> tuple[list[Inputs], float]:
-    """Inputs whose logits are shifted by -c, 0 and +c, about 1000, and c."""
-    base = dataclasses.replace(problem, family="normal").inputs
-    query = base.query.copy()
-    query[..., 0] = 64
-    channel = np.asarray(1000 / (64 * problem.scale)).astype(DTYPES[problem.dtype])
-    signed = []
-    for amount in (-channel, 0, channel):
-        key = base.key.copy()
-        key[..., 0] = amount
-        signed.append(base._replace(query=query, key=key))
-    return signed, problem.scale * 64 * float(channel)
 
 
 def _steps(fmt: NumberFormat, *, logits: bool) -> Iterator[tuple[NumberFormat, str]]:
@@ -486,11 +492,3 @@ def _lse_result(name, runs, moved, noises, problem: Problem) -> ProbeResult:
 def _largest(so_far: float, off: np.ndarray) -> float:
     """NaN stays: it exceeds every bound."""
     return float(np.maximum(so_far, np.abs(off).max()))
-
-
-def _shuffled(rng, classes: np.ndarray) -> np.ndarray:
-    order = np.arange(len(classes))
-    for one in np.unique(classes):
-        members = np.flatnonzero(classes == one)
-        order[members] = rng.permutation(members)
-    return order

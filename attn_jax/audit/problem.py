@@ -176,6 +176,20 @@ class Problem:
         return _KEPT((self, tensor, fmt), make)
 
 
+def at_extremes(problem: Problem) -> tuple[list[Inputs], float]:
+    """Inputs whose logits are shifted by -c, 0 and +c, about 1000, and c."""
+    base = dataclasses.replace(problem, family="normal").inputs
+    query = base.query.copy()
+    query[..., 0] = 64
+    channel = np.asarray(1000 / (64 * problem.scale)).astype(DTYPES[problem.dtype])
+    signed = []
+    for amount in (-channel, 0, channel):
+        key = base.key.copy()
+        key[..., 0] = amount
+        signed.append(base._replace(query=query, key=key))
+    return signed, problem.scale * 64 * float(channel)
+
+
 def _read_only[Values: Iterable](values: Values) -> Values:
     for x in _arrays(values):
         x.flags.writeable = False

@@ -37,9 +37,15 @@ def run(attend: Attend, arrays: Arrays, *, gradients: bool = True) -> Results:
         return jax.device_get(_results(attend, gradients, *map(jnp.asarray, arrays)))
 
 
-def run_compiled(attend: Attend, arrays: Arrays, options: Mapping[str, Any]) -> Results:
+def run_compiled(
+    attend: Attend,
+    arrays: Arrays,
+    options: Mapping[str, Any],
+    *,
+    gradients: bool = True,
+) -> Results:
     """What `run` gives, compiled by itself with XLA's `options`."""
-    program = lowered(attend, True, *_types(arrays))
+    program = lowered(attend, gradients, *_types(arrays))
     compiled = program.compile(compiler_options=dict(options))
     with ALONE:
         return jax.device_get(compiled(*map(jnp.asarray, arrays)))

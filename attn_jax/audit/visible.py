@@ -87,3 +87,14 @@ def key_classes(mask: Mask, shape: Shape) -> Int[np.ndarray, "B S"] | None:
         )
         classes[hidden] = classes.max() + 1
     return classes
+
+
+def shuffled(
+    rng: np.random.Generator, classes: Int[np.ndarray, " S"]
+) -> Int[np.ndarray, " S"]:
+    """An order of keys in which each has the place of one of its class."""
+    order = np.arange(len(classes))
+    for one in np.unique(classes):
+        members = np.flatnonzero(classes == one)
+        order[members] = rng.permutation(members)
+    return order
