@@ -118,7 +118,12 @@ def parser() -> argparse.ArgumentParser:
         help=_among(FAMILIES),
     )
     add("--masks", nargs="+", choices=MASKS, metavar="MASK", help=_among(MASKS))
-    add("--no-gradients", action="store_true", help="the forward pass alone")
+    add(
+        "--no-gradients",
+        action="store_true",
+        help="the forward pass alone, and probes, invariances and merges of it; not "
+        "looked at are sums of dS and dV, and the gradient through LSE",
+    )
     add(
         *("--against",),
         nargs="+",

@@ -58,7 +58,7 @@ def invariances(
     """All that apply, forward and, with `gradients`, of these, for the inputs of
     `problem`.
 
-    re-run          the same program three times
+    re-run          the same program three times, nine without gradients
     tuning          the same, compiled by an XLA that tries nothing out; on a GPU
     batch size      the first entry alone; needs two entries
     batch position  entries rolled; needs two
@@ -80,7 +80,9 @@ def invariances(
     inputs, mask = problem.inputs, problem.rules
     noise = rounding_noise(inputs, mask, problem.scale, problem.format)
     first = run(attend, inputs)
-    again = [run(attend, inputs) for _ in range(RUNS - 1)]
+    # A backward pass takes the time of two forward passes at least.
+    runs = RUNS if gradients else 3 * RUNS
+    again = [run(attend, inputs) for _ in range(runs - 1)]
     records = [
         _bit_by_bit(max(pairs, key=lambda record: record.ulps), _RERUN)
         for pairs in zip(
