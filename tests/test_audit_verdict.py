@@ -388,6 +388,9 @@ def test_what_is_wrong_with_p_alone_spoils_out_alone():
         sums = dataclasses.replace(probed, tensors=("out",))
         (found,) = verdict.together([of_p], [sums], cells)
         assert found.where == (place, "K + c")
+        counted = dataclasses.replace(sums, kind="wrong wiring", cause="keys dropped")
+        said = verdict.together([of_p], [counted], cells)
+        assert len(said) == (1 if cause == ROWS_NOT_ONE else 2)
         other = dataclasses.replace(of_p, kind="wrong wiring", cause="dropout left on")
         assert judge(cells, None, (), [other]) == [other]
 

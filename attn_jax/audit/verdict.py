@@ -165,7 +165,10 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
         by_lengths = bool(finding.where) and hides and "lengths" in masks
         if not (_is_of(cells[0], masks) or by_lengths):
             return none
-        if is_out and known.is_other_attention:
+        if not known.is_other_attention:
+            # A row's sum is off whichever keys are counted.
+            return shared
+        if is_out:
             return every
         return shared if finding.kind != "wrong wiring" else none
     # P may have been read on inputs that are among no cells.
