@@ -9,10 +9,11 @@ from attn_jax.mask import Mask
 
 def without(**rules):
     """The mask with other rules."""
-    return lambda seen, given: _broadcast(dataclasses.replace(given, **rules), seen)
+    return lambda seen, given: broadcast(dataclasses.replace(given, **rules), seen)
 
 
-def _broadcast(rules: Mask, seen):
+def broadcast(rules: Mask, seen):
+    """What rules show, for all heads."""
     mask = rules.materialise(*seen.shape[2:])
     return jnp.broadcast_to(True if mask is None else mask, seen.shape)
 
@@ -40,6 +41,6 @@ def longer(field: str, by: int):
 
     def of(seen, given):
         changed = {field: getattr(given, field) + by}
-        return _broadcast(dataclasses.replace(given, **changed), seen)
+        return broadcast(dataclasses.replace(given, **changed), seen)
 
     return of

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from attn_jax.audit import measure, run, verdict
+from attn_jax.audit import measure, more, run, verdict
 from attn_jax.audit.attribution import Cost, Fit
-from attn_jax.audit.audit import Result, _of_probabilities, _wiring
+from attn_jax.audit.audit import Result, _findings, _wiring
 from attn_jax.audit.error import Errors
 from attn_jax.audit.finding import (
     EXTREME,
@@ -192,8 +192,9 @@ def test_what_a_mask_hides_is_no_consequence_of_what_is_wrong_without_one():
 
     rows = [row("crash"), row("rows do not sum to one", mask="full")]
     rows += [row(HIDDEN_PAIRS, mask="causal"), row("dropout left on", mask="causal")]
+    read = [(row.get("mask"), _findings([row])) for row in rows]
     said = {
-        spoilt: [f.cause for f in _of_probabilities(rows, {spoilt})]
+        spoilt: [f.cause for f in more.of_read(read, {spoilt})]
         for spoilt in ("full", "causal", "window")
     }
     assert said == {

@@ -22,7 +22,7 @@ import jax
 from attn_jax.audit import attribution, more, programs, verdict
 from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.error import Errors, in_units
-from attn_jax.audit.finding import HIDDEN_PAIRS, Finding, in_order
+from attn_jax.audit.finding import Finding, in_order
 from attn_jax.audit.measure import Measured, Outcome, Runner, measured
 from attn_jax.audit.parts import Parts
 from attn_jax.audit.plan import Group
@@ -243,9 +243,8 @@ def carry_out(
     costs = prices.of(dict.fromkeys([*poorest, *early]))
 
     wiring = one_cause(_wiring(rows), [cell.problem for cell in cells])
-    wiring += _of_probabilities(
-        looks.pop("P", []), verdict.masks_of(wiring, {"out"}, cells)
-    )
+    read = [(row.get("mask"), _findings([row])) for row in looks.pop("P", [])]
+    wiring += more.of_read(read, verdict.masks_of(wiring, {"out"}, cells))
     found = verdict.judge(cells, fit, costs, wiring, attribution.suspect(fits))
     if "again" in audit.looks:
         found = _again(audit, parts, cells, found)
@@ -256,19 +255,6 @@ def carry_out(
     ]
     findings = in_order(verdict.together(found, more_found, cells))
     return Result(cells, fits, costs, looks, findings)
-
-
-def _of_probabilities(rows: list[Row], spoilt: set[str]) -> list[Finding]:
-    """What was read in P. Where out is recognised it is a consequence; but what is
-    wrong without a mask hides nothing, and so shows nothing that a mask hides."""
-    return [
-        finding
-        for row in rows
-        for finding in _findings([row])
-        if "mask" not in row
-        or row["mask"] not in spoilt
-        and ("full" not in spoilt or finding.cause == HIDDEN_PAIRS)
-    ]
 
 
 def _wiring(rows: Mapping[Group, list[Row]]) -> list[Finding]:
@@ -367,8 +353,9 @@ def _look(audit: Audit, name: str) -> Iterator[Row]:
         for x in audit.groups
         if x.shape == group.shape
     )
+    pairs = plain.together(x.mask for x in of_masks)
     looks = {
-        "P": lambda: more.read(target, of_masks),
+        "P": lambda: more.read(target, [*of_masks, *pairs]),
         "x64": lambda: more.other_mode(target, problem, **of),
         "probes": lambda: more.probe(target, plain, **of),
         "invariances": lambda: more.vary(target, plain, **of),

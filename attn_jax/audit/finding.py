@@ -27,6 +27,8 @@ HIDDEN_PAIRS = "hidden pairs carry weight"
 ROWS_NOT_ONE, P_CLIPPED = "rows do not sum to one", "P clipped"
 # Values are not finite in rows that see no key, and in no others.
 SEES_NO_KEY = "rows that see no key"
+# They are no zeros.
+BLIND_WEIGHTS = "queries that see no key"
 # How a cause begins that is only where it was found.
 UNDER = "under"
 # Nobody need act on these.

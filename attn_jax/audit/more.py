@@ -21,12 +21,23 @@ from jaxtyping import Float
 
 from attn_jax.audit import probes
 from attn_jax.audit.exact import exact
-from attn_jax.audit.finding import Finding
+from attn_jax.audit.finding import (
+    BLIND_WEIGHTS,
+    HIDDEN_PAIRS,
+    SEES_NO_KEY,
+    Finding,
+)
 from attn_jax.audit.invariance import invariances, same_bits
 from attn_jax.audit.measure import Outcome, Runner, measured
 from attn_jax.audit.merge import merge_audit
 from attn_jax.audit.probability import in_fp32, of_probabilities, probabilities
-from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem
+from attn_jax.audit.problem import (
+    SYMBOLS,
+    TENSORS,
+    TOGETHER,
+    Problem,
+    made_of,
+)
 from attn_jax.audit.raised import said
 from attn_jax.audit.target import Attend, Target
 from attn_jax.mask import Mask
@@ -58,12 +69,21 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
             if not isinstance(error, NotImplementedError | ValueError):
                 left_out.add(f"under {problem.mask}", error)
             continue
-        right = exact(problem)
+        right, where = exact(problem), (str(problem),)
         findings = of_probabilities(
             *(found, right.probability, right.visible, problem.format),
-            where=(str(problem),),
+            where=where,
             of_logits=in_fp32(right),
         )
+        broken = ~np.isfinite(found).all(-1)
+        if problem.mask in TOGETHER:
+            # Some have the mean of V there, `jax.nn` too; of other masks that is said.
+            findings = [f for f in findings if f.cause != BLIND_WEIGHTS]
+        # Of other masks their own problems say so.
+        if broken.any() and problem.mask in TOGETHER:
+            cause = "" if (broken & ~right.sees_none).any() else SEES_NO_KEY
+            says = f"{int(broken.sum())} rows of out are not finite"
+            findings = [Finding("not finite", cause, says, ("out",), where)]
         if problem.mask != "full":
             findings = [
                 dataclasses.replace(f, says=f"under {problem.mask}, {f.says}")
@@ -71,6 +91,27 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
             ]
         yield {"mask": problem.mask, "findings": _rows(findings)}
     yield left_out.row()
+
+
+def of_read(
+    rows: Iterable[tuple[str | None, list[Finding]]], spoilt: set[str]
+) -> list[Finding]:
+    """What to say of what `read` found, by mask. Under a `spoilt` one, where out is
+    recognised, it is a consequence; but what is wrong without a mask hides nothing, and
+    so shows nothing that a mask hides. What is said of a mask goes for those that are
+    made of it."""
+    found, named = [], set(spoilt)
+    for mask, findings in rows:
+        if mask is not None:
+            known = named if mask in TOGETHER else spoilt
+            if not known.isdisjoint(made_of(mask)):
+                continue
+            if "full" in spoilt:
+                findings = [f for f in findings if f.cause == HIDDEN_PAIRS]
+            if findings:
+                named.add(mask)
+        found += findings
+    return found
 
 
 def probe(target: Target, problem: Problem, *, gradients: bool = True) -> Iterator[Row]:

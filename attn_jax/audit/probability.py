@@ -12,7 +12,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from attn_jax.audit.exact import Exact
-from attn_jax.audit.finding import HIDDEN_PAIRS, P_CLIPPED, ROWS_NOT_ONE, Finding, Kind
+from attn_jax.audit.finding import (
+    BLIND_WEIGHTS,
+    HIDDEN_PAIRS,
+    P_CLIPPED,
+    ROWS_NOT_ONE,
+    Finding,
+    Kind,
+)
 from attn_jax.audit.programs import run_forward
 from attn_jax.formats import BF16, E4M3FN, E5M2, FP32, NumberFormat
 
@@ -80,7 +87,7 @@ def of_probabilities(
     if (~sees & (p > least)).any():
         rows = int(((~sees & (p > least)).any(-1)).sum())
         says = f"{rows} queries that see no key put weight on keys: give zeros there"
-        add("wrong wiring", "queries that see no key", says, rows=rows)
+        add("wrong wiring", BLIND_WEIGHTS, says, rows=rows)
     if shown.any():
         says = f"{_pairs(shown, ~visible & sees)}, which the mask hides, carry weight, "
         says += f"{p[shown].max():.1e} at most: apply the mask to the logits, as -inf"

@@ -75,10 +75,38 @@ MASKS: dict[str, Callable[[Shape], Mask]] = {
 }
 
 
+def _causal(name: str) -> Callable[[Shape], Mask]:
+    """A mask of `MASKS`, and causal."""
+    return lambda shape: dataclasses.replace(MASKS[name](shape), is_causal=True)
+
+
+def _no_keys(shape: Shape) -> Mask:
+    """The last batch entry has none."""
+    lengths = np.full(shape.batch, shape.key_length, np.int32)
+    lengths[-1] = 0
+    return Mask(key_value_lengths=lengths)
+
+
+# Rules that are right one by one may be wrong together, or where a length is 0. Beside
+# each are the names of the `MASKS` that it is made of. Only P is read under them.
+TOGETHER: dict[str, tuple[Callable[[Shape], Mask], tuple[str, ...]]] = {
+    **{
+        f"causal+{name}": (_causal(name), ("causal", name))
+        for name in ("window", "lengths", "packed")
+    },
+    "no keys": (_no_keys, ("lengths",)),
+}
+
+
+def made_of(mask: str) -> tuple[str, ...]:
+    """The names of `MASKS` that a mask is made of."""
+    return TOGETHER[mask][1] if mask in TOGETHER else (mask,)
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """A cell of an audit. `dtype`: of Q, K, V and dO, a name of `DTYPES`; `mask`: a
-    name of `MASKS`; the scale is 1 / sqrt(H)."""
+    name of `MASKS` or of `TOGETHER`; the scale is 1 / sqrt(H)."""
 
     shape: Shape
     dtype: str = "bfloat16"
@@ -90,7 +118,7 @@ class Problem:
         for name, known in (
             ("dtype", DTYPES),
             ("family", FAMILIES),
-            ("mask", MASKS),
+            ("mask", MASKS | TOGETHER),
         ):
             given = getattr(self, name)
             if given not in known:
@@ -119,7 +147,16 @@ class Problem:
 
     @property
     def rules(self) -> Mask:
-        return MASKS[self.mask](self.shape)
+        made = MASKS[self.mask] if self.mask in MASKS else TOGETHER[self.mask][0]
+        return made(self.shape)
+
+    def together(self, masks: Iterable[str]) -> list["Problem"]:
+        """The same under each of `TOGETHER` that is made of these masks."""
+        return [
+            dataclasses.replace(self, mask=name)
+            for name in TOGETHER
+            if set(made_of(name)) <= set(masks)
+        ]
 
     @property
     def unbiased(self) -> "Problem":

@@ -1,0 +1,103 @@
+"""Rules that are right one by one and wrong together, and lengths of 0."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attn_jax.audit import more
+from attn_jax.audit.finding import HIDDEN_PAIRS, SEES_NO_KEY, Finding
+from attn_jax.audit.inputs import Shape
+from attn_jax.audit.problem import MASKS, TOGETHER, Problem, made_of
+from attn_jax.audit.target import Adapter, Target
+from tests.planted import honest
+from tests.planted_masks import broadcast
+
+SHAPE = Shape(2, 48, 64, 2, 2, 32)
+PLAIN = [Problem(SHAPE, mask=mask) for mask in MASKS if mask != "bias"]
+
+
+def read(function) -> dict[str, list[str]]:
+    """Causes by mask."""
+    target = Target("planted", function, Adapter(lse="return_residual"))
+    masks = [problem.mask for problem in PLAIN]
+    rows = [*more.read(target, [*PLAIN, *PLAIN[0].together(masks)])]
+    names = [row["mask"] for row in rows if "mask" in row]
+    assert names == [*masks, *TOGETHER]
+    return {
+        row["mask"]: [f["cause"] for f in row["findings"]]
+        for row in rows
+        if "mask" in row and row["findings"]
+    }
+
+
+def without_causal_if(field: str):
+    """The causal mask is lost where another rule is given."""
+
+    def seen(visible, given):
+        if getattr(given, field) is None:
+            return visible
+        return broadcast(dataclasses.replace(given, is_causal=False), visible)
+
+    return seen
+
+
+def without_window_if_causal(visible, given):
+    window = None if given.is_causal else given.window
+    return broadcast(dataclasses.replace(given, window=window), visible)
+
+
+@pytest.mark.parametrize(
+    ("mask", "seen"),
+    [
+        ("causal+packed", without_causal_if("query_segment_ids")),
+        ("causal+lengths", without_causal_if("key_value_lengths")),
+        ("causal+window", without_causal_if("window")),
+        ("causal+window", without_window_if_causal),
+    ],
+)
+def test_a_rule_that_another_makes_void_is_found(mask, seen):
+    found = read(honest(seen=seen))
+    assert found == {mask: [HIDDEN_PAIRS]}
+
+
+def not_a_number_without_keys(*arrays, key_value_seq_lengths=None, **rules):
+    rules["key_value_seq_lengths"] = key_value_seq_lengths
+    out, lse = honest()(*arrays, **rules)
+    if key_value_seq_lengths is not None:
+        none = (key_value_seq_lengths == 0)[:, None, None, None]
+        out = jnp.where(none, jnp.nan, out)
+    return out, lse
+
+
+def test_out_without_keys_is_read_too():
+    assert read(not_a_number_without_keys) == {"no keys": [SEES_NO_KEY]}
+
+
+def test_an_honest_function_has_none():
+    assert read(honest()) == {}
+    assert read(jax.nn.dot_product_attention) == {}
+
+
+def test_what_one_mask_does_is_not_said_again_of_two():
+    finding = Finding("wrong wiring", HIDDEN_PAIRS, "says", ("out",))
+    rows = [
+        ("full", []),
+        ("causal", [finding]),
+        ("causal+window", [finding]),
+        ("no keys", [finding]),
+        (None, []),
+    ]
+    assert more.of_read(rows, set()) == [finding] * 2
+    assert more.of_read(rows, {"lengths"}) == [finding]
+    assert more.of_read(rows, {"full"}) == [finding] * 2
+    assert more.of_read(rows, {"causal", "lengths"}) == []
+    assert made_of("no keys") == ("lengths",) and made_of("full") == ("full",)
+
+
+def test_masks_together_need_both():
+    assert [p.mask for p in PLAIN[0].together(["causal", "packed"])] == [
+        "causal+packed"
+    ]
+    assert PLAIN[0].together(["full"]) == []
