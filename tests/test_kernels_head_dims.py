@@ -19,7 +19,7 @@ from attn_jax.formats import BF16, FP16
 from attn_jax.kernels import (
     ampere_backward_dbias,
     hopper_backward_dbias,
-    hopper_forward,
+    schedule,
     tuning,
     visibility,
 )
@@ -136,7 +136,7 @@ def test_every_head_dim_is_as_good_as_correctly_rounded(architecture, name):
 
 def _in_turn_without_races(case: Case) -> Results:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper_forward, "MULTIPROCESSORS", 1)
+        patch.setattr(schedule, "MULTIPROCESSORS", 1)
         return _kernels("hopper", case, detect_races=True)
 
 

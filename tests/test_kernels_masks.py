@@ -21,7 +21,7 @@ from attn_jax.audit.mask_cases import (
     mask_cases,
     sink_gradient_bound,
 )
-from attn_jax.kernels import hopper_forward
+from attn_jax.kernels import schedule
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.internals import interpreted
@@ -150,7 +150,7 @@ def test_no_races_under_a_mask(architecture, name):
 
 
 def _on_one_multiprocessor(case: Case) -> Results:
-    with patch.object(hopper_forward, "MULTIPROCESSORS", 1), fresh_programs():
+    with patch.object(schedule, "MULTIPROCESSORS", 1), fresh_programs():
         return _kernels("hopper", case)
 
 
