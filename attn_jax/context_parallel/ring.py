@@ -90,7 +90,7 @@ def backward(
         # On their way while delta is computed.
         both, rows = lax.optimization_barrier((_moved(own, static, hops[0]), rows))
     for before, hop, after in zip([0, *hops], hops, [*hops[1:], shards], strict=False):
-        # Own keys need not travel home.
+        # Own keys are at hand: none travel to them.
         onward = after - hop if after < shards else 0
         message, opened = _exchanged(static, both, onward, sums, hop - before)
         source = (rank - hop) % shards
