@@ -122,17 +122,22 @@ def in_fp32(right: Exact) -> Float[np.ndarray, "B N T"]:
 
 def _of_few_bits(p, right, fmt: NumberFormat) -> Float[np.ndarray, "B N T"]:
     """What rounding of single entries may put a row's sum off: six standard deviations
-    of independent ones, as large as they are, sqrt(sum d^2). 0 if they are no rounding.
+    of independent ones, as large as they are, sqrt(sum d^2). 0 if they are no rounding,
+    or one to `fmt` and no fewer bits, which the unit roundoffs of `of_probabilities`
+    are for.
 
-    d is what is left without the row's common factor, which a wrong normaliser is. No
-    rounding is a d / P of more than 8 times its median over all rows, which in a format
-    is at most 3, and twice that for the factor; nor of more than twice the unit
-    roundoff of E5M2. Where the median is that of 8 bits, E4M3's smallest number may be
-    lost besides.
+    d is what is left without the row's common factor, which a wrong normaliser is. In a
+    format |d| / P = u U / s, with U uniform in [0, 1] and significands s in [1, 2),
+    uniform in log s: median u ln(2) / 2, largest u, 2.9 times that. So no rounding is
+    more than 8 times the median over all rows, with twice that for the factor's own
+    error; nor of more than twice the unit roundoff of E5M2. Where the median is that of
+    8 bits, E4M3's smallest number may be lost besides.
     """
     factor = p.sum(-1, keepdims=True)
     d = p / np.where(factor > 0, factor, 1.0) - right
     typical = np.median(abs(d[right > 0]) / right[right > 0]) if right.any() else 0.0
+    if typical <= fmt.unit_roundoff:
+        return np.zeros(factor.shape[:-1])
     share = min(8 * typical, 2 * E5M2.unit_roundoff)
     in_8_bits = typical >= E4M3FN.unit_roundoff / 8
     least = E4M3FN.min_positive / 2 if in_8_bits else fmt.min_positive
