@@ -1,6 +1,7 @@
 """XLA's schedule for GPUs: what travels round the ring does so while kernels run."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -76,3 +77,21 @@ def test_messages_of_the_ring_travel_while_kernels_run(strategy):
     # the second time.
     assert len(hidden) == {"ring": 3 + 5, "all_gather+ring": 5}[strategy]
     assert all(hidden)
+
+
+def test_copy_engines_are_asked_for_within_one_process():
+    """XLA has no such messages between processes, nor on other devices."""
+
+    def devices(platform: str, *processes: int):
+        return [
+            SimpleNamespace(platform=platform, process_index=process)
+            for process in processes
+        ]
+
+    asked = context_parallel.compiler_options(devices("gpu", 0, 0))
+    # An unknown name, or value, is an error.
+    assert jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=asked)(1.0) == 2
+    assert asked and asked == context_parallel.compiler_options(devices("gpu", 3))
+    for others in (("gpu", 0, 1), ("cpu", 0, 0), ("tpu", 0)):
+        assert context_parallel.compiler_options(devices(*others)) == {}
+    assert context_parallel.compiler_options([]) == {}

@@ -140,10 +140,7 @@ def head_of(array, batch, head):
 def columns_at_once(rows: int, width: int) -> int:
     """Columns of a tile in global memory that a warpgroup reads while it holds another
     tile: few enough for the registers, and else as many as can be, since each time it
-    waits for memory; they divide the width. (Parts of 8192 queries by 4096 keys of 32
-    heads of 128 took an H200 0.94 ms in groups of 8 columns, 0.91, 0.87 and 0.85 of 16,
-    32 and 64, and 0.84 at once; with prefetches to the L2 cache 0.91 and 0.85 of 8 and
-    64.)"""
+    waits for memory; they divide the width (`prototypes/carried_columns.py`)."""
     most = max(GROUP, 64 * 320 // rows - width)
     most = min(most, width)
     return max(x for x in range(GROUP, most + 1, GROUP) if width % x == 0)
