@@ -174,6 +174,38 @@ def test_a_bias_is_as_good_as_on_one_device(strategy, layout, is_causal, shape):
     assert (np.abs(dbias.astype(np.float64) - exact.dbias) <= bound).all()
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("devices", [None, 2, 4])
+def test_shards_that_fill_no_tiles(devices, is_causal):
+    """As `train --preset=small-long --mesh.seq=4` has them: 272 tokens on a device; on
+    one card in a loop, and over NCCL and by copy engines."""
+    length, head_dim = 1088, 64
+    inputs = make_inputs("normal", 0, Shape(3, length, length, N, N, head_dim))
+    dlse = np.random.default_rng(1).standard_normal((3, N, length))
+    inputs = *inputs, dlse.astype(np.float32)
+    if devices is not None and len(jax.devices()) < devices:
+        pytest.skip(f"takes {devices} GPUs, and {len(jax.devices())} are here")
+    options: dict[str, Any] = dict(is_causal=is_causal, implementation="pallas")
+    if devices is None:
+        options |= dict(shards=4, layout="zigzag")
+        attend = functools.partial(context_parallel.simulate, **options)
+        compiled_with = [None]
+    else:
+        attend = sharded(devices, "ring", "zigzag", **options)
+        used = jax.devices()[:devices]
+        compiled_with = None, context_parallel.compiler_options(used)
+    exact = reference.golden(*inputs, mask=Mask(is_causal=is_causal))
+    wanted = exact.out, exact.dquery, exact.dkey, exact.dvalue
+    # As above.
+    bars = 1.7, math.hypot(1, 2 * 2.0**-3), 1.7, 1.7
+    for chosen in compiled_with:
+        out, lse, *gradients = _results(attend, inputs, chosen)
+        for got, want, bar in zip((out, *gradients), wanted, bars, strict=True):
+            assert unit_error(got, want, BF16) <= bar
+        atol = 20 * (head_dim + length) * 2.0**-24
+        np.testing.assert_allclose(lse, exact.lse, rtol=0, atol=atol)
+
+
 @pytest.mark.usefixtures("in_one_pass")
 @pytest.mark.parametrize("family", ["normal", "sink"])
 def test_no_error_grows_with_the_shards(family):
