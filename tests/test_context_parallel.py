@@ -278,7 +278,9 @@ def test_gradients_see_each_shards_own_keys(x64, monkeypatch):
     right = both_passes(run)(*given)
     chex.assert_trees_all_close(right, exact(given), rtol=BOUND, atol=BOUND)
     monkeypatch.setattr(ring, "_moved", lambda x, static, steps: x)
+    jax.clear_caches()
     wrong = both_passes(sharded(W, "ring", "contiguous", recipe=FP64))(*given)
+    jax.clear_caches()
     assert np.abs(np.asarray(wrong[3] - right[3])).max() > 0.1
 
 
@@ -352,9 +354,11 @@ def test_lse_far_apart_are_merged(way):
     np.testing.assert_allclose(merged[0, 0], want, rtol=4 * 2.0**-23)
 
 
-def test_hops_share_what_is_compiled(monkeypatch):
+def test_hops_and_layers_share_what_is_compiled(monkeypatch):
     """Eight shards in zigzag have the meeting of a shard with itself, that with an
-    earlier one and that with a later one: three programs a pass, not one a hop."""
+    earlier one and that with a later one: three programs a pass, not one a hop, and
+    the same three in every layer. Eight layers over four H200s were compiled in 157 s,
+    some 10 s a layer of it only to lower kernels."""
     made = []
 
     def counted(name):
@@ -370,12 +374,18 @@ def test_hops_share_what_is_compiled(monkeypatch):
         monkeypatch.setattr(Emulated, name, counted(name))
     attend = sharded(8, "ring", "zigzag", is_causal=True, implementation="emulated")
 
+    def layers(query, key, value):
+        out, _ = attend(query, key, value)
+        return attend(out, key, value)
+
     def both(*inputs):
-        results, pullback = jax.vjp(attend, *inputs)
+        results, pullback = jax.vjp(layers, *inputs)
         return pullback(results)
 
     x = jax.ShapeDtypeStruct((1, 128, 1, 16), jnp.bfloat16)
+    jax.clear_caches()
     jax.eval_shape(both, x, x, x)
+    jax.clear_caches()
     assert (made.count("carry_on"), made.count("backward")) == (3, 3)
 
 

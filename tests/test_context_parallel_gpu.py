@@ -3,6 +3,7 @@ put together on one card, against FP64, and one shard against the plain kernels.
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -129,9 +130,12 @@ def _check_gate(found: list[float], alone: list[float]) -> None:
 
 
 @pytest.fixture
-def in_one_pass(monkeypatch) -> None:
+def in_one_pass(monkeypatch) -> Iterator[None]:
     """Gradients of parts come from the kernel that parts of a useful size have."""
     monkeypatch.setattr(design, "LEAST_SHARE", 0.0)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_messages_of_the_ring_travel_while_kernels_run(strategy):
     """XLA has one message on its way at a time. What it made of two at a time, and of
     keys that nothing kept from going round at once, were messages that it waits for: on
     four H200s 0.49 of 0.74 ms, and 1.93 of 3.64 with the backward pass (8192 tokens,
-    `results/context-parallel-speed/nvidia-h200-x4.csv`)."""
+    `results/context-parallel-speed/nvidia-h200-x4-before.csv`)."""
     lines = in_child_process(_scheduled, strategy, seconds=TIME_LIMIT).splitlines()
     assert not [line for line in lines if re.search(r" collective-permute\(", line)]
     numbers: dict[str, int] = {}

@@ -247,25 +247,38 @@ def _attention(static: Static, *arrays):
 def _attention_fwd(static: Static, *arrays):
     x = Local(*arrays)
     x = x._replace(bias=kept_bias(static, x.bias))
-    made_by = ring if static.forward_by == "ring" else gather
-    exact, lse = made_by.forward(static, x)
+    exact, lse, centre = _forward(static, x)
     for_delta = named_out(partial.kept_for_delta(exact, static.block.recipe))
     out, lse = named_out(returned(static, exact)), named_lse(lse)
-    # Here its message is hidden; nothing would be there yet to hide it in the other
-    # pass. Whoever saves LSE by name saves it, too: it is smaller.
-    centre = static.block.centre(x.key, OverDevices.of_axis(static.axis))
+    # Whoever saves LSE by name saves it, too: it is smaller.
     if centre is not None:
         centre = named_lse(centre)
     return (out, lse), (x, lse, for_delta, centre)
 
 
 def _attention_bwd(static: Static, residuals, cotangents):
-    made_by = ring if static.backward_by == "ring" else gather
     # Else XLA sees the forward pass's messages in these, and keeps what came in them:
     # all keys, on every device.
     residuals = lax.optimization_barrier(residuals)
-    *found, dbias = made_by.backward(static, *residuals, *cotangents)
+    *found, dbias = _backward(static, *residuals, *cotangents)
     return *found, None, None, dbias
+
+
+# Under `jax.jit` kernels are traced and lowered once for all layers of a model, which
+# takes some ten seconds.
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(static: Static, x: Local) -> tuple[Array, Array, Array | None]:
+    """O, not yet rounded, LSE, and the centre of all keys, if one is wanted: here its
+    message is hidden, and nothing would be there yet to hide it in the other pass."""
+    made_by = ring if static.forward_by == "ring" else gather
+    exact, lse = made_by.forward(static, x)
+    return exact, lse, static.block.centre(x.key, OverDevices.of_axis(static.axis))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(static: Static, *given) -> tuple[Array | None, ...]:
+    made_by = ring if static.backward_by == "ring" else gather
+    return made_by.backward(static, *given)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
