@@ -97,7 +97,45 @@ def test_what_one_mask_does_is_not_said_again_of_two():
 
 
 def test_masks_together_need_both():
-    assert [p.mask for p in PLAIN[0].together(["causal", "packed"])] == [
-        "causal+packed"
-    ]
+    masks = PLAIN[0].together(["causal", "packed"])
+    assert [p.mask for p in masks] == ["causal+packed", "packed apart"]
     assert PLAIN[0].together(["full"]) == []
+
+
+def test_masks_may_come_one_by_one():
+    """As the audit gives them. Only the first of those together was read."""
+    one_by_one = (problem.mask for problem in PLAIN)
+    assert [p.mask for p in PLAIN[0].together(one_by_one)] == [*TOGETHER]
+
+
+def test_ids_of_keys_that_are_never_read_are_found():
+    def seen(visible, given):
+        if given.query_segment_ids is None or visible.shape[-2] != visible.shape[-1]:
+            return visible
+        same = dict(key_value_segment_ids=given.query_segment_ids)
+        return broadcast(dataclasses.replace(given, **same), visible)
+
+    square = dataclasses.replace(SHAPE, query_length=64)
+    target = Target("planted", honest(seen=seen), Adapter(lse="return_residual"))
+    packed = Problem(square, mask="packed")
+    rows = more.read(target, [packed, *packed.together(["packed"])])
+    causes = {row["mask"]: row["findings"] for row in rows if "mask" in row}
+    assert not causes["packed"]
+    assert HIDDEN_PAIRS in [f["cause"] for f in causes["packed apart"]]
+
+
+def test_lengths_of_keys_alone_are_read():
+    """A kernel that decodes takes none of queries."""
+
+    def decode(query, key, value, *, scale=None, key_value_seq_lengths=None):
+        lengths = key_value_seq_lengths
+        if lengths is not None:
+            lengths = jnp.full_like(lengths, lengths[0])
+        options = dict(scale=scale, key_value_seq_lengths=lengths)
+        return jax.nn.dot_product_attention(query, key, value, **options)
+
+    target = Target("planted", decode, Adapter(lse=None))
+    lengths = Problem(SHAPE, mask="lengths")
+    rows = more.read(target, [lengths, *lengths.together(["lengths"])])
+    causes = {row["mask"]: row["findings"] for row in rows if "mask" in row}
+    assert [f["cause"] for f in causes["key lengths"]] == [HIDDEN_PAIRS]

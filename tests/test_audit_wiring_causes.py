@@ -106,3 +106,26 @@ def test_roundings_of_gradients_are_below_what_is_said_of_them(family):
     for name in GRADIENTS:
         off = given[name].astype(np.float64) - getattr(right, name)
         assert np.sqrt(np.mean(off**2)) < noise[name], name
+
+
+def _times(factor: float):
+    return lambda gradients, scale: (
+        *(gradient * factor for gradient in gradients[:2]),
+        gradients[2],
+    )
+
+
+@pytest.mark.parametrize(
+    ("factor", "cause"),
+    [
+        (2**-0.5, "gradient with the scale of another head dim"),
+        (np.log(2), "gradient in another base"),
+        # Within a quarter of what is wrong from both, and neither.
+        (0.73, None),
+        (0.65, None),
+    ],
+)
+def test_a_factor_is_named_by_the_one_that_it_is(factor, cause):
+    """A head dim that is padded to twice itself was called another base."""
+    causes = {f.cause for f in found(honest(gradients=_times(factor)), NORMAL)}
+    assert causes == ({cause} if cause else set())

@@ -81,6 +81,7 @@ _ALTERED: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "dq_accumulator": (FLASH2, dict(dq_accumulator=_CAST)),
     "delta": (FLASH2, dict(delta=_CAST)),
     "exact delta": (FLASH2, dict(delta_source="o_f32")),
+    "exact delta, rounded": (FLASH2, dict(delta_source="o_f32", delta=_CAST)),
     "FP32 operands": (
         FLASH2,
         dict(probability=_WIDE, backward_probability=_WIDE, dlogits=_WIDE),
@@ -174,10 +175,12 @@ def candidates(inputs: NumberFormat, shards: int = 1) -> dict[str, Recipe]:
     for what, base, changes in _RINGS if shards > 1 else ():
         one = of_size(dataclasses.replace(base, **changes), shards, what)
         plain[one.name] = one
-    return {
-        name: recipe if recipe is EXACT_FP32 else recipe.with_inputs(inputs)
-        for name, recipe in plain.items()
-    }
+    return {name: for_inputs(recipe, inputs) for name, recipe in plain.items()}
+
+
+def for_inputs(recipe: Recipe, inputs: NumberFormat) -> Recipe:
+    """The recipe for inputs of a format, which in FP32 throughout takes any."""
+    return recipe if recipe is EXACT_FP32 else recipe.with_inputs(inputs)
 
 
 def of_size(recipe: Recipe, shards: int, what: str = "ring of {}") -> Recipe:

@@ -87,14 +87,30 @@ def _no_keys(shape: Shape) -> Mask:
     return Mask(key_value_lengths=lengths)
 
 
-# Rules that are right one by one may be wrong together, or where a length is 0. Beside
-# each are the names of the `MASKS` that it is made of. Only P is read under them.
+def _key_lengths(shape: Shape) -> Mask:
+    """Without any of queries, as kernels that decode have them."""
+    return dataclasses.replace(_lengths(shape), query_lengths=None)
+
+
+def _packed_apart(shape: Shape) -> Mask:
+    """Documents end at other keys than queries, though there be as many."""
+    more = shape.key_length // 4
+    ids = documents(shape.key_length + more)[more:]
+    ids = np.broadcast_to(ids, (shape.batch, shape.key_length))
+    return dataclasses.replace(_packed(shape), key_value_segment_ids=ids)
+
+
+# Rules that are right one by one may be wrong together, where a length is 0, of keys
+# alone, or where queries and keys have not the same. Beside each are the names of the
+# `MASKS` that it is made of. Only P is read under them.
 TOGETHER: dict[str, tuple[Callable[[Shape], Mask], tuple[str, ...]]] = {
     **{
         f"causal+{name}": (_causal(name), ("causal", name))
         for name in ("window", "lengths", "packed")
     },
     "no keys": (_no_keys, ("lengths",)),
+    "key lengths": (_key_lengths, ("lengths",)),
+    "packed apart": (_packed_apart, ("packed",)),
 }
 
 
@@ -152,10 +168,11 @@ class Problem:
 
     def together(self, masks: Iterable[str]) -> list["Problem"]:
         """The same under each of `TOGETHER` that is made of these masks."""
+        known = set(masks)
         return [
             dataclasses.replace(self, mask=name)
             for name in TOGETHER
-            if set(made_of(name)) <= set(masks)
+            if known.issuperset(made_of(name))
         ]
 
     @property

@@ -117,7 +117,8 @@ def audit_attention(
         plain = {name: recipes[name] for name in verdict.PLAIN}
         for recipe in against:
             check_is_recipe(recipe)
-        recipes = plain | {recipe.name: recipe for recipe in against}
+        wanted = [attribution.for_inputs(x, FORMATS[dtype]) for x in against]
+        recipes = plain | {recipe.name: recipe for recipe in wanted}
     given = None if shapes is None else [_shape(x) for x in shapes]
     groups = plan(given, families, masks, packed=target.adapter.packed)
     recipes = _on_first(recipes, groups[0].shape, against or ())

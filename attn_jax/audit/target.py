@@ -210,7 +210,7 @@ def _attend(target: Target, mask: Mask, scale: float, query, key, value, bias=No
         for name, x in _of_mask(target, mask, query, key).items()
     }
     causal = adapter.renamed.get("is_causal", "is_causal")
-    if (target.arguments or {}).get(causal):  # It has no default.
+    if causal in (target.arguments or {}):  # Whatever its default.
         keywords.setdefault(causal, False)
     if bias is not None:
         name = adapter.renamed.get("bias", "bias")

@@ -266,7 +266,7 @@ def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
         for problem, of_problem in costs
         if problem == worst.problem
         for cost in of_problem
-        if cost.tensor == tensor
+        if cost.tensor == tensor and not _is_without(units, cost)
     ]
     if candidates:
         dearest = max(candidates, key=lambda cost: cost.share)
@@ -293,6 +293,14 @@ def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
         tuple(str(cell.problem) for cell in poor),
         _evidence(worst, tensor),
     )
+
+
+def _is_without(units: float, cost: Cost) -> bool:
+    """Whether a target is nearer to the recipe without a step than with it, and so has
+    nothing to gain there."""
+    if not 0 < cost.without < cost.units or units <= 0:
+        return False
+    return units * units < cost.units * cost.without
 
 
 def _not_finite(cells: Sequence[Judged], tensor: str) -> list[Finding]:

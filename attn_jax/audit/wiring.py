@@ -296,9 +296,20 @@ def _errors(wrong: Wrong, far: Mapping[str, _Far], names) -> dict[str, float]:
             continue  # Where LSE is -inf, which says nothing.
         error, size = _distance(far[name].x, of), _rms(of)
         closest = min(1, _MARKEDLY**2 * far[name].share) / _MARKEDLY * size
-        if error <= min(far[name].error / _MARKEDLY, closest):
+        if error > min(far[name].error / _MARKEDLY, closest):
+            continue
+        # A factor close by is another mistake.
+        if error <= _ROUNDING * size or not _is_multiple(far[name].x, of):
             errors[name] = in_units(error, size)
     return errors
+
+
+def _is_multiple(x: np.ndarray, of: np.ndarray) -> bool:
+    """Whether some multiple of an array is markedly closer than the array itself."""
+    counts = np.isfinite(of)
+    x, of = x[counts], of[counts]
+    multiple = of * (np.vdot(of, x) / max(np.vdot(of, of), np.finfo(float).tiny))
+    return _MARKEDLY * _rms(x - multiple) <= _rms(x - of)
 
 
 def _cover(matches: Iterable[_Match], far: Mapping[str, _Far]) -> list[_Match]:

@@ -285,6 +285,17 @@ def _(s: Setting):
 
 
 @_add(
+    "gradient with the scale of another head dim",
+    "the gradient has the scale of another head dim",
+    "use 1 / sqrt(H) with the H before padding, in the backward pass, too",
+)
+def _(s: Setting):
+    x, H = s.attention, s.problem.shape.head_dim
+    for padded in sorted({-(-H // m) * m for m in (16, 32, 64, 128, 256)} - {H}):
+        yield Wrong(f"that of H = {padded}", _both(x, (H / padded) ** 0.5))
+
+
+@_add(
     "gradient in another base",
     "the gradient is off by a factor of ln(2)",
     "differentiate exp, not exp2",

@@ -1,0 +1,67 @@
+"""Recipes that an audit is asked to compare with, and what is called a target's own."""
+
+import jax.numpy as jnp
+import pytest
+
+from attn_jax.audit import audit_attention
+from attn_jax.audit.attribution import Cost, Fit
+from attn_jax.audit.problem import DTYPES
+from attn_jax.audit.verdict import judge
+from attn_jax.formats import BF16
+from attn_jax.recipe import FLASH2, JAX_NN
+from tests.planted import honest
+from tests.test_audit_verdict import cell
+
+SMALL = dict(shapes=[(1, 32, 32, 2, 2, 16)], families=["normal"], masks=["full"])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES])
+def test_recipes_are_those_for_the_inputs(dtype):
+    """BF16's refused FP16, and stood for FP32's: dQ summed in BF16 was then as accurate
+    as its algorithm allows."""
+
+    def coarse(gradients, scale):
+        dq, *others = gradients
+        if dtype == "float32":
+            dq = dq.astype(jnp.bfloat16).astype(dtype)
+        return dq, *others
+
+    report = audit_attention(
+        honest(gradients=coarse), **SMALL, dtype=dtype, against=[FLASH2, JAX_NN]
+    )
+    kinds = {(f.kind, f.tensors) for f in report.findings}
+    worse = "worse than its algorithm allows", ("dquery",)
+    assert (worse in kinds) == (dtype == "float32")
+
+
+def test_a_causal_default_is_overruled():
+    """`is_causal` is False where no causal mask is asked for."""
+    attend = honest()
+
+    def causal(query, key, value, *, scale=None, is_causal=True):
+        return attend(query, key, value, scale=scale, is_causal=is_causal)[0]
+
+    report = audit_attention(
+        causal, **SMALL | dict(masks=["full", "causal"]), gradients=False, against=[]
+    )
+    assert not [f for f in report.findings if f.kind == "wrong wiring"]
+
+
+def test_what_a_target_does_not_have_is_not_its_step():
+    """Where it is as good as the recipe without a step, the step is another's."""
+    problem = cell().problem
+    costs = [
+        Cost("delta from the rounded output", "dquery", 40.4, 27.3),
+        Cost("delta", "dquery", 40.4, 29.8),
+    ]
+    fit = Fit("flash2 (delta)", 0.1)
+    (found,) = judge([cell(allowed=40.4, dquery=27.3)], fit, [(problem, costs)])
+    assert found.cause == ""
+    (found,) = judge([cell(allowed=40.4, dquery=39.0)], fit, [(problem, costs)])
+    assert found.cause == "delta from the rounded output"
+
+
+def test_a_rounded_delta_of_exact_outputs_is_recognised():
+    from attn_jax.audit.attribution import candidates
+
+    assert "flash2 (exact delta, rounded)" in candidates(BF16)
