@@ -73,13 +73,20 @@ def attend(mask: Mask, fault: str = "", out_dtype=None):
             delta = 0.9 * delta
         dp = dot("btnh,bsnh->bnts", do, wide(v))
         ds = p * (dp - (delta - dlse)[..., None])
-        ds = ds.astype(q.dtype).astype(jnp.float32)
+        ds_of_dq = ds_of_dk = ds.astype(q.dtype).astype(jnp.float32)
+        if fault.startswith("LSE gradient in"):
+            without = p * (dp - delta[..., None])
+            without = without.astype(q.dtype).astype(jnp.float32)
+            if "dQ" in fault:
+                ds_of_dk = without
+            else:
+                ds_of_dq = without
         p = p.astype(q.dtype).astype(jnp.float32)
         if fault == "last queries miss in dV":
             p = p.at[:, :, -TILE:].set(0)
         scale = q.shape[-1] ** -0.5
-        dq = scale * dot("bnts,bsnh->btnh", ds, wide(k))
-        dk = scale * narrow(dot("bnts,btnh->bsnh", ds, q.astype(jnp.float32)), k)
+        dq = scale * dot("bnts,bsnh->btnh", ds_of_dq, wide(k))
+        dk = scale * narrow(dot("bnts,btnh->bsnh", ds_of_dk, q.astype(jnp.float32)), k)
         dv = narrow(dot("bnts,btnh->bsnh", p, do), v)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 

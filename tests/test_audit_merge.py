@@ -6,7 +6,7 @@ import pytest
 
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.merge import merge_audit, part_mask
-from attn_jax.audit.problem import MASKS, Problem
+from attn_jax.audit.problem import MASKS, SYMBOLS, Problem
 from attn_jax.audit.target import resolve
 from attn_jax.mask import Mask
 from tests.audit_targets import attend, honest
@@ -26,6 +26,11 @@ def kinds(result):
     return {(f.kind, f.cause) for f in result.findings}
 
 
+def assert_differentiated(result):
+    assert set(result.lse_gradient) == {"dquery", "dkey"}
+    assert all(abs(share - 1) < 0.05 for share in result.lse_gradient.values())
+
+
 @pytest.mark.parametrize(
     "family", ["normal", pytest.param("offset", marks=pytest.mark.thorough)]
 )
@@ -37,7 +42,7 @@ def test_fp32_partial_results_merge_exactly(mask, family):
     assert result.combination == ("fp32", "fp32") and result.against == "golden"
     # A tenth: what an error that does not grow is by how keys happen to be cut.
     assert abs(result.growth["out"]) < 0.1
-    assert result.lse_gradient is not None and abs(result.lse_gradient - 1) < 0.05
+    assert_differentiated(result)
 
 
 @pytest.mark.parametrize("mask", ["full", "packed"])
@@ -82,8 +87,26 @@ def test_lse_without_gradient_is_wrong_wiring():
     result = audit("LSE without gradient")
     assert kinds(result) == {("wrong wiring", "LSE gets no gradient")}
     assert result.verdict == "LSE gets no gradient; out merges exactly"
-    assert result.lse_gradient is not None and abs(result.lse_gradient) < 0.05
+    assert set(result.lse_gradient) == {"dquery", "dkey"}
+    assert all(abs(share) < 0.05 for share in result.lse_gradient.values())
     assert result.errors["dquery"][2] > 10 * result.errors["dquery"][1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "wrong", "right"),
+    [
+        ("LSE gradient in dQ alone", "dkey", "dquery"),
+        ("LSE gradient in dK alone", "dquery", "dkey"),
+    ],
+)
+def test_an_lse_gradient_that_one_result_lacks_is_wrong_wiring(fault, wrong, right):
+    result = audit(fault)
+    (found,) = result.findings
+    cause = f"LSE gradient wrong: {SYMBOLS[wrong]}"
+    assert (found.kind, found.cause) == ("wrong wiring", cause)
+    assert found.tensors == (wrong,) and "lacks" in found.says
+    assert abs(result.lse_gradient[wrong]) < 0.05
+    assert abs(result.lse_gradient[right] - 1) < 0.05
 
 
 @pytest.mark.parametrize("fault", ["LSE in log2", "LSE constant"])
@@ -97,7 +120,7 @@ def test_an_lse_that_does_not_merge_is_worse(fault):
 def test_recipes_lose_by_16_bits_and_by_nothing_else(name):
     result = merge_audit(lambda mask: honest(name, mask), Problem(SHAPE), parts=(4,))
     assert kinds(result) == {(POOR, "16-bit partial results")}
-    assert result.lse_gradient is not None and abs(result.lse_gradient - 1) < 0.05
+    assert_differentiated(result)
 
 
 def test_float32_merges_exactly():
@@ -107,12 +130,12 @@ def test_float32_merges_exactly():
 
 def test_an_exact_zero_is_no_error():
     result = audit(problem=Problem(SHAPE, family="zero_k_one_v"))
-    assert not result.findings and result.lse_gradient is None
+    assert not result.findings and result.lse_gradient == {}
 
 
 def test_long_problems_are_measured_against_one_part():
     result = audit("LSE without gradient", golden_limit=0)
-    assert result.against == "one part" and result.lse_gradient is None
+    assert result.against == "one part" and result.lse_gradient == {}
     assert set(result.errors["out"]) == set(PARTS)
     # Both round out; only one has the gradient.
     assert result.errors["out"][8] < 2 < result.errors["dquery"][8]

@@ -20,6 +20,7 @@ from attn_jax.audit.error import correctly_rounded, unit_error
 from attn_jax.audit.finding import Finding
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import POOR, WORSE
+from attn_jax.audit.lse_gradient import THROUGH_LSE, of_shares, share
 from attn_jax.audit.problem import GRADIENTS, Problem
 from attn_jax.audit.programs import run
 from attn_jax.audit.raised import contained
@@ -39,8 +40,6 @@ GOLDEN_LIMIT = 2**18
 _FITS = {"16 bits": 1.5, "32 bits": 6.0}
 # How far an error may be from that of a format and still be taken for it.
 _NEAR = 4.0
-# An LSE gradient off by a tenth is none that rounding could have made.
-_SHARE = 0.1
 # Combinations whose predictions are closer than this cannot be told apart.
 _ALIKE = 1.05
 
@@ -58,8 +57,8 @@ class MergeAudit:
     predicted     units of out by (format of out_w, format of LSE_w): exact partial
                   results rounded to these, and the target's error in one part
     combination   the one that fits best; None if none does or there are none
-    lse_gradient  the share of the gradient through LSE that dQ has: 1 is right; None
-                  where it cannot be told
+    lse_gradient  the share of the gradient through LSE that dquery and dkey have: 1 is
+                  right; without those of which it cannot be told
     verdict       in words
     """
 
@@ -68,7 +67,7 @@ class MergeAudit:
     growth: Mapping[str, float]
     predicted: Mapping[Combination, Mapping[int, float]]
     combination: Combination | None
-    lse_gradient: float | None
+    lse_gradient: Mapping[str, float]
     verdict: str
     findings: tuple[Finding, ...]
 
@@ -115,7 +114,7 @@ def merge_audit(
     growth = {name: _exponent(of) for name, of in errors.items()}
     if not exact:
         verdict = "not judged: too long for exact partial results"
-        return MergeAudit("one part", errors, growth, {}, None, None, verdict, ())
+        return MergeAudit("one part", errors, growth, {}, None, {}, verdict, ())
     halves = (BF16, FP16) if problem.format == FP32 else (problem.format,)
     partial = {w: _exact_parts(inputs, mask, w, problem.scale) for w in numbers}
     predicted = {
@@ -127,14 +126,13 @@ def merge_audit(
     }
     possible = _possible(problem, predicted, measured[1], base["lse"], errors["lse"][1])
     combination = _best_fit(problem, possible, errors["out"])
-    share = None
+    shares: dict[str, float] = {}
     if gradients:
-        some = partial[parts[0]], parts[0]
-        share = _lse_gradient(problem, measured, base["dquery"], *some)
-    findings = _findings(errors, predicted, combination, share)
+        shares = _lse_gradient(problem, measured, base, partial[parts[0]], parts[0])
+    findings = _findings(errors, predicted, combination, shares)
     verdict = "; ".join(_verdict(combination, findings))
     return MergeAudit(
-        "golden", errors, growth, predicted, combination, share, verdict, findings
+        "golden", errors, growth, predicted, combination, shares, verdict, findings
     )
 
 
@@ -381,40 +379,33 @@ def _best_fit(problem: Problem, predicted, errors) -> Combination | None:
     return best if fits else None
 
 
-def _lse_gradient(problem, measured, whole, partial: _Partial, parts: int):
-    """How much of what dLSE adds to dQ the measured dQ has, by projection."""
+def _lse_gradient(
+    problem: Problem, measured, whole, partial: _Partial, parts: int
+) -> dict[str, float]:
+    """How much of what dLSE adds to dQ and dK the measured ones have. To dV it adds
+    nothing: that of parts is P_w^T dO_w."""
     weight = _weights(partial.lse)
     dout = problem.inputs.dout.astype(np.float64)[:, None] * weight
     dout = dout.reshape(partial.inputs.dout.shape)
     with ALONE:
-        without = golden(
-            *partial.inputs[:3], dout, mask=partial.mask, scale=problem.scale
-        ).dquery
-    added = whole - _summed(without, parts)
-    off = measured[1]["dquery"] - whole
-    # As large as four times the error in one part, or the share is of noise.
-    if np.square(added).sum() <= 16 * np.square(off).sum():
-        return None
-    missed = measured[parts]["dquery"] - whole
-    return float(1 + (missed * added).sum() / np.square(added).sum())
+        of = golden(*partial.inputs[:3], dout, mask=partial.mask, scale=problem.scale)
+    without = {
+        "dquery": _summed(of.dquery, parts),
+        "dkey": of.dkey.reshape(problem.shape.key),
+    }
+    shares = {
+        name: share(
+            measured[parts][name] - whole[name],
+            whole[name] - without[name],
+            measured[1][name] - whole[name],
+        )
+        for name in THROUGH_LSE
+    }
+    return {name: x for name, x in shares.items() if x is not None}
 
 
-def _findings(errors, predicted, combination, share) -> tuple[Finding, ...]:
-    findings = []
-    if share is not None and not abs(share - 1) <= _SHARE:
-        cause = "LSE gradient wrong"
-        says = (
-            f"dQ has {share:.2f} times the gradient through LSE when parts are merged"
-        )
-        if abs(share) <= _SHARE:
-            cause = "LSE gets no gradient"
-            says = "dQ of merged parts lacks the gradient through LSE"
-        says += ": differentiate LSE, dS = P (dP - delta + dLSE)"
-        evidence = {"lse_gradient": share}
-        tensors = "dquery", "dkey"
-        findings.append(
-            Finding("wrong wiring", cause, says, tensors, ("merge",), evidence)
-        )
+def _findings(errors, predicted, combination, shares) -> tuple[Finding, ...]:
+    findings = of_shares(shares, "when parts are merged", ("merge",))
     worst = max(errors["out"], key=lambda w: errors["out"][w])
     evidence: dict[str, float | str] = {
         f"out, {w} parts": e for w, e in errors["out"].items()
