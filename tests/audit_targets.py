@@ -87,6 +87,8 @@ def attend(mask: Mask, fault: str = "", out_dtype=None):
         scale = q.shape[-1] ** -0.5
         dq = scale * dot("bnts,bsnh->btnh", ds_of_dq, wide(k))
         dk = scale * narrow(dot("bnts,btnh->bsnh", ds_of_dk, q.astype(jnp.float32)), k)
+        if fault == "dLSE in dV":
+            do = do + dlse.swapaxes(1, 2)[..., None]
         dv = narrow(dot("bnts,btnh->bsnh", p, do), v)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 

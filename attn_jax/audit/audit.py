@@ -13,6 +13,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -343,8 +344,8 @@ def _begin_looks(audit: Audit, parts: Parts) -> dict[str, Callable[[], list[Row]
 
 def _look(audit: Audit, name: str) -> Iterator[Row]:
     """What a target is looked at for by itself, on the first group's shape and mask; P
-    under all masks of that shape. In the other mode it is looked at with the group's
-    bias, too; the rest is of attention without one."""
+    and the gradient through LSE under all masks of that shape. In the other mode it is
+    looked at with the group's bias, too; the rest is of attention without one."""
     target, group = audit.target, audit.groups[0]
     problem = Problem(group.shape, audit.dtype, "normal", group.mask)
     plain, of = problem.unbiased, {"gradients": audit.gradients}
@@ -359,7 +360,10 @@ def _look(audit: Audit, name: str) -> Iterator[Row]:
         "x64": lambda: more.other_mode(target, problem, **of),
         "probes": lambda: more.probe(target, plain, **of),
         "invariances": lambda: more.vary(target, plain, **of),
-        "merging": lambda: more.merge(target, plain, **of),
+        "merging": lambda: itertools.chain(
+            more.guarded(name, lambda: more.merge(target, plain, **of)),
+            more.through_lse(target, of_masks if audit.gradients else ()),
+        ),
     }
     return more.guarded(name, looks[name])
 

@@ -4,12 +4,19 @@ What dLSE adds to dQ and dK is scale P dLSE times K and Q, and nothing to dV, si
 V does not depend on it. A share of 1 of what it adds is right.
 """
 
+import functools
 from collections.abc import Mapping
 
+import jax
 import numpy as np
 
+from attn_jax.audit.alone import ALONE
 from attn_jax.audit.finding import Finding
-from attn_jax.audit.problem import SYMBOLS
+from attn_jax.audit.problem import GRADIENTS, SYMBOLS, Problem
+from attn_jax.audit.raised import contained
+from attn_jax.audit.target import Attend
+from attn_jax.reference import golden
+from attn_jax.xla_options import NO_GRAPHS
 
 # The results to which dLSE adds something.
 THROUGH_LSE = "dquery", "dkey"
@@ -58,3 +65,67 @@ def of_shares(
         f"lse_gradient, {name}": x for name, x in shares.items()
     }
     return [Finding("wrong wiring", cause, says, tensors, where, evidence)]
+
+
+def read(attend: Attend, problem: Problem) -> list[Finding]:
+    """Findings of the gradient through LSE alone, of a call with dO = 0, beside one
+    with dLSE = 0; [] without LSE. It raises what the attention raises.
+
+    dLSE is sum_h dO_h, about as large as dP, and 0 in rows that see no key. With dO = 0
+    dV = P^T dO is 0 in any format, and nothing is allowed.
+    """
+    query, key, value, dout = problem.inputs
+    exact = problem.exact()
+    dlse = dout.astype(np.float32).sum(-1).swapaxes(1, 2)
+    dlse = np.where(np.isneginf(exact.lse), np.float32(0), dlse)
+    nothing = np.zeros_like(dout)
+    with contained():
+        program = _gradients.lower(attend, query, key, value, nothing, dlse)
+    program.compile()
+    with ALONE:
+        added = golden(
+            *(query, key, value, nothing, dlse),
+            mask=problem.rules,
+            scale=problem.scale,
+        )
+        pair = jax.device_get(
+            [
+                _gradients(attend, query, key, value, *cotangents)
+                for cotangents in ((dout, np.zeros_like(dlse)), (nothing, dlse))
+            ]
+        )
+    without, through = (
+        {name: x.astype(np.float64) for name, x in of.items()} for of in pair
+    )
+    if not through:
+        return []
+    off = {name: without[name] - getattr(exact, name) for name in GRADIENTS}
+    shares = {}
+    for name in THROUGH_LSE:
+        of = getattr(added, name)
+        found = share(through[name] - of, of, off[name])
+        if found is not None:
+            shares[name] = found
+    where = (str(problem),)
+    findings = of_shares(shares, f"under {problem.mask},", where)
+    # As of the others: where it is wrong without dLSE, that is said, and not this.
+    is_right = np.square(exact.dvalue).sum() > 16 * np.square(off["dvalue"]).sum()
+    largest = float(np.abs(through["dvalue"]).max())
+    if is_right and largest > 0:
+        says = (
+            f"under {problem.mask}, dV is up to {largest:.3g} where dO is 0 and dLSE "
+            "is not: dV = P^T dO, take dLSE to dS alone"
+        )
+        cause = "LSE gradient wrong: dV"
+        findings.append(Finding("wrong wiring", cause, says, ("dvalue",), where))
+    return findings
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=NO_GRAPHS)
+def _gradients(attend, query, key, value, dout, dlse):
+    """By name; none without LSE."""
+    (out, lse), pullback = jax.vjp(attend, query, key, value)
+    if lse is None:
+        return {}
+    found = pullback((dout.astype(out.dtype), dlse.astype(lse.dtype)))
+    return dict(zip(GRADIENTS, found, strict=True))

@@ -3,7 +3,8 @@
     P           read from it, for what is random or hidden (`probability`)
     probes      identities that need no exact result (`probes`)
     invariance  what should change no bit (`invariance`)
-    merging     keys in parts, put together by LSE (`merge`)
+    merging     keys in parts, put together by LSE (`merge`); the gradient through LSE
+                alone (`lse_gradient`)
     x64         the other mode of `jax_enable_x64`
     again       a problem on which it is wrong
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from attn_jax.audit import probes
+from attn_jax.audit import lse_gradient, probes
 from attn_jax.audit.exact import exact
 from attn_jax.audit.finding import (
     BLIND_WEIGHTS,
@@ -29,7 +30,7 @@ from attn_jax.audit.finding import (
 )
 from attn_jax.audit.invariance import invariances, same_bits
 from attn_jax.audit.measure import Outcome, Runner, measured
-from attn_jax.audit.merge import merge_audit
+from attn_jax.audit.merge import GOLDEN_LIMIT, merge_audit
 from attn_jax.audit.probability import in_fp32, of_probabilities, probabilities
 from attn_jax.audit.problem import (
     SYMBOLS,
@@ -217,6 +218,26 @@ def merge(target: Target, problem: Problem, *, gradients: bool = True) -> Iterat
         "growth": dict(found.growth),
         "findings": _rows(faults),
     }
+
+
+def through_lse(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
+    """Findings of the gradient through LSE, one row for each problem of a mask, until
+    there are some: a gradient that is missing is so under most."""
+    left_out = _LeftOut("LSE's gradient")
+    for problem in problems if target.has_lse else ():
+        if problem.shape.query_length * problem.shape.key_length > GOLDEN_LIMIT:
+            continue
+        try:
+            findings = lse_gradient.read(target.on(problem), problem)
+        except Exception as error:  # A function of somebody's may raise anything.
+            # What refuses a mask its own problems say.
+            if not isinstance(error, NotImplementedError | ValueError):
+                left_out.add(f"under {problem.mask}", error)
+            continue
+        yield {"findings": _rows(findings)}
+        if findings:
+            break
+    yield left_out.row()
 
 
 def other_mode(target: Target, problem: Problem, *, gradients: bool) -> Iterator[Row]:

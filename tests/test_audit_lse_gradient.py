@@ -1,0 +1,73 @@
+"""The gradient through LSE alone, under masks that parts are not merged under."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from attn_jax.audit import lse_gradient, more
+from attn_jax.audit.inputs import Shape
+from attn_jax.audit.problem import Problem
+from attn_jax.audit.target import Adapter, Target
+from tests import planted
+from tests.audit_targets import attend, honest
+
+SHAPE = Shape(2, 64, 96, 4, 2, 32)
+CAUSAL = Problem(SHAPE, mask="causal")
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "dtype"),
+    [
+        ("plain", "causal", "float16"),
+        ("plain", "packed", "float32"),
+        ("flash2", "lengths", "bfloat16"),
+        ("attn_jax", "window", "bfloat16"),
+        ("eager_bf16", "causal", "bfloat16"),
+    ],
+)
+def test_right_gradients_are_not_accused(name, mask, dtype):
+    problem = Problem(SHAPE, dtype, mask=mask)
+    assert lse_gradient.read(honest(name, problem.rules), problem) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "tensors"),
+    [
+        ("LSE without gradient", "LSE gets no gradient", ("dquery", "dkey")),
+        ("LSE gradient in dQ alone", "LSE gradient wrong: dK", ("dkey",)),
+        ("LSE gradient in dK alone", "LSE gradient wrong: dQ", ("dquery",)),
+        ("dLSE in dV", "LSE gradient wrong: dV", ("dvalue",)),
+    ],
+)
+def test_the_result_that_is_wrong_is_named(fault, cause, tensors):
+    (found,) = lse_gradient.read(attend(CAUSAL.rules, fault), CAUSAL)
+    assert (found.kind, found.cause) == ("wrong wiring", cause)
+    assert found.tensors == tensors and found.says.startswith("under causal, ")
+
+
+def test_what_is_wrong_without_dlse_is_not_said_here():
+    wrong = planted.PLANTED["gradient is zero"].function
+    problem = Problem(SHAPE)
+    assert lse_gradient.read(planted.attend(wrong, problem), problem) == []
+
+
+def _forgets_under_causal(*arrays, is_causal=False, **rules):
+    function = planted.honest(**({"dlse": jnp.zeros_like} if is_causal else {}))
+    return function(*arrays, is_causal=is_causal, **rules)
+
+
+def test_a_gradient_that_is_missing_under_one_mask_is_found():
+    target = Target("", _forgets_under_causal, Adapter(lse="return_residual"))
+    full = dataclasses.replace(CAUSAL, mask="full")
+    problems = [full, CAUSAL, dataclasses.replace(CAUSAL, mask="window")]
+    rows = list(more.through_lse(target, problems))
+    assert [len(row["findings"]) for row in rows] == [0, 1, 0]
+    (found,) = rows[1]["findings"]
+    assert found["cause"] == "LSE gets no gradient"
+    assert found["where"] == (str(CAUSAL),)
+    # Without LSE there is nothing to look at.
+    assert not any(
+        row["findings"]
+        for row in more.through_lse(Target("", jnp.add, Adapter(lse=None)), problems)
+    )
