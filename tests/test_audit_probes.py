@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -16,6 +17,7 @@ from attn_jax.formats import BF16
 from attn_jax.mask import Mask
 from tests import planted, planted_keys
 from tests.audit_targets import attend, honest
+from tests.knobs import bfloat16
 
 SHAPE = Shape(2, 80, 96, 2, 1, 32)
 POOR = "as accurate as its algorithm allows, which is poor here"
@@ -107,6 +109,32 @@ def test_zeros_past_the_last_key_are_found_at_another_length():
     assert {x for x in found if x[1] != POOR} == {last}
     (right,) = probes.half_a_tile(lambda p: planted.attend(planted.honest(), p), whole)
     assert right.finding is None
+
+
+def test_an_out_that_large_logits_change_is_found():
+    """Without LSE, and where all is finite."""
+    problem = Problem(SHAPE)
+
+    def outs(function):
+        run = planted.attend(function, problem)
+        found = probes.extremes(lambda *x: (run(*x)[0], None), problem, gradients=False)
+        names = "out at -125", "out at -1000", "out at +125", "out at +1000"
+        assert {r.name for r in found} >= {*names}
+        return {(r.name, r.finding.kind, r.finding.cause) for r in found if r.finding}
+
+    cause = "result depends on what all keys share"
+    at_1000 = "out at +1000", WORSE, cause
+    for most, found in (
+        (80.0, {("out at +125", WORSE, cause), at_1000}),
+        (500.0, {at_1000}),
+    ):
+        clipped = planted.honest(logits=lambda x, most=most: jnp.minimum(x, most))
+        assert outs(clipped) == found
+    in_bfloat16 = planted.honest(logits=bfloat16)
+    for keys in (96, 1024):  # Of many, one may have the whole row.
+        problem = Problem(dataclasses.replace(SHAPE, key_length=keys))
+        assert {x[1:] for x in outs(in_bfloat16)} == {(POOR, "logits in 16 bits")}
+    assert outs(planted.honest()) == set()
 
 
 def test_a_dropped_tile_is_wrong_wiring():

@@ -13,33 +13,28 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from attn_jax.audit.finding import EXTREME, PAST_THE_LAST
+from attn_jax.audit.extremes import AttendOf, extremes, half_a_tile
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import (
     ProbeResult,
     by_keys,
-    by_lse,
     by_rows,
-    count,
     judge,
     pooled,
     root_mean_square_bound,
 )
-from attn_jax.audit.noise import Noise, logit_extent, rms_of_rounding, rounding_noise
-from attn_jax.audit.problem import DTYPES, Problem, at_extremes
+from attn_jax.audit.noise import rms_of_rounding
+from attn_jax.audit.problem import DTYPES, Problem
 from attn_jax.audit.programs import run, run_forward
 from attn_jax.audit.target import Attend
+from attn_jax.audit.tiers import at, lse_result, noise_of, pair_tiers, steps
 from attn_jax.audit.visible import counted, key_classes, shuffled
-from attn_jax.formats import BF16, FP32, TF32, NumberFormat
+from attn_jax.formats import FP32
 
 # Positions of a result that are widened at a time.
 _CHUNK = 4096
 
-# A length that ends in the middle of a tile of 128, and of 256 keys.
-_HALF_A_TILE = 320
-
 Probe = Callable[..., tuple[ProbeResult, ...]]
-AttendOf = Callable[[Problem], Attend]
 
 
 def unit_value(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
@@ -127,14 +122,14 @@ def ones_column(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
     dquery = run(attend, inputs)["dquery"][..., -1]
     size = problem.scale * constant
     lost = (problem.format.min_positive / size) ** 2
-    noise = _noise(problem, inputs)
+    noise = noise_of(problem, inputs)
     got = dquery[:, noise.rows].astype(np.float64) / size
 
     def tiers():
         yield "", noise.row_sum + lost
         yield "delta", noise.row_sum + noise.row_sum_of_o + lost
-        for fmt, cause in list(_steps(problem.format, logits=False))[1:]:
-            coarse = _noise(problem, inputs, fmt)
+        for fmt, cause in list(steps(problem.format, logits=False))[1:]:
+            coarse = noise_of(problem, inputs, fmt)
             yield cause, coarse.row_sum + coarse.row_sum_of_o + lost
 
     return (
@@ -184,7 +179,7 @@ def sum_of_dvalue(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
     shift = FP32.unit_roundoff * (8 + extent + max(s.query_length, s.key_length) / 8)
 
     def tiers():
-        for fmt, cause in _steps(problem.format, logits=False):
+        for fmt, cause in steps(problem.format, logits=False):
             yield cause, (fmt.unit_roundoff**2 + shift**2) * squares + rounded
 
     return (
@@ -219,16 +214,16 @@ def shifted_keys(
     key = np.rint(key.astype(np.float64) / grid) * grid
     keys = key.astype(dtype), (key + centre).astype(dtype)
     pair = [Inputs(query, k, value, dout) for k in keys]
-    noises = [_noise(problem, inputs) for inputs in pair]
+    noises = [noise_of(problem, inputs) for inputs in pair]
     first, second = (run(attend, x, gradients=gradients) for x in pair)
     results = []
     for name in ("out", "dquery") if gradients else ("out",):
-        difference = _at(noises[0], second[name]) - _at(noises[0], first[name])
+        difference = at(noises[0], second[name]) - at(noises[0], first[name])
         results.append(
             by_rows(
                 f"K + c: {name}",
                 difference,
-                _pair_tiers(problem, pair, noises, name),
+                pair_tiers(problem, pair, noises, name),
                 noises[0],
                 (name,),
                 "result depends on what all keys share",
@@ -244,7 +239,7 @@ def shifted_keys(
             "btnh,h->btn", query.astype(np.float64)[:, noises[0].rows], centre
         )
         results.append(
-            _lse_result("K + c: lse", (first, second), moved, noises, problem)
+            lse_result("K + c: lse", (first, second), moved, noises, problem)
         )
     return tuple(results)
 
@@ -269,7 +264,7 @@ def permuted_keys(
         key=np.take_along_axis(inputs.key, order, 1),
         value=np.take_along_axis(inputs.value, order, 1),
     )
-    noise = _noise(problem, inputs)
+    noise = noise_of(problem, inputs)
     first, second = (run(attend, x, gradients=gradients) for x in (inputs, moved))
     says = (
         "changes by {measured:.3g} times what rounding allows when keys and values "
@@ -278,8 +273,8 @@ def permuted_keys(
     results = [
         by_rows(
             f"permuted keys: {name}",
-            _at(noise, second[name]) - _at(noise, first[name]),
-            _pair_tiers(problem, [inputs, moved], [noise, noise], name, logits=False),
+            at(noise, second[name]) - at(noise, first[name]),
+            pair_tiers(problem, [inputs, moved], [noise, noise], name, logits=False),
             noise,
             (name,),
             "result depends on the order of keys",
@@ -291,8 +286,8 @@ def permuted_keys(
     for name in ("dkey", "dvalue") if gradients else ():
 
         def tiers(name=name):
-            for fmt, cause in _steps(problem.format, logits=False):
-                of = noise if fmt == problem.format else _noise(problem, inputs, fmt)
+            for fmt, cause in steps(problem.format, logits=False):
+                of = noise if fmt == problem.format else noise_of(problem, inputs, fmt)
                 yield cause, getattr(of, name)
 
         results.append(
@@ -309,92 +304,6 @@ def permuted_keys(
             )
         )
     return tuple(results)
-
-
-def extremes(
-    attend: Attend, problem: Problem, *, gradients: bool = True
-) -> tuple[ProbeResult, ...]:
-    """Logits of about +1000 and -1000, beyond the range of exp: all stays finite.
-
-    One channel shifts every logit by the same. Counts values of out and gradients that
-    are not finite and LSE that are not where a key is seen (bound 0); rows that see
-    nothing must give out = 0, LSE = -inf and dQ = 0, else they count, too. LSE must
-    move by the shift, to the bound of `shifted_keys`.
-    """
-    s = problem.shape
-    signed, shift = at_extremes(problem)
-    results = [run(attend, inputs, gradients=gradients) for inputs in signed]
-    broken, blind = 0, 0
-    for x in results:
-        broken += sum(int((~np.isfinite(x[n])).sum()) for n in x if n != "lse")
-    for start, stop, seen in counted(problem.rules, s, np.zeros(s.key_length, int), 1):
-        seen = np.broadcast_to(seen > 0, (s.batch, stop - start, s.heads, 1))
-        for x in results:
-            for name in ("out", "dquery") if gradients else ("out",):
-                blind += int(((x[name][:, start:stop] != 0) & ~seen).sum())
-            if "lse" in x:
-                lse = x["lse"][..., start:stop].swapaxes(1, 2)
-                broken += int((~np.isfinite(lse) & seen[..., 0]).sum())
-                blind += int((~np.isneginf(lse) & ~seen[..., 0]).sum())
-    found = [
-        count(
-            "finite at extremes",
-            broken,
-            EXTREME,
-            "{measured:.0f} values are not finite where logits are about +1000 or "
-            "-1000: take the row's largest logit off before exp",
-        ),
-        count(
-            "rows that see nothing",
-            blind,
-            "rows that see nothing",
-            "{measured:.0f} values of rows that see no key are not out = 0, dQ = 0 and "
-            "LSE = -inf: divide by 1 where the row's sum is 0",
-        ),
-    ]
-    if "lse" in results[0] and not broken:
-        for index, sign in ((0, -1), (2, 1)):
-            pair = 1, index
-            found.append(
-                _lse_result(
-                    f"lse at {sign * 1000:+}",
-                    tuple(results[i] for i in pair),
-                    np.float64(sign * shift),
-                    [
-                        logit_extent(signed[i], problem.rules, problem.scale)
-                        for i in pair
-                    ],
-                    problem,
-                )
-            )
-    return tuple(found)
-
-
-def half_a_tile(
-    attend_of: AttendOf, problem: Problem, *, gradients: bool = True
-) -> tuple[ProbeResult, ...]:
-    """Logits of about +1000 and -1000 where keys end inside a tile: all stays finite.
-
-    What is read past the last key is often zero, a logit of 0, and left out later. Then
-    exp(0 - LSE) may be infinite, and 0 times it is NaN. (cuDNN 9.19's dQ is NaN there.)
-    Without a mask; counts values of out, LSE and gradients that are not finite.
-    """
-    ends = dict(query_length=_HALF_A_TILE, key_length=_HALF_A_TILE)
-    shape = dataclasses.replace(problem.shape, **ends)
-    problem = dataclasses.replace(problem, shape=shape, mask="full")
-    attend, (signed, _) = attend_of(problem), at_extremes(problem)
-    runs = [run(attend, inputs, gradients=gradients) for inputs in signed]
-    found = [x for results in runs for x in results.values()]
-    return (
-        count(
-            "half a tile at extremes",
-            sum(int((~np.isfinite(x)).sum()) for x in found),
-            PAST_THE_LAST,
-            f"{{measured:.0f}} values are not finite where logits are about +1000 or "
-            f"-1000 and {_HALF_A_TILE} keys end inside a tile: hide what is past the "
-            "last key before exp, in the backward pass, too",
-        ),
-    )
 
 
 PROBES: dict[str, Probe] = {
@@ -442,51 +351,12 @@ def probe(
         yield from results
 
 
-def _steps(fmt: NumberFormat, *, logits: bool) -> Iterator[tuple[NumberFormat, str]]:
-    """Formats of inner steps and the cause they would be, the honest one first."""
-    yield fmt, ""
-    if fmt == FP32:
-        yield TF32, "products in TF32"
-        yield BF16, "products in BF16"
-    elif logits:
-        yield fmt, "logits in 16 bits"
-
-
 def _sum_tiers(problem: Problem, measured: float):
     keys, outer = problem.shape.key_length, problem.format
     sums = 2 * FP32.unit_roundoff * (2 + keys / 8)
-    for inner, cause in _steps(outer, logits=False):
+    for inner, cause in steps(outer, logits=False):
         lost = keys * inner.min_positive / 2
         yield cause, measured, inner.unit_roundoff + outer.unit_roundoff + sums + lost
-
-
-def _noise(problem: Problem, inputs: Inputs, inner=None) -> Noise:
-    return rounding_noise(inputs, problem.rules, problem.scale, problem.format, inner)
-
-
-def _pair_tiers(problem, pair, noises, name, *, logits=True):
-    """Variances of the difference of two runs, by the cause they stand for."""
-    for fmt, cause in _steps(problem.format, logits=logits):
-        if fmt != problem.format:
-            noises = [_noise(problem, inputs, fmt) for inputs in pair]
-        variance = sum(getattr(noise, name) for noise in noises)
-        # What FP32 logits do is in `Noise.shift`.
-        if cause:
-            variance = variance + sum(noise.by_logits[name] for noise in noises)
-        yield cause, variance
-
-
-def _at(noise: Noise, x: np.ndarray) -> np.ndarray:
-    return x[:, noise.rows].astype(np.float64)
-
-
-def _lse_result(name, runs, moved, noises, problem: Problem) -> ProbeResult:
-    rows = noises[0].rows
-    pair = [x["lse"][..., rows].swapaxes(1, 2).astype(np.float64) for x in runs]
-    # Of both runs, and more than a few: a row of LSEs may be round by chance.
-    values = np.concatenate([x["lse"].ravel() for x in runs])
-    u = problem.format.unit_roundoff
-    return by_lse(name, (pair[0], pair[1]), moved, noises, values, u)
 
 
 def _largest(so_far: float, off: np.ndarray) -> float:
