@@ -5,6 +5,7 @@ import pytest
 
 from attn_jax.audit import audit_attention
 from attn_jax.audit.attribution import Cost, Fit
+from attn_jax.audit.finding import HIDDEN_PAIRS
 from attn_jax.audit.problem import DTYPES
 from attn_jax.audit.verdict import judge
 from attn_jax.formats import BF16
@@ -12,6 +13,7 @@ from attn_jax.recipe import FLASH2, JAX_NN
 from tests.planted import honest
 from tests.test_audit_verdict import cell
 
+IDS = "query_segment_ids", "key_value_segment_ids"
 SMALL = dict(shapes=[(1, 32, 32, 2, 2, 16)], families=["normal"], masks=["full"])
 
 
@@ -45,6 +47,20 @@ def test_a_causal_default_is_overruled():
         causal, **SMALL | dict(masks=["full", "causal"]), gradients=False, against=[]
     )
     assert not [f for f in report.findings if f.kind == "wrong wiring"]
+
+
+def test_an_audit_reads_masks_together():
+    """All that its masks make up, not the first alone."""
+
+    def own_ids(*arrays, query_segment_ids=None, key_value_segment_ids=None, **rules):
+        del key_value_segment_ids
+        both = dict.fromkeys(IDS, query_segment_ids)
+        return honest()(*arrays, **rules, **both)
+
+    options = SMALL | dict(masks=["full", "causal", "packed"])
+    report = audit_attention(own_ids, **options, gradients=False, against=[])
+    said = [f.says for f in report.findings if f.cause == HIDDEN_PAIRS]
+    assert said and "packed apart" in said[0]
 
 
 def test_what_a_target_does_not_have_is_not_its_step():
