@@ -4,12 +4,13 @@ import jax.numpy as jnp
 import pytest
 
 from attn_jax.audit import audit_attention
-from attn_jax.audit.attribution import Cost, Fit
+from attn_jax.audit.attribution import Cost, Fit, candidates
 from attn_jax.audit.finding import HIDDEN_PAIRS
 from attn_jax.audit.problem import DTYPES
 from attn_jax.audit.verdict import judge
 from attn_jax.formats import BF16
 from attn_jax.recipe import FLASH2, JAX_NN
+from tests.knobs import bfloat16
 from tests.planted import honest
 from tests.test_audit_verdict import cell
 
@@ -77,7 +78,16 @@ def test_what_a_target_does_not_have_is_not_its_step():
     assert found.cause == "delta from the rounded output"
 
 
-def test_a_rounded_delta_of_exact_outputs_is_recognised():
-    from attn_jax.audit.attribution import candidates
-
-    assert "flash2 (exact delta, rounded)" in candidates(BF16)
+def test_a_rounded_delta_of_exact_outputs_is_its_own_step():
+    """It was called delta from the rounded output, which it is not."""
+    known = candidates(BF16)
+    against = [known[f"flash2 ({x})"] for x in ("exact delta, rounded", "delta")]
+    attend = honest(
+        delta_from="unrounded out", delta=lambda delta, total: bfloat16(delta)
+    )
+    # Where P is nearly even dP is large beside dS.
+    options = SMALL | dict(families=["normal", "uniform"])
+    report = audit_attention(attend, **options, against=[FLASH2, *against])
+    causes = {f.cause for f in report.findings if f.tensors == ("dquery",)}
+    assert causes == {"delta"}
+    assert report.fits

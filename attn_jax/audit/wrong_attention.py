@@ -43,14 +43,19 @@ def _(s: Setting):
     yield from _scaled(s, s.attention.scale**2)
 
 
+def padded_head_dims(s: Setting) -> list[int]:
+    """What kernels may pad the head dim to, which it is not."""
+    H = s.problem.shape.head_dim
+    return sorted({-(-H // m) * m for m in (16, 32, 64, 128, 256)} - {H})
+
+
 @ATTENTION.add(
     "scale of another head dim",
     "the scale is that of another head dim",
     "use 1 / sqrt(H) with the H before padding",
 )
 def _(s: Setting):
-    H = s.problem.shape.head_dim
-    for padded in sorted({-(-H // m) * m for m in (16, 32, 64, 128, 256)} - {H}):
+    for padded in padded_head_dims(s):
         yield from _scaled(s, padded**-0.5, f"that of H = {padded}")
 
 

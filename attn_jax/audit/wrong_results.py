@@ -9,7 +9,7 @@ import numpy as np
 from attn_jax.audit.exact import Exact
 from attn_jax.audit.problem import GRADIENTS
 from attn_jax.audit.variant import Registry, Setting, Wrong
-from attn_jax.audit.wrong_attention import TILES
+from attn_jax.audit.wrong_attention import TILES, padded_head_dims
 
 RESULTS = Registry()
 _add = functools.partial(RESULTS.add, on_top=True)
@@ -291,7 +291,7 @@ def _(s: Setting):
 )
 def _(s: Setting):
     x, H = s.attention, s.problem.shape.head_dim
-    for padded in sorted({-(-H // m) * m for m in (16, 32, 64, 128, 256)} - {H}):
+    for padded in padded_head_dims(s):
         yield Wrong(f"that of H = {padded}", _both(x, (H / padded) ** 0.5))
 
 
