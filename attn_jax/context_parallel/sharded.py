@@ -264,8 +264,8 @@ def _attention_bwd(static: Static, residuals, cotangents):
     return *found, None, None, dbias
 
 
-# Under `jax.jit` kernels, whose lowering takes long, are traced and lowered once for all
-# layers of a model.
+# Under `jax.jit` kernels, which take long, are traced and lowered once for all layers
+# of a model.
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(static: Static, x: Local) -> tuple[Array, Array, Array | None]:
     """O, not yet rounded, LSE, and the centre of all keys, if one is wanted: here its
