@@ -385,14 +385,14 @@ def kernel_centre(program: Program, batch: Batch) -> tuple[np.ndarray, np.ndarra
     are (2 log2(S) + 6) u sum |K_j - K_0| / n, about half of what it may be off at worst
     (`kernels.key_means`), and two roundings of K_0, u = 2^-24.
     """
-    from attn_jax.kernels import architecture, tuning, visibility
+    from attn_jax.kernels import architecture, design, visibility
 
     target = architecture.chosen()
     key = np.asarray(batch.inputs.key).astype(np.float64)
     T, S, mask = program.T, program.S, batch.mask
     listed = program.bias is not None or not visibility.is_static(mask)
-    tilings = tuning.configuration(
-        *(target, program.H, program.H, S), is_causal=mask.is_causal, listed=listed
+    tilings = design.configuration_of(
+        *(target, program.H, program.H, S, mask), has_bias=program.bias is not None
     )
     rows = tilings.backward_dq.rows
     weights = np.ones((cases.BATCH, T, S))

@@ -95,6 +95,7 @@ def test_kernels_are_the_default_with_every_feature(gpu, capability, options):
 
 
 SQUARE, LONGER = (1, 256, 2, 64), (1, 384, 1, 64)
+WINDOW_OF_LENGTHS = Mask(window=(64, 0), key_value_lengths=jnp.array([9]))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,11 @@ SQUARE, LONGER = (1, 256, 2, 64), (1, 384, 1, 64)
         ("hopper", (SQUARE, LONGER), Mask(), None, "fused"),
         ("hopper", (SQUARE, SQUARE), Mask(is_causal=True), None, "fused"),
         ("hopper", (SQUARE, LONGER), Mask(is_causal=True), None, "two_kernels"),
-        ("hopper", (SQUARE, SQUARE), Mask(window=(64, 0)), None, "two_kernels"),
+        ("hopper", (SQUARE, SQUARE), Mask(window=(64, 0)), None, "fused"),
+        ("hopper", (SQUARE, SQUARE), Mask(True, (9, 9)), None, "fused"),
+        ("hopper", (SQUARE, LONGER), Mask(window=(64, 0)), None, "two_kernels"),
+        ("hopper", (SQUARE, SQUARE), Mask(window=(None, 4)), None, "two_kernels"),
+        ("hopper", (SQUARE, SQUARE), WINDOW_OF_LENGTHS, None, "two_kernels"),
         ("hopper", (SQUARE, SQUARE), Mask(), 30.0, "two_kernels"),
         ("hopper", ((1, 256, 2, 96),) * 2, Mask(), None, "two_kernels"),
         ("hopper", (SQUARE, (1, 256, 2, 128)), Mask(), None, "two_kernels"),

@@ -24,6 +24,7 @@ from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.internals import interpreted
 from attn_jax.kernels.tuning import Plan
+from attn_jax.kernels.visibility import Band
 from attn_jax.mask import Mask
 from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 from attn_jax.reference import golden
@@ -49,9 +50,11 @@ class Case:
     multiprocessors: int = 1
     races: bool = False
     power: int = 0
+    window: Band | None = None
 
     def __str__(self) -> str:
         mask = "causal" if self.is_causal else "full"
+        mask = mask if self.window is None else str(tuple(self.window))
         changed = {
             name: value
             for name, value in dataclasses.asdict(self.plan).items()
@@ -92,7 +95,7 @@ def _units(case: Case) -> list[float]:
     rows = (shape.batch, shape.heads, shape.query_length)
     dlse = 0.1 * np.random.default_rng(1).standard_normal(rows).astype(np.float32)
     dlse *= 2.0**case.power
-    mask = Mask(is_causal=case.is_causal)
+    mask = Mask(case.is_causal, case.window and tuple(case.window))
     exact = golden(*inputs, dlse, mask=mask)
     size = golden(*inputs, dlse, mask=mask, absolute=True)
     delta = (inputs.dout.astype(np.float64) * exact.out).sum(-1).swapaxes(1, 2) - dlse
@@ -103,6 +106,7 @@ def _units(case: Case) -> list[float]:
             key_count=shape.key_length,
             scale=shape.head_dim**-0.5,
             is_causal=case.is_causal,
+            window=case.window,
             plan=case.plan,
         )
     )
@@ -174,12 +178,16 @@ CASES = [
     # Rings of several CTAs.
     Case((1, 330, 330, 1, 1, 64), True, APART, family="wide", multiprocessors=2),
     Case((1, 100, 330, 1, 1, 128), False, TWO, multiprocessors=2),
+    # Windows: to the left, on both sides past the end, of fewer keys than a tile has.
+    Case((1, 330, 330, 2, 1, 64), False, PLAN, window=Band(150, 0), races=True),
+    Case((2, 205, 205, 1, 1, 128), False, TWO, "float16", window=Band(9, 70)),
 ]
 # What these have is in others, too.
 FURTHER = [
     Case((1, 136, 136, 2, 1, 64), True, PLAN),
     Case((1, 70, 205, 1, 1, 64), False, PLAN, power=-60),
     Case((1, 200, 200, 1, 1, 128), True, TWO, multiprocessors=132),
+    Case((1, 400, 400, 1, 1, 128), False, TWO, family="lse-130", window=Band(200, 0)),
 ]
 
 
@@ -197,8 +205,10 @@ def test_interpreted_gradients_are_as_exact_as_declared(case):
 
 
 @pytest.mark.parametrize(
-    ("query", "key", "is_causal", "why"),
+    ("query", "key", "mask", "why"),
     [
+        ((1, 320, 4, 64), (1, 333, 2, 64), Band(8, 8), "a window with 320 queries"),
+        ((1, 320, 4, 64), (1, 320, 2, 64), Band(8, 8), None),
         ((1, 320, 4, 64), (1, 333, 2, 64), False, None),
         ((1, 320, 4, 128), (1, 320, 2, 128), True, None),
         ((1, 264 * 128, 4, 64), (1, 264 * 128, 4, 64), True, None),
@@ -208,12 +218,13 @@ def test_interpreted_gradients_are_as_exact_as_declared(case):
         ((1, 0, 4, 64), (1, 320, 4, 64), False, "no query"),
     ],
 )
-def test_what_it_does_not_take_it_says(query, key, is_causal, why):
-    reason = fused.reason_against(query, key, is_causal=is_causal)
+def test_what_it_does_not_take_it_says(query, key, mask, why):
+    window = mask if isinstance(mask, Band) else None
+    reason = fused.reason_against(query, key, is_causal=mask is True, window=window)
     assert reason is None if why is None else why in str(reason)
 
 
-def _compiled(head_dim: int, is_causal: bool, plan: Plan, length: int) -> Program:
+def _compiled(head_dim: int, mask: bool | Band, plan: Plan, length: int) -> Program:
     query = jax.ShapeDtypeStruct((2, length, 4, head_dim), "bfloat16")
     key = jax.ShapeDtypeStruct((2, length, 2, head_dim), "bfloat16")
     rows = jax.ShapeDtypeStruct((2, 4, length), "float32")
@@ -229,7 +240,8 @@ def _compiled(head_dim: int, is_causal: bool, plan: Plan, length: int) -> Progra
             query_count=length,
             key_count=length,
             scale=0.1,
-            is_causal=is_causal,
+            is_causal=mask is True,
+            window=mask if isinstance(mask, Band) else None,
             plan=plan,
         )
 
@@ -237,19 +249,21 @@ def _compiled(head_dim: int, is_causal: bool, plan: Plan, length: int) -> Progra
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "is_causal", "plan"),
+    ("head_dim", "mask", "plan"),
     [
         # Both head dims, masks, and values of either field of a plan are in the others.
         pytest.param(64, False, TWO, marks=pytest.mark.thorough),
         pytest.param(64, True, APART, marks=pytest.mark.thorough),
         (128, False, TWO),
         (128, True, TWO_APART),
+        pytest.param(64, Band(500, 0), PLAN, marks=pytest.mark.thorough),
+        (128, Band(500, 70), PLAN),
     ],
-    ids=["64-full-two", "64-causal-apart", "128-full-two", "128-causal-two-apart"],
+    ids=str,
 )
-def test_compiles_and_overlaps(head_dim, is_causal, plan):
+def test_compiles_and_overlaps(head_dim, mask, plan):
     pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
-    arguments = (head_dim, is_causal, plan, 1088)
+    arguments = (head_dim, mask, plan, 1088)
     program = in_child_process(_compiled, *arguments, seconds=TIME_LIMIT)
     (kernel,) = program.kernels
     assert not kernel.serialised

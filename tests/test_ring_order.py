@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 
-from attn_jax.kernels.ring_order import Ring, causal_fits, ring_of
+from attn_jax.kernels.ring_order import Ring, Sliding, causal_fits, ring_of
 
 # Blocks of 64 (ratio 2) or 128 queries (1) for tiles of 128 keys.
 CAUSAL = [
@@ -82,10 +82,8 @@ def test_tiles_are_added_to_each_block_in_one_order(shape):
         )
 
 
-def run(ring: Ring, pairs: int, room: int, seed: int) -> bool:
-    """Runs all CTAs, `room` at a time, launched in their order, in random interleaving;
-    True if all end."""
-    chosen = random.Random(seed)
+def run_rings(ring: Ring, pairs: int, room: int, seed: int) -> bool:
+    """`run` of all CTAs of rings."""
     places = 2 * ring.group * ring.blocks  # in a pair
     of_member = []
     for member in range(ring.size):
@@ -103,6 +101,13 @@ def run(ring: Ring, pairs: int, room: int, seed: int) -> bool:
                 for place, rank in of_member[member]
             ]
         )
+    return run(programs, room, seed)
+
+
+def run(programs: list[list[tuple[int, int]]], room: int, seed: int) -> bool:
+    """Runs all CTAs, `room` at a time, launched in their order, in random interleaving;
+    True if all end. A program is the (place, rank) of its additions."""
+    chosen = random.Random(seed)
     added = collections.Counter()
     position = [0] * len(programs)
     waiting = collections.deque(range(len(programs)))
@@ -136,14 +141,14 @@ def test_nobody_waits_for_ever(shape):
     so that several waves follow on each other."""
     for ring, pairs, multiprocessors in rings(*shape):
         for room in {multiprocessors, ring.size, ring.size + 1}:
-            assert run(ring, pairs, room, seed=room)
+            assert run_rings(ring, pairs, room, seed=room)
 
 
 def test_a_ring_larger_than_the_room_does_wait_for_ever():
     """What `ring_of` rules out: the simulation would see it."""
     ring = ring_of(tiles=8, blocks=8, pairs=1, group=1, ratio=None)
     assert ring.size == 8
-    assert not run(ring, 1, room=7, seed=0)
+    assert not run_rings(ring, 1, room=7, seed=0)
 
 
 def test_all_members_of_a_causal_ring_have_the_same_work():
@@ -176,4 +181,83 @@ def test_ring_without_a_mask(tiles, pairs, passes, ring):
 def test_more_rings_than_fit_can_be_had():
     ring = ring_of(tiles=8, blocks=8, pairs=256, group=1, ratio=1, rings=256)
     assert ring.size * ring.count > 132
-    assert run(ring, 256, 132, 0)
+    assert run_rings(ring, 256, 132, 0)
+
+
+WINDOWS = [
+    # (length, left, right, queries, pairs, group, multiprocessors)
+    (1024, 255, 0, 64, 2, 1, 132),
+    (1000, 100, 0, 128, 3, 2, 7),
+    (1090, 0, 0, 64, 2, 3, 5),
+    (1090, 127, 128, 64, 2, 1, 4),
+    (530, 40, 700, 128, 4, 2, 3),
+    (700, 5000, 3, 64, 1, 1, 132),
+    (1, 3, 3, 128, 2, 1, 132),
+    (129, 1, 0, 64, 1, 2, 1),
+]
+
+
+def _window(length, left, right, queries, pairs, group, multiprocessors) -> Sliding:
+    return Sliding(length, left, right, queries, 128, pairs, group, multiprocessors)
+
+
+def _window_steps(order: Sliding, cta: int):
+    """[(pair, tile, head, block), ...] of a CTA."""
+    dealt = order.dealt(cta, order.pairs)
+    for n in range(int(dealt.items)):
+        pair, tile, first, stride, blocks = map(int, dealt.item(n))
+        for head in range(order.group):
+            for i in range(blocks):
+                yield pair, tile, head, order.block(first, stride, i)
+
+
+@pytest.mark.parametrize("shape", WINDOWS, ids=str)
+def test_under_a_window_tiles_meet_the_blocks_that_see_them(shape):
+    """Each tile and block of which some pair is seen, once, in one order for a block;
+    and what is not seen of them is known to be partial."""
+    order = _window(*shape)
+    length, left, right, queries, pairs, group, multiprocessors = shape
+    assert order.ctas <= multiprocessors
+    i, j = np.arange(length)[:, None], np.arange(length)
+    seen = np.pad(
+        (j >= i - left) & (j <= i + right),
+        [(0, -length % queries), (0, -length % 128)],
+    )
+    tiles = seen.reshape(seen.shape[0] // queries, queries, -1, 128)
+    steps = [step for cta in range(order.ctas) for step in _window_steps(order, cta)]
+    assert sorted(steps) == [
+        (pair, tile, head, block)
+        for pair in range(pairs)
+        for tile in range(tiles.shape[2])
+        for head in range(group)
+        for block in range(tiles.shape[0])
+        if tiles[block, :, tile].any()
+    ]
+    for block in range(tiles.shape[0]):
+        of_block = np.flatnonzero(tiles[block].any(axis=(0, 2)))
+        ranks = [order.rank(tile, 0, block) for tile in of_block[::-1]]
+        assert ranks == [(n, len(ranks) - 1) for n in range(len(ranks))]
+        for tile in of_block:
+            rows = slice(0, length - block * queries)
+            hidden = not tiles[block, rows, tile].all()
+            # A key past the end that no real query could see need not be hidden.
+            assert order.is_partial(tile, block) or not hidden
+
+
+@pytest.mark.parametrize("shape", WINDOWS, ids=str)
+def test_under_a_window_nobody_waits_for_ever(shape):
+    order = _window(*shape)
+    programs = []
+    blocks = -(-order.length // order.queries)
+    for cta in range(order.ctas):
+        places = []
+        for pair, tile, head, block in _window_steps(order, cta):
+            place = (pair * order.group + head) * blocks + block
+            places.append((place, order.rank(tile, head, block)[0]))
+        programs.append(places)
+    assert run(programs, room=order.multiprocessors, seed=1)
+
+
+def test_share_of_a_window_counts_waves():
+    order = _window(128 * 100, 128, 0, 64, 2, 1, 132)
+    assert order.share(2) == 200 / 264

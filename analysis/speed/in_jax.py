@@ -288,14 +288,10 @@ def _config(name: str, case: Case, of: Pass) -> str:
         said.append("documents as an array of T x S")
     if name != "pallas" and name not in NAMED:
         return "; ".join(said)
-    from attn_jax.kernels import architecture, tuning
+    from attn_jax.kernels import architecture, design
 
     dims = case.H, case.H
-    tilings = tuning.configuration(
-        *(architecture.chosen(), *dims, case.S),
-        is_causal=case.is_causal,
-        listed=case.mask not in ("full", "causal"),
-    )
+    tilings = design.configuration_of(architecture.chosen(), *dims, case.S, case.rules)
     if of != "backward":
         said.append(f"forward {tilings.forward}")
     if of != "forward":

@@ -130,11 +130,9 @@ def attention(
     by_itself = visibility.is_static(mask) and bias is None
     target = architecture.chosen()
     if tilings is None:
-        tilings = tuning.configuration(
-            *(target, *_head_dims(query, value), key.shape[1]),
-            is_causal=mask.is_causal,
-            listed=not by_itself,
-        )
+        shape = *_head_dims(query, value), key.shape[1]
+        has_bias = bias is not None
+        tilings = design.configuration_of(target, *shape, mask, has_bias=has_bias)
     chosen = options.of_recipe(recipe)
     static = local.Static(
         target=target,
@@ -142,6 +140,7 @@ def attention(
         scale=scale,
         is_causal=mask.is_causal and by_itself,
         band=Band(None, None) if by_itself else Band(*mask.band),
+        window=visibility.window_of(mask) if bias is None else None,
         soft_cap=python_float(soft_cap),
         out_dtype=jnp.dtype(query.dtype if out_dtype is None else out_dtype),
         backward=chosen.design(backward),
@@ -231,10 +230,12 @@ def backward_of(
 ) -> Backward:
     """How the gradients of one device's arrays are made, [B, T, N, H] and [B, S, K, D]
     (`design.backward_of`)."""
+    window = None if has_bias else visibility.window_of(mask)
     return design.backward_of(
         *(query_shape, value_shape, target),
-        is_causal=mask.is_causal,
-        listed=has_bias or not visibility.is_static(mask),
+        is_causal=mask.is_causal and window is None,
+        window=window,
+        listed=has_bias or window is None and not visibility.is_static(mask),
         soft_cap=soft_cap,
         wanted=wanted,
     )
@@ -271,12 +272,8 @@ def declared_recipe(
     inputs = local.INPUTS[jnp.dtype(dtype)]
     target = architecture.chosen() if target is None else target
     dims = head_dim, head_dim if value_dim is None else value_dim
-    forward, dq_tiling, *_ = tuning.configuration(
-        target,
-        *dims,
-        key_length,
-        is_causal=mask.is_causal,
-        listed=has_bias or not visibility.is_static(mask),
+    forward, dq_tiling, *_ = design.configuration_of(
+        *(target, *dims, key_length, mask), has_bias=has_bias
     )
     declared = dataclasses.replace(
         ATTN_JAX.with_inputs(inputs),

@@ -1,8 +1,16 @@
 """How gradients are made: all in one pass, or dQ by a kernel of its own."""
 
-from attn_jax.kernels import architecture, hopper_backward_fused, ring_order, tuning
+from attn_jax.kernels import (
+    architecture,
+    hopper_backward_fused,
+    ring_order,
+    tuning,
+    visibility,
+)
 from attn_jax.kernels.hopper_fused_work import Shapes
-from attn_jax.kernels.tuning import Backward
+from attn_jax.kernels.tuning import Backward, Configuration
+from attn_jax.kernels.visibility import Band
+from attn_jax.mask import Mask
 from attn_jax.recipe import Architecture
 
 # Of the card's time, what the fused kernel must have tiles for (`Ring.share`). Below
@@ -13,12 +21,31 @@ from attn_jax.recipe import Architecture
 LEAST_SHARE = 0.5
 
 
+def configuration_of(
+    target: Architecture,
+    head_dim: int,
+    value_dim: int,
+    key_count: int,
+    mask: Mask,
+    *,
+    has_bias: bool = False,
+) -> Configuration:
+    """The table's tilings under a mask (`tuning.configuration`)."""
+    return tuning.configuration(
+        *(target, head_dim, value_dim, key_count),
+        is_causal=mask.is_causal,
+        listed=has_bias or not visibility.is_static(mask),
+        window=not has_bias and visibility.window_of(mask) is not None,
+    )
+
+
 def backward_of(
     query_shape: tuple[int, ...],
     value_shape: tuple[int, ...],
     target: Architecture,
     *,
     is_causal: bool,
+    window: Band | None = None,
     listed: bool = False,
     soft_cap: float | None = None,
     wanted: Backward | None = None,
@@ -26,11 +53,11 @@ def backward_of(
     """The design for one device's arrays, [B, T, N, H] and [B, S, K, D].
 
     "fused" only where that kernel takes the problem: on Hopper, no mask but the causal
-    one and no bias (`listed`: anything that takes lists of blocks), no soft cap, and
-    `hopper_backward_fused.reason_against` has nothing against the shapes; on a card
-    with as many multiprocessors as its rings are made for. On a smaller one (the PCIe
-    H100) a ring's CTAs would wait for some that cannot start. And, unless it is
-    `wanted`, where it fills the card (`LEAST_SHARE`).
+    one or a `window` (`visibility.window_of`) and no bias (`listed`: anything else that
+    takes lists of blocks), no soft cap, and `hopper_backward_fused.reason_against` has
+    nothing against the shapes; on a card with as many multiprocessors as its rings are
+    made for. On a smaller one (the PCIe H100) a ring's CTAs would wait for some that
+    cannot start. And, unless it is `wanted`, where it fills the card (`LEAST_SHARE`).
     """
     if target != "hopper" or wanted == "two_kernels" or listed or soft_cap is not None:
         return "two_kernels"
@@ -38,13 +65,14 @@ def backward_of(
     if there is not None and there < ring_order.MULTIPROCESSORS:
         return "two_kernels"
     against = hopper_backward_fused.reason_against(
-        query_shape, value_shape, is_causal=is_causal
+        query_shape, value_shape, is_causal=is_causal, window=window
     )
     if against is not None:
         return "two_kernels"
     if wanted == "fused":
         return "fused"
     shapes = Shapes.of(query_shape, value_shape)
-    plan = tuning.fused(shapes.head_dim, shapes.key_count, is_causal=is_causal)
-    ring = shapes.ring(plan, is_causal=is_causal)
+    masked = is_causal or window is not None
+    plan = tuning.fused(shapes.head_dim, shapes.key_count, is_causal=masked)
+    ring = shapes.ring(plan, is_causal=is_causal, window=window)
     return "fused" if ring.share(shapes.pairs) >= LEAST_SHARE else "two_kernels"

@@ -57,6 +57,7 @@ from attn_jax.kernels.hopper_fused_work import (
     Memory,
     Shapes,
     Work,
+    hide,
     slot,
 )
 from attn_jax.kernels.hopper_range import Range, power_of_two
@@ -65,19 +66,21 @@ from attn_jax.kernels.tiles import (
     LOG2_E,
     accumulator,
     along_columns,
-    hide_columns_before,
-    hide_rows_from,
     opaque,
     pad_rows,
-    row_positions,
 )
+from attn_jax.kernels.visibility import Band
 
 CONSUMER_REGISTERS = 232
 OTHER_REGISTERS = 24  # the loading and the storing warpgroup
 
 
 def reason_against(
-    query_shape: tuple[int, ...], value_shape: tuple[int, ...], *, is_causal: bool
+    query_shape: tuple[int, ...],
+    value_shape: tuple[int, ...],
+    *,
+    is_causal: bool,
+    window: Band | None = None,
 ) -> str | None:
     """Why the kernel does not take arrays of these shapes ([B, T, N, H], [B, S, K, D]),
     in one line, or None if it does. Any lengths will do without a mask."""
@@ -89,8 +92,9 @@ def reason_against(
         return f"head dim {head_dim}, not {' or '.join(map(str, QUERIES))}"
     if query_count == 0 or key_count == 0:
         return "no query or no key"
-    if is_causal and query_count != key_count:
-        return f"a causal mask with {query_count} queries and {key_count} keys"
+    if (is_causal or window is not None) and query_count != key_count:
+        mask = "causal mask" if is_causal else "window"
+        return f"a {mask} with {query_count} queries and {key_count} keys"
     if is_causal and not ring_order.causal_fits(pl.cdiv(key_count, KEY_TILE)):
         return f"a causal mask with {key_count} keys, too many for a ring of CTAs"
     return None
@@ -110,12 +114,14 @@ def backward_fused(
     key_count: int,
     scale: float,
     is_causal: bool,
+    window: Band | None = None,
     plan: tuning.Plan | None = None,
     dq_dtype: jnp.dtype = jnp.dtype(jnp.float16),
     wide: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """(dQ, dK, dV). `row_sum` is what rows of dS sum to (None: 0), `numbers` are those
-    of `hopper_range.range_of`. `plan`: None, for `tuning.fused`.
+    of `hopper_range.range_of`. `window`: instead of `is_causal`, bounded on both sides.
+    `plan`: None, for `tuning.fused`.
     `dq_dtype`: of dS and K' as dQ's operands, FP16 or the inputs' type. `wide`:
     gradients are FP32, as those of parts of the keys are.
 
@@ -131,11 +137,13 @@ def backward_fused(
         (batch, query_count, query_heads, head_dim),
         (batch, key_count, key_heads, value.shape[3]),
         is_causal=is_causal,
+        window=window,
     )
     if reason is not None:
         raise NotImplementedError(f"the fused backward kernel does not take {reason}")
     if plan is None:
-        plan = tuning.fused(head_dim, key_count, is_causal=is_causal)
+        masked = is_causal or window is not None
+        plan = tuning.fused(head_dim, key_count, is_causal=masked)
     group = query_heads // key_heads
     exponent = jnp.repeat(numbers.row_exponent, group, axis=1)[..., None]
     total, dk, dv = _sums(
@@ -145,6 +153,7 @@ def backward_fused(
         key_count=key_count,
         scale=scale,
         is_causal=is_causal,
+        window=window,
         plan=plan,
         dq_dtype=dq_dtype,
         wide=wide,
@@ -163,7 +172,7 @@ def backward_fused(
 def _sums(
     query, key, value, dout, lse2, delta, numbers: Range,
     *, query_count: int, key_count: int, scale: float, is_causal: bool,
-    plan: tuning.Plan, dq_dtype: jnp.dtype, wide: bool,
+    window: Band | None, plan: tuning.Plan, dq_dtype: jnp.dtype, wide: bool,
 ):  # fmt: skip
     """(sum over keys of dS K' in FP32, scaled, dK, dV), padded. `lse2` is LSE in units
     of log2, less log2 of what dS is scaled by."""
@@ -172,7 +181,7 @@ def _sums(
     shapes = Shapes(batch, query_count, key_count, query_heads, key.shape[2], head_dim)
     queries = shapes.queries
     by_rows = queries == 128  # dQ's pieces, one for each warpgroup; else by columns
-    ring = shapes.ring(plan, is_causal=is_causal)
+    ring = shapes.ring(plan, is_causal=is_causal, window=window)
     unit = scale * LOG2_E
     # Whether a warpgroup has no key in the last tile. It has nothing to multiply there,
     # and leaves the tensor cores to the other.
@@ -240,22 +249,8 @@ def _sums(
 
             def probabilities(s, item, turn, step):
                 """P^T of a block from its logits."""
-                first_row = item.tile * KEY_TILE + warpgroup * KEYS
                 _, _, block = work.block_of(item, turn)
-
-                def hide(s):
-                    if not is_causal:
-                        return hide_rows_from(s, key_count - first_row)
-                    # Key row + first_row is seen by queries from that number on: rows
-                    # past the last key by none, or by such as are past the last query.
-                    hidden = row_positions(KEYS) + (first_row - block * queries)
-                    return hide_columns_before(s, hidden)
-
-                if ring.ratio is not None:
-                    partial = block < (item.tile + 1) * ring.ratio
-                    s = lax.cond(partial, hide, lambda s: s, s)
-                elif key_count % KEY_TILE:
-                    s = lax.cond(item.tile == shapes.tiles - 1, hide, lambda s: s, s)
+                s = hide(s, work, item.tile, block, warpgroup)
                 row_lse = plgpu.load(smem.rows.at[0, slot(step)], layout=COLUMNS)
                 return jnp.exp2(s * unit - along_columns(row_lse, s.shape))
 
@@ -469,7 +464,7 @@ def _sums(
         attention_backward_fused,
         out_type=[*dqs, dkv, dkv],
         scratch_types=[Memory.scratch(shapes, dtype, dq_dtype), Barriers.scratch(plan)],
-        grid=(ring.count * ring.size,),
+        grid=(ring.ctas,),
         grid_names=("cta",),
         num_threads=WARPGROUPS + 2,
         thread_name="warpgroup",

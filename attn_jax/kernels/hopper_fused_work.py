@@ -1,6 +1,7 @@
 """The fused backward kernel's sizes, shared memory, and what a CTA does."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,9 +10,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from attn_jax.kernels.ring_order import Ring, ring_of
-from attn_jax.kernels.tiles import smem_tile
+from attn_jax.kernels import ring_order
+from attn_jax.kernels.ring_order import Dealt, Ring, Sliding, ring_of
+from attn_jax.kernels.tiles import (
+    hide_columns_before,
+    hide_from,
+    hide_rows_from,
+    row_positions,
+    smem_tile,
+)
 from attn_jax.kernels.tuning import Plan
+from attn_jax.kernels.visibility import Band
 
 KEYS = 64  # of a consumer warpgroup
 WARPGROUPS = 2
@@ -38,8 +47,22 @@ class Shapes(NamedTuple):
         batch, query_count, query_heads, head_dim = query
         return cls(batch, query_count, key[1], query_heads, key[2], head_dim)
 
-    def ring(self, plan: Plan, *, is_causal: bool) -> Ring:
+    def ring(
+        self, plan: Plan, *, is_causal: bool, window: Band | None = None
+    ) -> Ring | Sliding:
         """How the tiles are dealt to CTAs."""
+        if window is not None:
+            assert window.left is not None and window.right is not None
+            return Sliding(
+                length=self.key_count,
+                left=window.left,
+                right=window.right,
+                queries=self.queries,
+                keys=KEY_TILE,
+                pairs=self.pairs,
+                group=self.group,
+                multiprocessors=ring_order.MULTIPROCESSORS,
+            )
         return ring_of(
             tiles=self.tiles,
             blocks=self.blocks,
@@ -158,26 +181,20 @@ class Work:
     """A CTA's items, one after the other."""
 
     shapes: Shapes
-    ring: Ring
-    ring_number: jax.Array
-    member: jax.Array
-    passes: jax.Array  # tiles of a pair
-    items: jax.Array
+    ring: Ring | Sliding
+    dealt: Dealt
 
     @classmethod
-    def of(cls, cta: jax.Array, shapes: Shapes, ring: Ring) -> "Work":
-        i32 = jnp.int32
-        number, member = lax.div(cta, i32(ring.size)), lax.rem(cta, i32(ring.size))
-        pairs = lax.div(i32(shapes.pairs + ring.count - 1) - number, i32(ring.count))
-        passes = i32(ring.passes(member))
-        return cls(shapes, ring, number, member, passes, pairs * passes)
+    def of(cls, cta: jax.Array, shapes: Shapes, ring: Ring | Sliding) -> "Work":
+        return cls(shapes, ring, ring.dealt(cta, shapes.pairs))
+
+    @property
+    def items(self) -> jax.Array:
+        return jnp.int32(self.dealt.items)
 
     def item(self, number: jax.Array) -> Item:
         i32 = jnp.int32
-        pair = self.ring_number + self.ring.count * lax.div(number, self.passes)
-        tile, first, stride, blocks = map(
-            i32, self.ring.item(self.member, lax.rem(number, self.passes))
-        )
+        pair, tile, first, stride, blocks = map(i32, self.dealt.item(number))
         heads = i32(self.shapes.key_heads)
         b, kv_head = lax.div(pair, heads), lax.rem(pair, heads)
         steps = blocks * self.shapes.group
@@ -206,3 +223,41 @@ class Work:
 def slot(step: jax.Array) -> jax.Array:
     """Where a step's block of Q and dO is."""
     return lax.rem(step, jnp.int32(STAGES))
+
+
+def hide(
+    s: jax.Array, work: Work, tile: jax.Array, block: jax.Array, warpgroup: jax.Array
+) -> jax.Array:
+    """S^T of a warpgroup's keys and a block, -inf where a query does not see a key."""
+    ring, queries, key_count = work.ring, work.shapes.queries, work.shapes.key_count
+    first_row = tile * KEY_TILE + warpgroup * KEYS
+
+    def hide_missing(s):
+        return hide_rows_from(s, key_count - first_row)
+
+    def column():
+        """The query at a row's own position, among those of the block."""
+        return row_positions(KEYS) + (first_row - block * queries)
+
+    def hide_earlier(s):
+        # Rows past the last key are seen by no query, or by such as are past the last
+        # one.
+        return hide_columns_before(s, column())
+
+    def hide_outside(s, window: Sliding):
+        own = column()
+        s = hide_from(s, own + (window.left + 1))
+        if window.right and key_count % KEY_TILE:
+            s = hide_missing(s)
+        return hide_columns_before(s, own - window.right)
+
+    if isinstance(ring, Sliding):
+        outside = functools.partial(hide_outside, window=ring)
+        return lax.cond(ring.is_partial(tile, block), outside, lambda s: s, s)
+    if ring.ratio is not None:
+        partial = block < (tile + 1) * ring.ratio
+        return lax.cond(partial, hide_earlier, lambda s: s, s)
+    if key_count % KEY_TILE:
+        last = tile == work.shapes.tiles - 1
+        return lax.cond(last, hide_missing, lambda s: s, s)
+    return s

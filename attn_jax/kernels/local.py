@@ -47,8 +47,9 @@ SEQUENCE_MULTIPLE = 8
 
 class Static(NamedTuple):
     """What is compiled in: `is_causal` for a mask that a kernel can count by itself,
-    `band` for the others; `backward` if a design is asked for. `dtype` is that of the
-    inputs, `bias_dtype` the one that kernels read a bias in."""
+    `band` for the others, `window` if that band is all; `backward` if a design is asked
+    for. `dtype` is that of the inputs, `bias_dtype` the one that kernels read a bias
+    in."""
 
     target: Architecture
     dtype: jnp.dtype
@@ -59,6 +60,7 @@ class Static(NamedTuple):
     out_dtype: jnp.dtype
     backward: Backward | None
     tilings: Configuration
+    window: Band | None = None
     bias_dtype: jnp.dtype | None = None
     options: Options = DEFAULT
 
@@ -246,6 +248,7 @@ def backward(
     if made == "fused":
         gradients = hopper_backward_fused.backward_fused(
             *(*operands, row_sum, found),
+            window=static.window,
             plan=static.tilings.backward_fused,
             dq_dtype=jnp.dtype(jnp.float16) if scaled else jnp.dtype(dtype),
             **options,
@@ -352,7 +355,8 @@ def _design(
     return design.backward_of(
         *(query_shape, value_shape, static.target),
         is_causal=static.is_causal,
-        listed=listed,
+        window=static.window,
+        listed=listed and static.window is None,
         soft_cap=static.soft_cap,
         wanted=static.backward,
     )

@@ -3,7 +3,8 @@
 CTAs that share a (batch, key head) pair are a *ring*; rings with successive numbers
 take one pair after the other. Tiles of keys are dealt to the members of a ring; each
 member goes over the blocks of queries that see its tile, for one query head of the
-group after the other, and at every *step* adds a tile to dQ's block.
+group after the other, and at every *step* adds a tile to dQ's block. Under a local
+window there are no rings: `Sliding` says how it is there.
 
 Everything is a function of the shapes alone.
 
@@ -45,7 +46,8 @@ begun to be added, which is less.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +68,13 @@ def _div(x: Number, y: Number) -> Number:
     return x // y
 
 
+def _rem(x: Number, y: Number) -> Number:
+    """Of numbers that are not negative."""
+    if isinstance(x, jax.Array) or isinstance(y, jax.Array):
+        return lax.rem(jnp.int32(x), jnp.int32(y))
+    return x % y
+
+
 def _pick(condition, x: Number, y: Number) -> Number:
     if isinstance(condition, jax.Array):
         return jnp.where(condition, jnp.int32(x), jnp.int32(y))
@@ -83,6 +92,14 @@ def _most(x: Number, y: Number) -> Number:
 def _ceil_div(x: Number, y: Number) -> Number:
     """0 for negative x."""
     return _div(_most(x, 0) + y - 1, y)
+
+
+class Dealt(NamedTuple):
+    """What a CTA has: `items` of them, and `item(number)` is (pair, tile, first block,
+    from a block to the next, number of blocks of a query head)."""
+
+    items: Number
+    item: Callable[[Number], tuple[Number, Number, Number, Number, Number]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +144,23 @@ class Ring:
         if self.ratio is None:
             return _div(self.tiles - 1 - member, self.size) + 1
         return _pick(2 * member == self.tiles - 1, 1, 2)
+
+    @property
+    def ctas(self) -> int:
+        return self.count * self.size
+
+    def dealt(self, cta: Number, pairs: int) -> Dealt:
+        """What a CTA has of `pairs` pairs."""
+        number = _div(cta, self.size)
+        member = _rem(cta, self.size)
+        turns = _div(pairs + self.count - 1 - number, self.count)
+        passes = self.passes(member)
+
+        def item(n: Number):
+            pair = number + self.count * _div(n, passes)
+            return pair, *self.item(member, _rem(n, passes))
+
+        return Dealt(turns * passes, item)
 
     def share(self, pairs: int) -> float:
         """How much of the time of all multiprocessors goes into tiles of `pairs` pairs,
@@ -215,6 +249,116 @@ class Ring:
         longs = _most(long_last + 1 - _ceil_div(long_zero - time, long_step), 0)
         rank = _pick(is_long, long_last - tile + shorts, tile - long_tiles + longs)
         return rank, last
+
+
+@dataclasses.dataclass(frozen=True)
+class Sliding:
+    """How tiles are dealt, and added, under a local window.
+
+    All tiles have about as many steps, and there are more of them than of a ring's: the
+    tiles of all pairs, one pair after the other and in each from the last tile to the
+    first, are dealt to the CTAs in turn. Each goes up from the first block that sees
+    its tile.
+
+    At equal speed a tile is at a block before the tile to its left is there: of two
+    neighbours of a wave, that begin together, the right one has it among its first
+    steps. So additions to a block are made from its last tile to its first. A step may
+    wait for steps of tiles that come earlier in the deal, and for the step before it of
+    its own CTA, which is of an earlier tile or of its own; by induction over the deal
+    nobody waits for ever, as in the module's argument: CTAs are launched in the order
+    of their numbers, and no more of them than the card has multiprocessors.
+
+    Attributes:
+      length: of the sequence, queries and keys.
+      left, right: query i sees the keys i - left ... i + right.
+      queries: in a block.
+      keys: in a tile.
+      pairs: (batch, key head).
+      group: query heads of a pair.
+      multiprocessors: of the card.
+    """
+
+    length: int
+    left: int
+    right: int
+    queries: int
+    keys: int
+    pairs: int
+    group: int
+    multiprocessors: int
+
+    apart = False
+    long_tiles = 0
+
+    @property
+    def tiles(self) -> int:
+        """Of keys, in a pair."""
+        return -(-self.length // self.keys)
+
+    @property
+    def ctas(self) -> int:
+        return min(self.multiprocessors, self.pairs * self.tiles)
+
+    def blocks_of(self, tile: Number) -> tuple[Number, Number]:
+        """(first, last) block of queries that sees a tile."""
+        start = tile * self.keys
+        end = _least(start + self.keys, self.length)  # past the last key
+        last = _least(end - 1 + self.left, self.length - 1)
+        return (
+            _div(_most(start - self.right, 0), self.queries),
+            _div(last, self.queries),
+        )
+
+    def tiles_of(self, block: Number) -> tuple[Number, Number]:
+        """(first, last) tile that a block of queries sees."""
+        start = block * self.queries
+        end = _least(start + self.queries, self.length)
+        last = _least(end - 1 + self.right, self.length - 1)
+        return _div(_most(start - self.left, 0), self.keys), _div(last, self.keys)
+
+    def is_partial(self, tile: Number, block: Number) -> Number:
+        """Whether a block does not see all keys of its tile, as far as they exist."""
+        key, query = tile * self.keys, block * self.queries
+        hidden = (query + self.right < key + self.keys - 1) | (
+            query + self.queries - 1 - self.left > key
+        )
+        if self.right and self.length % self.keys:
+            hidden |= tile == self.tiles - 1
+        return hidden
+
+    def part(self, tile: Number) -> int:
+        """As `Ring.part`: all are added to one sum."""
+        del tile
+        return 0
+
+    def dealt(self, cta: Number, pairs: int) -> Dealt:
+        """What a CTA has of `pairs` pairs."""
+        tiles = pairs * self.tiles
+
+        def item(n: Number):
+            place = cta + self.ctas * n
+            tile = self.tiles - 1 - _rem(place, self.tiles)
+            first, last = self.blocks_of(tile)
+            return _div(place, self.tiles), tile, first, 1, last - first + 1
+
+        return Dealt(_div(tiles - cta + self.ctas - 1, self.ctas), item)
+
+    def block(self, first: Number, stride: Number, i: Number) -> Number:
+        """The i-th block of a tile."""
+        del stride
+        return first + i
+
+    def rank(self, tile: Number, head: Number, block: Number):
+        """(how many tiles are added to a block before `tile`, how many before the last
+        one)."""
+        del head
+        first, last = self.tiles_of(block)
+        return last - tile, last - first
+
+    def share(self, pairs: int) -> float:
+        """As `Ring.share`, as if all tiles had equally many steps."""
+        tiles = pairs * self.tiles
+        return tiles / (self.multiprocessors * -(-tiles // self.ctas))
 
 
 def ring_of(

@@ -377,9 +377,12 @@ def configuration(
     *,
     is_causal: bool,
     listed: bool,
+    window: bool = False,
 ) -> Configuration:
     """What the table has for a problem. Blocks that come in lists (`listed`) have the
-    tilings for many keys: lists take registers that four warpgroups do not have."""
+    tilings for many keys: lists take registers that four warpgroups do not have. Under
+    a `window` the fused backward kernel does without, and has the plan of a causal
+    mask."""
     seen = keys_seen(key_count, is_causal=is_causal)
 
     def chosen(name: KernelName) -> Tiling:
@@ -389,8 +392,8 @@ def configuration(
         return few if seen <= most and not listed else many
 
     plan = None
-    if takes(target, "backward_fused", head_dim, value_dim) and not listed:
-        plan = fused(head_dim, key_count, is_causal=is_causal)
+    if takes(target, "backward_fused", head_dim, value_dim) and (window or not listed):
+        plan = fused(head_dim, key_count, is_causal=is_causal or window)
     return Configuration(*map(chosen, KERNEL_NAMES[:3]), backward_fused=plan)
 
 

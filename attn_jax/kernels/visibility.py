@@ -48,6 +48,12 @@ def is_static(mask: Mask) -> bool:
     return mask.window is None and not jax.tree.leaves(mask)
 
 
+def window_of(mask: Mask) -> Band | None:
+    """The band of a mask that hides nothing else and is bounded on both sides."""
+    band = Band(*mask.band)
+    return None if None in band or jax.tree.leaves(mask) else band
+
+
 def rules(mask: Mask, batch: int, query_count: int, key_count: int) -> Rules:
     """The arrays of a mask, as kernels want them. Lengths beyond the arrays are cut."""
 

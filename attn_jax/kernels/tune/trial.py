@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_jax.kernels import checks, tuning, visibility
+from attn_jax.kernels import checks, design, tuning
 from attn_jax.kernels.checks import Check
 from attn_jax.kernels.compiler import Kernel as Report
 from attn_jax.kernels.compiler import (
@@ -95,11 +95,9 @@ class Candidate:
 
     def options(self, check: Check) -> dict[str, Any]:
         """What `attention` is given so that it uses this tiling."""
-        mask = check.case.mask
-        table = tuning.configuration(
+        table = design.configuration_of(
             *(self.group.architecture, check.head_dim, check.value_dim, check.keys),
-            is_causal=mask.is_causal,
-            listed=not visibility.is_static(mask),
+            check.case.mask,
         )
         tilings = table._replace(**{self.group.kernel: self.tiling})
         return {"tilings": tilings, **self.of.options}
