@@ -255,18 +255,17 @@ class Ring:
 class Sliding:
     """How tiles are dealt, and added, under a local window.
 
-    All tiles have about as many steps, and there are more of them than of a ring's: the
-    tiles of all pairs, one pair after the other and in each from the last tile to the
-    first, are dealt to the CTAs in turn. Each goes up from the first block that sees
-    its tile.
+    Tiles are dealt to the CTAs in turn, the last tile of each pair, then the last but
+    one of each, and so on: from the first CTA to the last and back again, since tiles
+    near an end of the sequence are seen by fewer queries, and no CTA is to have those
+    alone. A CTA goes up from the first block that sees its tile.
 
-    At equal speed a tile is at a block before the tile to its left is there: of two
-    neighbours of a wave, that begin together, the right one has it among its first
-    steps. So additions to a block are made from its last tile to its first. A step may
-    wait for steps of tiles that come earlier in the deal, and for the step before it of
-    its own CTA, which is of an earlier tile or of its own; by induction over the deal
-    nobody waits for ever, as in the module's argument: CTAs are launched in the order
-    of their numbers, and no more of them than the card has multiprocessors.
+    So at equal speed a tile is at a block before the tile to its left is there, and
+    additions to a block are made from its last tile to its first. A step may wait for
+    tiles dealt before its own, and for the step before it of its own CTA, whose tile is
+    the same or was dealt before. By induction over the deal nobody waits for ever, as
+    in the module's argument: no more CTAs are launched than the card has
+    multiprocessors.
 
     Attributes:
       length: of the sequence, queries and keys.
@@ -333,15 +332,19 @@ class Sliding:
 
     def dealt(self, cta: Number, pairs: int) -> Dealt:
         """What a CTA has of `pairs` pairs."""
-        tiles = pairs * self.tiles
+        ctas = self.ctas
+
+        def place(n: Number) -> Number:
+            return ctas * n + _pick(_rem(n, 2) == 0, cta, ctas - 1 - cta)
 
         def item(n: Number):
-            place = cta + self.ctas * n
-            tile = self.tiles - 1 - _rem(place, self.tiles)
+            tile = self.tiles - 1 - _div(place(n), pairs)
             first, last = self.blocks_of(tile)
-            return _div(place, self.tiles), tile, first, 1, last - first + 1
+            return _rem(place(n), pairs), tile, first, 1, last - first + 1
 
-        return Dealt(_div(tiles - cta + self.ctas - 1, self.ctas), item)
+        rounds = pairs * self.tiles // ctas
+        more = _pick(place(rounds) < pairs * self.tiles, 1, 0)
+        return Dealt(rounds + more, item)
 
     def block(self, first: Number, stride: Number, i: Number) -> Number:
         """The i-th block of a tile."""
