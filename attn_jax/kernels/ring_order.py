@@ -76,6 +76,8 @@ def _rem(x: Number, y: Number) -> Number:
 
 
 def _pick(condition, x: Number, y: Number) -> Number:
+    if isinstance(condition, bool):
+        return x if condition else y
     if isinstance(condition, jax.Array):
         return jnp.where(condition, jnp.int32(x), jnp.int32(y))
     return np.where(condition, x, y)
