@@ -4,13 +4,14 @@ The schedule is run in plain Python, by the functions that the kernel computes i
 """
 
 import collections
+import dataclasses
 import itertools
 import random
 
 import numpy as np
 import pytest
 
-from attn_jax.kernels.ring_order import Ring, Sliding, causal_fits, ring_of
+from attn_jax.kernels.ring_order import Ring, Sliding, causal_fits, ring_of, sliding_of
 
 # Blocks of 64 (ratio 2) or 128 queries (1) for tiles of 128 keys.
 CAUSAL = [
@@ -194,11 +195,22 @@ WINDOWS = [
     (700, 5000, 3, 64, 1, 1, 132),
     (1, 3, 3, 128, 2, 1, 132),
     (129, 1, 0, 64, 1, 2, 1),
+    # Several pairs at a time.
+    (1200, 800, 0, 64, 8, 1, 17),
 ]
 
 
 def _window(length, left, right, queries, pairs, group, multiprocessors) -> Sliding:
-    return Sliding(length, left, right, queries, 128, pairs, group, multiprocessors)
+    return sliding_of(
+        length=length,
+        left=left,
+        right=right,
+        queries=queries,
+        keys=128,
+        pairs=pairs,
+        group=group,
+        multiprocessors=multiprocessors,
+    )
 
 
 def _window_steps(order: Sliding, cta: int):
@@ -258,6 +270,14 @@ def test_under_a_window_nobody_waits_for_ever(shape):
     assert run(programs, room=order.multiprocessors, seed=1)
 
 
-def test_share_of_a_window_counts_waves():
-    order = _window(128 * 100, 128, 0, 64, 2, 1, 132)
-    assert order.share(2) == 200 / 264
+def test_under_a_window_ctas_share_the_short_tiles():
+    """Half of the tiles are seen by all 4096 queries of a window, the others by fewer;
+    each pair's tiles in turn would leave a quarter of the card without work."""
+    mistral = (8192, 4095, 0, 64, 8, 4, 132)
+    order = _window(*mistral)
+    assert order.share(8) > 0.95
+    assert dataclasses.replace(order, together=1).share(8) < 0.75
+    steps = [len(list(_window_steps(order, cta))) for cta in range(order.ctas)]
+    assert order.share(8) == pytest.approx(sum(steps) / (132 * max(steps)))
+    # Where that costs nothing they stay one after the other.
+    assert _window(4096, 1023, 0, 128, 128, 1, 132).together == 1

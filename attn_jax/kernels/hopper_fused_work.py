@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_jax.kernels import ring_order
-from attn_jax.kernels.ring_order import Dealt, Ring, Sliding, ring_of
+from attn_jax.kernels.ring_order import Dealt, Ring, Sliding, ring_of, sliding_of
 from attn_jax.kernels.tiles import (
     hide_columns_before,
     hide_from,
@@ -53,7 +53,7 @@ class Shapes(NamedTuple):
         """How the tiles are dealt to CTAs."""
         if window is not None:
             assert window.left is not None and window.right is not None
-            return Sliding(
+            return sliding_of(
                 length=self.key_count,
                 left=window.left,
                 right=window.right,
