@@ -19,6 +19,7 @@ from attn_jax.audit.problem import DTYPES, MASKS
 from attn_jax.audit.raised import in_one_line
 from attn_jax.audit.report import Report
 from attn_jax.audit.run import audit_attention
+from attn_jax.audit.summary import printable
 from attn_jax.audit.table import print_report
 from attn_jax.audit.target import Adapter, Target, TargetError, resolve
 from attn_jax.audit.workers import NotStartedError
@@ -287,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with progress_bar() as tell:
             report = interruptible(lambda: _report(options, target, folder, tell))
     except (TargetError, StoreError, CanaryError, NotStartedError, OSError) as error:
-        made.exit(2, f"{made.prog}: {error}\n")
+        made.exit(2, f"{made.prog}: {printable(error)}\n")
     except (RuntimeError, MemoryError) as error:
         if "initialize backend" in str(error):
             made.exit(2, f"{made.prog}: {in_one_line(error)}\n")
@@ -307,10 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What is missing here may be there for the next call.
         parts.unlink(missing_ok=True)
         reason = next(cell.reason for cell in report.cells)
-        made.exit(
-            2,
-            f"{made.prog}: {report.target} does not run under jax.jit here: {reason}\n",
-        )
+        said = f"{report.target} does not run under jax.jit here: {reason}"
+        made.exit(2, f"{made.prog}: {printable(said)}\n")
     try:
         print_report(report, sys.stdout)
         print(f"{folder / 'report.html'}", flush=True)

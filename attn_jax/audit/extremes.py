@@ -1,13 +1,13 @@
 """Probes of logits beyond the range of exp."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from attn_jax.audit.finding import EXTREME, PAST_THE_LAST
+from attn_jax.audit.finding import EXTREME, ON_WHAT_ALL_SHARE, PAST_THE_LAST
 from attn_jax.audit.inputs import Inputs
-from attn_jax.audit.judge import ProbeResult, by_rows, count
+from attn_jax.audit.judge import WORSE, ProbeResult, by_rows, count
 from attn_jax.audit.noise import logit_extent
 from attn_jax.audit.problem import Problem, Results, at_extremes
 from attn_jax.audit.programs import run
@@ -68,22 +68,25 @@ def extremes(
     ]
     if not broken:
         found += _outs(attend, problem, signed, results, gradients)
-    if "lse" in results[0] and not broken:
-        for index, sign in ((0, -1), (2, 1)):
-            pair = 1, index
-            found.append(
-                lse_result(
-                    f"lse at {sign * 1000:+}",
-                    tuple(results[i] for i in pair),
-                    np.float64(sign * shift),
-                    [
-                        logit_extent(signed[i], problem.rules, problem.scale)
-                        for i in pair
-                    ],
-                    problem,
-                )
-            )
+        found += _lses(problem, signed, shift, results)
     return tuple(found)
+
+
+def _lses(
+    problem: Problem, signed: list[Inputs], shift: float, results: list[Results]
+) -> Iterator[ProbeResult]:
+    """How far LSE moves from no shift to -c and to +c."""
+    if "lse" not in results[0]:
+        return
+    for index, sign in ((0, -1), (2, 1)):
+        pair = 1, index
+        yield lse_result(
+            f"lse at {sign * 1000:+}",
+            tuple(results[i] for i in pair),
+            np.float64(sign * shift),
+            [logit_extent(signed[i], problem.rules, problem.scale) for i in pair],
+            problem,
+        )
 
 
 def _outs(
@@ -132,7 +135,7 @@ def _outs(
                     tiers,
                     before,
                     ("out",),
-                    "result depends on what all keys share",
+                    ON_WHAT_ALL_SHARE,
                     {
                         "": "out changes by {measured:.3g} times what rounding allows "
                         f"when all logits move by about {amount:+}, which a softmax "
@@ -147,25 +150,46 @@ def _outs(
 def half_a_tile(
     attend_of: AttendOf, problem: Problem, *, gradients: bool = True
 ) -> tuple[ProbeResult, ...]:
-    """Logits of about +1000 and -1000 where keys end inside a tile: all stays finite.
+    """Logits of about +1000 and -1000 where keys end inside a tile: all stays finite,
+    out stays and LSE moves, as in `extremes`.
 
     What is read past the last key is often zero, a logit of 0, and left out later. Then
-    exp(0 - LSE) may be infinite, and 0 times it is NaN. (cuDNN 9.19's dQ is NaN there.)
-    Without a mask; counts values of out, LSE and gradients that are not finite.
+    exp(0 - LSE) may be infinite, and 0 times it is NaN (cuDNN 9.19's dQ is NaN there);
+    or the row's largest logit is that 0, and exp of the others is nothing. Without a
+    mask; counts values of out, LSE and gradients that are not finite.
     """
     ends = dict(query_length=_HALF_A_TILE, key_length=_HALF_A_TILE)
     shape = dataclasses.replace(problem.shape, **ends)
     problem = dataclasses.replace(problem, shape=shape, mask="full")
-    attend, (signed, _) = attend_of(problem), at_extremes(problem)
+    attend, (signed, shift) = attend_of(problem), at_extremes(problem)
     runs = [run(attend, inputs, gradients=gradients) for inputs in signed]
-    found = [x for results in runs for x in results.values()]
-    return (
-        count(
-            "half a tile at extremes",
-            sum(int((~np.isfinite(x)).sum()) for x in found),
-            PAST_THE_LAST,
-            f"{{measured:.0f}} values are not finite where logits are about +1000 or "
-            f"-1000 and {_HALF_A_TILE} keys end inside a tile: hide what is past the "
-            "last key before exp, in the backward pass, too",
-        ),
+    broken = sum(int((~np.isfinite(x)).sum()) for r in runs for x in r.values())
+    found = count(
+        "half a tile at extremes",
+        broken,
+        PAST_THE_LAST,
+        f"{{measured:.0f}} values are not finite where logits are about +1000 or "
+        f"-1000 and {_HALF_A_TILE} keys end inside a tile: hide what is past the "
+        "last key before exp, in the backward pass, too",
     )
+    if broken:
+        return (found,)
+    moved = _outs(attend, problem, signed, runs, gradients)
+    moved += _lses(problem, signed, shift, runs)
+    return found, *map(_past_the_last, moved)
+
+
+def _past_the_last(result: ProbeResult) -> ProbeResult:
+    """One of `half_a_tile`'s. What rounding allows is said of the other lengths."""
+    finding, ends = result.finding, f"{_HALF_A_TILE} keys, "
+    if finding is not None and finding.kind != WORSE:
+        finding = None
+    if finding is not None:
+        what = finding.says.partition(":")[0]
+        says = f"where {_HALF_A_TILE} keys end inside a tile, {what}: look for a "
+        says += "largest logit or a sum that takes in what is past the last key"
+        where = tuple(ends + place for place in finding.where)
+        finding = dataclasses.replace(
+            finding, cause=PAST_THE_LAST, says=says, where=where
+        )
+    return dataclasses.replace(result, name=ends + result.name, finding=finding)

@@ -21,6 +21,8 @@ DEPENDS = "result depends on the"
 HIDDEN_BY_LENGTHS = "padded keys"
 # Causes of NaN and infinities: of any logits that are large, and at the last key alone.
 EXTREME, PAST_THE_LAST = "not finite at extreme logits", "what lies past the last key"
+ON_WHAT_ALL_SHARE = "result depends on what all keys share"
+NOT_THE_LOGITS = "LSE does not follow the logits"
 # The mask is not, or not all, applied.
 HIDDEN_PAIRS = "hidden pairs carry weight"
 # Of P alone: the attention is the one asked for, and other faults show beside them.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from attn_jax.audit.error import correctly_rounded, in_units
-from attn_jax.audit.finding import Finding, Kind
+from attn_jax.audit.finding import NOT_THE_LOGITS, Finding, Kind
 from attn_jax.audit.noise import Extent, Noise, rms_of_rounding
 from attn_jax.audit.problem import Problem
 from attn_jax.formats import BF16, FP16, FP32
@@ -200,7 +200,7 @@ def by_lse(
         measured(),
         "of what FP32 allows",
         ("lse",),
-        "LSE does not follow the logits",
+        NOT_THE_LOGITS,
         {
             "": "LSE misses the amount by which all logits move by {measured:.3g} "
             "times what FP32 allows",

@@ -44,7 +44,8 @@ from attn_jax.audit.target import Attend, Target
 from attn_jax.mask import Mask
 from attn_jax.store import Row
 
-# Keys in which P is read: it takes as many calls as keys go into a head.
+# Keys, and queries, at most, with which P is read: it takes as many calls as keys go
+# into a head.
 _READ = 512
 _PARTS = (2, 8, 64)
 # A result that is this many times as far from exact in the other mode is no rounding.
@@ -56,12 +57,11 @@ _RIGHT = 4
 
 
 def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
-    """Findings of P, as the target makes it: one row for each problem of a mask. That a
-    mask is refused its own problems say."""
+    """Findings of P, as the target makes it: one row for each problem of a mask, longer
+    ones cut to their first queries and keys. That a mask is refused its own problems
+    say."""
     left_out = _LeftOut("P")
-    for problem in problems:
-        if problem.shape.key_length > _READ:
-            continue
+    for problem in map(_cut, problems):
         query, key, _, _ = (jnp.asarray(x) for x in problem.inputs)
         try:
             found = probabilities(target.on(problem), query, key)
@@ -77,7 +77,7 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
             of_logits=in_fp32(right),
         )
         broken = ~np.isfinite(found).all(-1)
-        if problem.mask in TOGETHER:
+        if problem.mask in TOGETHER and problem.mask != "query lengths":
             # Some have the mean of V there, `jax.nn` too; of other masks that is said.
             findings = [f for f in findings if f.cause != BLIND_WEIGHTS]
         # Of other masks their own problems say so.
@@ -92,6 +92,17 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
             ]
         yield {"mask": problem.mask, "findings": _rows(findings)}
     yield left_out.row()
+
+
+def _cut(problem: Problem) -> Problem:
+    shape = problem.shape
+    if shape.key_length <= _READ:
+        return problem
+    lengths = {
+        "query_length": min(shape.query_length, _READ),
+        "key_length": min(shape.key_length, _READ),
+    }
+    return dataclasses.replace(problem, shape=dataclasses.replace(shape, **lengths))
 
 
 def of_read(

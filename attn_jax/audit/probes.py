@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from attn_jax.audit.extremes import AttendOf, extremes, half_a_tile
+from attn_jax.audit.finding import ON_WHAT_ALL_SHARE
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import (
     ProbeResult,
@@ -226,7 +227,7 @@ def shifted_keys(
                 pair_tiers(problem, pair, noises, name),
                 noises[0],
                 (name,),
-                "result depends on what all keys share",
+                ON_WHAT_ALL_SHARE,
                 {
                     "": f"{name} changes by {{measured:.3g}} times what rounding "
                     "allows when a constant is added to all keys, which a softmax "

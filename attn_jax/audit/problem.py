@@ -54,11 +54,17 @@ def _lengths(shape: Shape) -> Mask:
 
 
 def _packed(shape: Shape) -> Mask:
-    ids = [
-        np.broadcast_to(documents(length), (shape.batch, length))
-        for length in (shape.query_length, shape.key_length)
-    ]
-    return Mask(query_segment_ids=ids[0], key_value_segment_ids=ids[1])
+    """Every second batch entry has the documents of the others in reverse."""
+
+    def ids(length: int) -> np.ndarray:
+        of = documents(length)
+        both = np.stack([of, of.max() - of[::-1]])
+        return both[np.arange(shape.batch) % 2]
+
+    return Mask(
+        query_segment_ids=ids(shape.query_length),
+        key_value_segment_ids=ids(shape.key_length),
+    )
 
 
 # By name. The window has two different sides, both of which some queries reach. A bias
@@ -92,6 +98,11 @@ def _key_lengths(shape: Shape) -> Mask:
     return dataclasses.replace(_lengths(shape), query_lengths=None)
 
 
+def _query_lengths(shape: Shape) -> Mask:
+    """Without any of keys."""
+    return dataclasses.replace(_lengths(shape), key_value_lengths=None)
+
+
 def _packed_apart(shape: Shape) -> Mask:
     """Documents end at other keys than queries, though there be as many."""
     more = shape.key_length // 4
@@ -101,8 +112,8 @@ def _packed_apart(shape: Shape) -> Mask:
 
 
 # Rules that are right one by one may be wrong together, where a length is 0, of keys
-# alone, or where queries and keys have not the same. Beside each are the names of the
-# `MASKS` that it is made of. Only P is read under them.
+# or queries alone, or where queries and keys have not the same. Beside each are the
+# names of the `MASKS` that it is made of. Only P is read under them.
 TOGETHER: dict[str, tuple[Callable[[Shape], Mask], tuple[str, ...]]] = {
     **{
         f"causal+{name}": (_causal(name), ("causal", name))
@@ -110,6 +121,7 @@ TOGETHER: dict[str, tuple[Callable[[Shape], Mask], tuple[str, ...]]] = {
     },
     "no keys": (_no_keys, ("lengths",)),
     "key lengths": (_key_lengths, ("lengths",)),
+    "query lengths": (_query_lengths, ("lengths",)),
     "packed apart": (_packed_apart, ("packed",)),
 }
 

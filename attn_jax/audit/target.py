@@ -413,14 +413,27 @@ def resolve(name: str, adapter: Adapter = Adapter()) -> Target:
 
 # Under these nothing can be measured: they stop or slow what is compared with, too.
 _MODES = "jax_debug_nans", "jax_debug_infs", "jax_disable_jit"
+_GUARDS = (
+    "jax_transfer_guard",
+    "jax_transfer_guard_host_to_device",
+    "jax_transfer_guard_device_to_host",
+    "jax_transfer_guard_device_to_device",
+)
+_SETTINGS = {
+    "jax_numpy_rank_promotion": ("raise",),
+    **dict.fromkeys(_GUARDS, ("disallow", "disallow_explicit")),
+}
 
 
 def _check_modes(module: str) -> None:
+    where = f"in the environment or by importing {module}"
     for mode in _MODES:
         if getattr(jax.config, mode):
+            raise TargetError(f"{mode} is on, {where}: turn it off for an audit")
+    for name, refused in _SETTINGS.items():
+        if (value := getattr(jax.config, name, None)) in refused:
             raise TargetError(
-                f"{mode} is on, in the environment or by importing {module}: turn it "
-                "off for an audit"
+                f"{name} is {value!r}, {where}: leave it as it is in JAX for an audit"
             )
 
 

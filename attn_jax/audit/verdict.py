@@ -27,6 +27,8 @@ from attn_jax.audit.finding import (
     DEPENDS,
     EXTREME,
     HIDDEN_BY_LENGTHS,
+    NOT_THE_LOGITS,
+    ON_WHAT_ALL_SHARE,
     P_CLIPPED,
     PAST_THE_LAST,
     SEES_NO_KEY,
@@ -121,10 +123,11 @@ def together(
     # differ in one say nothing of another.
     others = [f for f in others if f.kind != bits or is_new(f)]
     new = [f for f in _merged(others) if f.kind == bits or is_new(f)]
-    if any(f.cause == EXTREME for f in new):  # Wherever keys end.
+    wherever = (EXTREME, ON_WHAT_ALL_SHARE, NOT_THE_LOGITS)  # keys end
+    if any(f.cause in wherever for f in new):
         past = [place for f in new if f.cause == PAST_THE_LAST for place in f.where]
         new = [
-            _with_places(f, past) if f.cause == EXTREME else f
+            _with_places(f, past) if f.cause in wherever else f
             for f in new
             if f.cause != PAST_THE_LAST
         ]
