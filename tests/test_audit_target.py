@@ -324,6 +324,15 @@ def test_a_script_that_ends_itself_is_no_target(tmp_path, monkeypatch):
             "import jax\njax.config.update('jax_debug_nans', True)\nf = max",
             "jax_debug_nans is on",
         ),
+        (
+            "import jax\nf = max\n"
+            "jax.config.update('jax_numpy_rank_promotion', 'raise')",
+            "jax_numpy_rank_promotion is 'raise', in the environment or by importing",
+        ),
+        (
+            "import jax\njax.config.update('jax_transfer_guard', 'disallow')\nf = max",
+            "jax_transfer_guard is 'disallow'",
+        ),
     ],
 )
 def test_odd_modules_are_said_in_one_line(text, says, tmp_path, monkeypatch):
@@ -335,6 +344,8 @@ def test_odd_modules_are_said_in_one_line(text, says, tmp_path, monkeypatch):
             resolve("odd:f")
     finally:
         jax.config.update("jax_debug_nans", False)
+        jax.config.update("jax_numpy_rank_promotion", "allow")
+        jax.config.update("jax_transfer_guard", None)
         sys.modules.pop("odd", None)
     assert "\n" not in str(raised.value)
 
