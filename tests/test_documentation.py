@@ -47,7 +47,7 @@ def test_examples_run(page, monkeypatch):
     if page.name == "README.md":
         assert names["dq"].shape == names["q"].shape and names["dk"].any()
     if page.name == "tutorial.md":
-        assert len(names["report"].cells) == 9
+        assert len(names["report"].cells) == 10
         assert "LSE rounded to BF16" in said.getvalue()
 
 
