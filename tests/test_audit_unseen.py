@@ -149,6 +149,27 @@ def test_what_differs_from_run_to_run_is_no_dependence():
     }
 
 
+def test_what_is_no_number_is_found_though_re_runs_are_the_same():
+    """NaN exceeds no bound, and is within none."""
+
+    def attend_of(mask):
+        def attend(query, key, value):
+            out, lse = planted.attend(planted.honest(), WHOLE)(query, key, value)
+            return out * jnp.nan if mask.key_value_lengths is not None else out, lse
+
+        return attend
+
+    records = invariances(
+        attend_of(WHOLE.rules), WHOLE, attend_of=attend_of, gradients=False
+    )
+    found = {
+        r.tensor: r.finding.kind
+        for r in records
+        if r.name == "padded keys" and r.finding is not None
+    }
+    assert found["out"] == "not finite"
+
+
 def test_an_lse_of_padded_keys_is_said_to_depend_on_them():
     def all_keys(function, *arrays, key_value_seq_lengths=None, **rules):
         return function(*arrays, **rules)

@@ -12,6 +12,7 @@ from attn_jax.audit.error import Errors
 from attn_jax.audit.finding import (
     EXTREME,
     HIDDEN_PAIRS,
+    ON_WHAT_ALL_SHARE,
     P_CLIPPED,
     PAST_THE_LAST,
     ROWS_NOT_ONE,
@@ -211,6 +212,22 @@ def test_what_is_worse_explains_what_is_poor():
     assert found.where == ("K + c",)
     other = dataclasses.replace(worse, tensors=("dkey",))
     assert verdict.together([other], [poor], [cell()]) == [other, poor]
+
+
+def test_what_is_so_at_any_key_is_not_said_of_the_last():
+    """Of the same results, and of the same kind: NaN there is another thing."""
+    shared = Finding(WORSE, ON_WHAT_ALL_SHARE, "", ("out",), ("out at +125",))
+    past = Finding(WORSE, PAST_THE_LAST, "", ("out",), ("320 keys, out at +125",))
+    (found,) = verdict.together([], [shared, past], [cell()])
+    assert found.cause == ON_WHAT_ALL_SHARE and found.where == (
+        *shared.where,
+        *past.where,
+    )
+    for other in (
+        dataclasses.replace(past, tensors=("lse",)),
+        dataclasses.replace(past, kind="not finite"),
+    ):
+        assert other in verdict.together([], [shared, other], [cell()])
 
 
 def test_what_is_not_finite_is_said_once():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from attn_jax import dot_product_attention
-from attn_jax.kernels import architecture
+from attn_jax.kernels import architecture, tuning
 from attn_jax.kernels.attention import attention, backward_of
 from attn_jax.mask import Mask
 
@@ -198,3 +198,23 @@ def test_backward_is_the_one_asked_for(gpu):
     assert "attention_backward_fused" in gradients("fused")
     assert "attention_backward_dq" not in gradients("fused")
     assert "attention_backward_dq" in gradients("two_kernels")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tilings_without_a_plan_do_without_the_one_pass_kernel(gpu, dtype):
+    """A window's tilings of a caller, of the table that other masks have."""
+    gpu("9.0")
+    shape = jax.ShapeDtypeStruct((8, 4096, 8, 64), dtype)
+    window = Mask(window=(64, 0))
+    assert backward_of(shape.shape, shape.shape, "hopper", window) == "fused"
+    tilings = tuning.configuration(
+        *("hopper", 64, 64, 4096), is_causal=False, listed=True
+    )
+
+    def loss(query, key, value):
+        out, _ = attention(query, key, value, scale=0.1, mask=window, tilings=tilings)
+        return out.astype(jnp.float32).sum()
+
+    traced = str(jax.make_jaxpr(jax.grad(loss))(shape, shape, shape))
+    assert "attention_backward_dq" in traced
+    assert "attention_backward_fused" not in traced

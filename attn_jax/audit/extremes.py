@@ -7,7 +7,7 @@ import numpy as np
 
 from attn_jax.audit.finding import EXTREME, ON_WHAT_ALL_SHARE, PAST_THE_LAST
 from attn_jax.audit.inputs import Inputs
-from attn_jax.audit.judge import WORSE, ProbeResult, by_rows, count
+from attn_jax.audit.judge import POOR, ProbeResult, by_rows, count
 from attn_jax.audit.noise import logit_extent
 from attn_jax.audit.problem import Problem, Results, at_extremes
 from attn_jax.audit.programs import run
@@ -182,7 +182,7 @@ def half_a_tile(
 def _past_the_last(result: ProbeResult) -> ProbeResult:
     """One of `half_a_tile`'s. What rounding allows is said of the other lengths."""
     finding, ends = result.finding, f"{_HALF_A_TILE} keys, "
-    if finding is not None and finding.kind != WORSE:
+    if finding is not None and finding.kind == POOR:
         finding = None
     if finding is not None:
         what = finding.says.partition(":")[0]

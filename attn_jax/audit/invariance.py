@@ -126,9 +126,10 @@ def invariances(
 
 def _less(record: Invariance, unsteady: Mapping[str, float]) -> Invariance:
     """Without a finding of what is no more than re-runs differ by."""
-    if record.measured > _BY_LUCK * unsteady.get(record.tensor, 0.0):
-        return record
-    return dataclasses.replace(record, finding=None)
+    most = _BY_LUCK * unsteady.get(record.tensor, 0.0)
+    if record.tensor in unsteady and record.measured <= most:  # NaN is not.
+        return dataclasses.replace(record, finding=None)
+    return record
 
 
 def _transformed(

@@ -44,8 +44,7 @@ from attn_jax.audit.target import Attend, Target
 from attn_jax.mask import Mask
 from attn_jax.store import Row
 
-# Keys, and queries, at most, with which P is read: it takes as many calls as keys go
-# into a head.
+# Keys with which P is read, at most: it takes as many calls as they go into a head.
 _READ = 512
 _PARTS = (2, 8, 64)
 # A result that is this many times as far from exact in the other mode is no rounding.
@@ -57,11 +56,12 @@ _RIGHT = 4
 
 
 def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
-    """Findings of P, as the target makes it: one row for each problem of a mask, longer
-    ones cut to their first queries and keys. That a mask is refused its own problems
+    """Findings of P, as the target makes it: one row for each problem of a mask; where
+    it has more keys, on shorter sequences. That a mask is refused its own problems
     say."""
     left_out = _LeftOut("P")
-    for problem in map(_cut, problems):
+    for whole in problems:
+        problem = _short(whole, target.adapter.shards)
         query, key, _, _ = (jnp.asarray(x) for x in problem.inputs)
         try:
             found = probabilities(target.on(problem), query, key)
@@ -70,7 +70,7 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
             if not isinstance(error, NotImplementedError | ValueError):
                 left_out.add(f"under {problem.mask}", error)
             continue
-        right, where = exact(problem), (str(problem),)
+        right, where = exact(problem), (str(whole),)
         findings = of_probabilities(
             *(found, right.probability, right.visible, problem.format),
             where=where,
@@ -85,24 +85,26 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
             cause = "" if (broken & ~right.sees_none).any() else SEES_NO_KEY
             says = f"{int(broken.sum())} rows of out are not finite"
             findings = [Finding("not finite", cause, says, ("out",), where)]
-        if problem.mask != "full":
-            findings = [
-                dataclasses.replace(f, says=f"under {problem.mask}, {f.says}")
-                for f in findings
-            ]
+        said = "" if problem.mask == "full" else f"under {problem.mask}, "
+        if problem is not whole:
+            s = problem.shape
+            said += f"with {s.query_length} queries and {s.key_length} keys, "
+        findings = [dataclasses.replace(f, says=said + f.says) for f in findings]
         yield {"mask": problem.mask, "findings": _rows(findings)}
     yield left_out.row()
 
 
-def _cut(problem: Problem) -> Problem:
+def _short(problem: Problem, shards: int) -> Problem:
     shape = problem.shape
     if shape.key_length <= _READ:
         return problem
-    lengths = {
-        "query_length": min(shape.query_length, _READ),
-        "key_length": min(shape.key_length, _READ),
-    }
-    return dataclasses.replace(problem, shape=dataclasses.replace(shape, **lengths))
+    most = max(_READ // (2 * shards), 1) * 2 * shards
+    shape = dataclasses.replace(
+        shape,
+        query_length=min(shape.query_length, most),
+        key_length=min(shape.key_length, most),
+    )
+    return dataclasses.replace(problem, shape=shape)
 
 
 def of_read(

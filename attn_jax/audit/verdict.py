@@ -123,16 +123,28 @@ def together(
     # differ in one say nothing of another.
     others = [f for f in others if f.kind != bits or is_new(f)]
     new = [f for f in _merged(others) if f.kind == bits or is_new(f)]
-    wherever = (EXTREME, ON_WHAT_ALL_SHARE, NOT_THE_LOGITS)  # keys end
-    if any(f.cause in wherever for f in new):
-        past = [place for f in new if f.cause == PAST_THE_LAST for place in f.where]
-        new = [
-            _with_places(f, past) if f.cause in wherever else f
-            for f in new
-            if f.cause != PAST_THE_LAST
-        ]
     known = [_with_places(f, places.get(i, ())) for i, f in enumerate(found)]
-    return [*known, *new]
+    return [*known, *_wherever_keys_end(new)]
+
+
+def _wherever_keys_end(found: Sequence[Finding]) -> list[Finding]:
+    """Without what is said of the last key where the same is said of any: its places
+    are added to that."""
+    kept = [f for f in found if f.cause != PAST_THE_LAST]
+    for past in (f for f in found if f.cause == PAST_THE_LAST):
+        wider = [
+            i
+            for i, f in enumerate(kept)
+            if f.cause == EXTREME
+            or f.cause in (ON_WHAT_ALL_SHARE, NOT_THE_LOGITS)
+            and _of(f) & _of(past)
+            if f.kind == past.kind
+        ]
+        if wider:
+            kept[wider[0]] = _with_places(kept[wider[0]], past.where)
+        else:
+            kept.append(past)
+    return kept
 
 
 def _with_places(finding: Finding, places: Iterable[str]) -> Finding:

@@ -86,7 +86,8 @@ def attention(
       out_dtype: the inputs' dtype (default) or float32, the accumulator unrounded.
       backward: "two_kernels", or "fused", one kernel where it takes the problem; None:
         by the shapes on a device (`design.backward_of`).
-      tilings: block sizes and the fused kernel's plan; None: `tuning.configuration`.
+      tilings: block sizes and the fused kernel's plan; None:
+        `design.configuration_of`.
         What it is goes to the logger `attn_jax.kernels` at level INFO, once for a
         shape on a device.
       recipe: which of the algorithm's options are wanted, None: the kernels' own. Its

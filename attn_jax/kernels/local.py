@@ -358,13 +358,20 @@ def _design(
         window=static.window,
         listed=listed and static.window is None,
         soft_cap=static.soft_cap,
-        wanted=static.backward,
+        wanted=static.backward or _without_plan(static),
     )
+
+
+def _without_plan(static: Static) -> Backward | None:
+    """With tilings of a caller's that have none for one pass."""
+    return None if static.tilings.backward_fused is not None else "two_kernels"
 
 
 def _log(query, key, value, bias, static: Static, *, listed: bool) -> None:
     shapes = query.shape, key.shape, value.shape
     mask = "lists of blocks" if listed else "causal" if static.is_causal else "full"
+    if static.window is not None:
+        mask = "window"
     mask += "" if bias is None else ", bias"
     made = _design(query.shape, value.shape, static, listed=listed)
     tuning.log(static.target, shapes, mask, static.tilings, made)

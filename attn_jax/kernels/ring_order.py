@@ -345,6 +345,7 @@ class Sliding:
 
     def dealt(self, cta: Number, pairs: int) -> Dealt:
         """What a CTA has of all pairs, which `pairs` are."""
+        assert pairs == self.pairs and pairs % self.together == 0
         ctas = self.ctas
 
         def place(n: Number) -> Number:
@@ -392,9 +393,10 @@ def sliding_of(
     keys: int,
     pairs: int,
     group: int,
-    multiprocessors: int | None = None,
+    multiprocessors: int,
 ) -> Sliding:
-    """With so many pairs at a time that CTAs have as nearly the same work as may be.
+    """With so few pairs at a time as leave CTAs nearly the same work (2 % or less is
+    lost to the best share).
 
     Neighbouring tiles are seen by nearly the same queries: of many pairs at a time
     those would be read from memory for each tile, and not once for many. On an H200 128
@@ -402,15 +404,15 @@ def sliding_of(
     the other 0.91 (H = 64). So a window's queries of all pairs at a time are to be no
     more than twice the keys that all CTAs have at a time.
     """
-    multiprocessors = multiprocessors or MULTIPROCESSORS
     most = max(1, 2 * multiprocessors * keys // (left + right + 1))
     of = Sliding(length, left, right, queries, keys, pairs, group, multiprocessors)
-    some = (
-        dataclasses.replace(of, together=n)
+    some = {
+        n: dataclasses.replace(of, together=n).share(pairs)
         for n in range(1, min(most, pairs) + 1)
         if pairs % n == 0
-    )
-    return max(some, key=lambda order: order.share(pairs))
+    }
+    together = next(n for n in some if some[n] >= 0.98 * max(some.values()))
+    return dataclasses.replace(of, together=together)
 
 
 def ring_of(

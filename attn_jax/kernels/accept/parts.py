@@ -61,6 +61,7 @@ def all_checks(
         for backward in designs:
             yield Check(head_dim, head_dim, "full", backward=backward)
             yield Check(head_dim, head_dim, "causal", backward=backward, queries=S)
+            yield Check(head_dim, head_dim, "window", backward=backward, queries=S)
 
 
 @dataclasses.dataclass(frozen=True)
