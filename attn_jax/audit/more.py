@@ -77,8 +77,9 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
             of_logits=in_fp32(right),
         )
         broken = ~np.isfinite(found).all(-1)
+        # Some have the mean of V where no key is seen, `jax.nn` too; of other masks
+        # that is said. Past a query length there are zeros, also in `jax.nn`.
         if problem.mask in TOGETHER and problem.mask != "query lengths":
-            # Some have the mean of V there, `jax.nn` too; of other masks that is said.
             findings = [f for f in findings if f.cause != BLIND_WEIGHTS]
         # Of other masks their own problems say so.
         if broken.any() and problem.mask in TOGETHER:
@@ -95,6 +96,7 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
 
 
 def _short(problem: Problem, shards: int) -> Problem:
+    """One whose P can be read, and whose sequence so many devices can share."""
     shape = problem.shape
     if shape.key_length <= _READ:
         return problem

@@ -50,7 +50,7 @@ def contained() -> Iterator[None]:
     interrupt that may be the user's."""
     try:
         yield
-    except Exception:
+    except Exception:  # Already what the others are made.
         raise
     except KeyboardInterrupt:
         if is_ours():

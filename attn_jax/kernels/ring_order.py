@@ -399,10 +399,10 @@ def sliding_of(
     lost to the best share).
 
     Neighbouring tiles are seen by nearly the same queries: of many pairs at a time
-    those would be read from memory for each tile, and not once for many. On an H200 128
-    pairs of 32 tiles under a window of 1024 keys took 1.08 ms all at a time, one after
-    the other 0.91 (H = 64). So a window's queries of all pairs at a time are to be no
-    more than twice the keys that all CTAs have at a time.
+    those would be read from memory for each tile, and not once for many: `analysis
+    speed --cases h64-4k-window` on an H200 had 280 TFLOP/s with all 128 pairs at a time
+    (commit afcfdef), and has 324. So a window's queries of all pairs at a time are to
+    be no more than twice the keys that all CTAs have at a time.
     """
     most = max(1, 2 * multiprocessors * keys // (left + right + 1))
     of = Sliding(length, left, right, queries, keys, pairs, group, multiprocessors)
