@@ -164,6 +164,7 @@ PLAN = Plan(storing_warps=0)
 TWO = Plan(storing_warps=2)
 APART = dataclasses.replace(PLAN, apart=True)
 TWO_APART = dataclasses.replace(TWO, apart=True)
+IN_PARTS = dataclasses.replace(TWO_APART, parts=2)
 
 CASES = [
     Case((1, 128, 192, 1, 1, 128), False, PLAN, family="offset", races=True),
@@ -178,6 +179,9 @@ CASES = [
     # Rings of several CTAs.
     Case((1, 330, 330, 1, 1, 64), True, APART, family="wide", multiprocessors=2),
     Case((1, 100, 330, 1, 1, 128), False, TWO, multiprocessors=2),
+    # A key head's query heads in two parts, one and two heads in each.
+    Case((2, 205, 205, 4, 2, 64), False, dataclasses.replace(PLAN, parts=2), "float16"),
+    Case((1, 136, 136, 4, 1, 128), True, IN_PARTS, family="uniform"),
     # Windows: to the left, on both sides past the end, of fewer keys than a tile has.
     Case((1, 330, 330, 2, 1, 64), False, PLAN, window=Band(150, 0), races=True),
     Case((2, 205, 205, 1, 1, 128), False, TWO, "float16", window=Band(9, 70)),
@@ -255,7 +259,7 @@ def _compiled(head_dim: int, mask: bool | Band, plan: Plan, length: int) -> Prog
         pytest.param(64, False, TWO, marks=pytest.mark.thorough),
         pytest.param(64, True, APART, marks=pytest.mark.thorough),
         (128, False, TWO),
-        (128, True, TWO_APART),
+        (128, True, IN_PARTS),
         pytest.param(64, Band(500, 0), PLAN, marks=pytest.mark.thorough),
         (128, Band(500, 70), PLAN),
     ],

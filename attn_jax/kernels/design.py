@@ -74,5 +74,6 @@ def backward_of(
     shapes = Shapes.of(query_shape, value_shape)
     masked = is_causal or window is not None
     plan = tuning.fused(shapes.head_dim, shapes.key_count, is_causal=masked)
+    shapes = shapes.in_parts(plan, is_causal=is_causal, window=window)
     ring = shapes.ring(plan, is_causal=is_causal, window=window)
     return "fused" if ring.share(shapes.pairs) >= LEAST_SHARE else "two_kernels"

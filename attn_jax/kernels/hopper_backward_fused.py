@@ -1,7 +1,9 @@
 """Backward attention for Hopper in one pass: five matrix products instead of seven.
 
 A thread block (CTA) owns 128 keys of a key head at a time and goes over all blocks of
-queries that see them. Tiles are transposed, keys down the rows:
+queries that see them, of the query heads that attend to it. Where that leaves CTAs
+without work these heads are dealt to several CTAs, in *parts*: each has sums of its own
+for dK and dV, added after the kernel. Tiles are transposed, keys down the rows:
 
     S^T = K Q^T     P^T = exp(S^T - LSE)     dP^T = V dO^T     dS^T = P^T (dP^T - delta)
     dV += P^T dO    dK += dS^T Q             dQ[block] += dS K'   (in global memory)
@@ -34,7 +36,7 @@ Where it rounds (16 bit: the inputs' format):
   S, P, dP, dS, delta and the accumulators of a tile are FP32;
   P is rounded to 16 bit as the operand of P^T dO, dS as that of dS^T Q;
   dS is rounded to FP16 as the operand of dS K', and so is K';
-  tiles of dQ are added in FP32;
+  tiles of dQ are added in FP32, as are dK and dV of the parts of a key head;
   scale is applied to the sums, which are then rounded once.
 """
 
@@ -70,6 +72,7 @@ from attn_jax.kernels.tiles import (
     pad_rows,
 )
 from attn_jax.kernels.visibility import Band
+from attn_jax.pairwise import pairwise_sum
 
 CONSUMER_REGISTERS = 232
 OTHER_REGISTERS = 24  # the loading and the storing warpgroup
@@ -179,6 +182,8 @@ def _sums(
     batch, rows_in_all, query_heads, head_dim = query.shape
     dtype = query.dtype
     shapes = Shapes(batch, query_count, key_count, query_heads, key.shape[2], head_dim)
+    shapes = shapes.in_parts(plan, is_causal=is_causal, window=window)
+    in_fp32 = wide or shapes.parts > 1  # dK and dV
     queries = shapes.queries
     by_rows = queries == 128  # dQ's pieces, one for each warpgroup; else by columns
     ring = shapes.ring(plan, is_causal=is_causal, window=window)
@@ -408,10 +413,10 @@ def _sums(
                 # Anew, rather than in registers all along.
                 done = work.item(opaque(number))
                 first_row = done.tile * KEY_TILE + here * KEYS
-                out = (done.b, pl.ds(first_row, KEYS), done.kv_head)
+                out = (done.b, pl.ds(first_row, KEYS), done.key_part)
                 divisor = row_divisor[done.b, done.kv_head]
                 dk, dv = dk * divisor, dv * divisor
-                if wide:
+                if in_fp32:
                     dk_gmem[out], dv_gmem[out] = dk * scale, dv
                     return
                 put(dk * scale, [smem.keys.at[here]], dk_gmem, out)
@@ -449,9 +454,16 @@ def _sums(
             store(work, plan, smem, barriers, dq_gmem)
 
     dkv = jax.ShapeDtypeStruct(key.shape, dq_dtype)
-    if wide:  # TMA leaves out what lies past the end; other stores do not.
+    if in_fp32:  # TMA leaves out what lies past the end; other stores do not.
         keys = shapes.tiles * KEY_TILE
-        dkv = jax.ShapeDtypeStruct((batch, keys, *key.shape[2:]), jnp.float32)
+        dkv = (batch, keys, shapes.key_parts, head_dim)
+        dkv = jax.ShapeDtypeStruct(dkv, jnp.float32)
+
+    def sum_of_parts(x):
+        x = x.reshape(*x.shape[:2], shapes.key_heads, shapes.parts, head_dim)
+        x = pairwise_sum(x, 3)
+        return x if wide else x.astype(dtype)
+
     # Of all queries and, apart, of those that see a short tile.
     firsts = [0, ring.long_tiles * KEY_TILE] if ring.apart else [0]
     dqs = [
@@ -478,7 +490,9 @@ def _sums(
         numbers.key_factor,
         power_of_two(-numbers.row_exponent),
     )
-    if not wide:
+    if in_fp32:
+        dk, dv = (sum_of_parts(x) for x in (dk, dv))
+    else:
         dk, dv = (lax.bitcast_convert_type(x, dtype) for x in (dk, dv))
     for part, first in zip(apart, firsts[1:], strict=True):
         total += jnp.pad(part, ((0, 0), (first, 0), (0, 0), (0, 0)))

@@ -28,11 +28,18 @@ KEY_TILE = KEYS * WARPGROUPS
 # Queries in a block, by head dim: dQ's tile is made in two pieces of 64 x 64.
 QUERIES = {64: 128, 128: 64}
 STAGES = 2  # blocks of Q and dO in shared memory
+# By head dim: FP32 sums of a tile, for dK and dV, are written and added up again in the
+# time of so many steps.
+SUMS_STEPS = {64: 2, 128: 4}
 DS_BUFFERS = 2
 
 
 class Shapes(NamedTuple):
-    """Sizes that the kernel is compiled for; lengths as they are, not padded."""
+    """Sizes that the kernel is compiled for; lengths as they are, not padded.
+
+    `parts`: the query heads of a key head are dealt to so many CTAs, each of which has
+    sums of its own for dK and dV.
+    """
 
     batch: int
     query_count: int
@@ -40,12 +47,30 @@ class Shapes(NamedTuple):
     query_heads: int
     key_heads: int
     head_dim: int
+    parts: int = 1
 
     @classmethod
     def of(cls, query: tuple[int, ...], key: tuple[int, ...]) -> "Shapes":
         """Of [B, T, N, H] and [B, S, K, H]."""
         batch, query_count, query_heads, head_dim = query
         return cls(batch, query_count, key[1], query_heads, key[2], head_dim)
+
+    def in_parts(
+        self, plan: Plan, *, is_causal: bool, window: Band | None = None
+    ) -> "Shapes":
+        """With as many parts as the plan says, or else as take the least time."""
+        if plan.parts is not None:
+            return self._replace(parts=plan.parts)
+
+        def time(shapes: Shapes) -> float:
+            ring = shapes.ring(plan, is_causal=is_causal, window=window)
+            steps = shapes.group * ring.steps / shapes.tiles  # of a tile, in the mean
+            of_sums = SUMS_STEPS[self.head_dim] if shapes.parts > 1 else 0
+            return (1 + of_sums / steps) / ring.share(shapes.pairs)
+
+        group = self.query_heads // self.key_heads
+        divisors = [n for n in range(1, group + 1) if group % n == 0]
+        return min((self._replace(parts=n) for n in divisors), key=time)
 
     def ring(
         self, plan: Plan, *, is_causal: bool, window: Band | None = None
@@ -77,13 +102,19 @@ class Shapes(NamedTuple):
         )
 
     @property
+    def key_parts(self) -> int:
+        """Of all key heads."""
+        return self.key_heads * self.parts
+
+    @property
     def group(self) -> int:
-        return self.query_heads // self.key_heads
+        """Query heads of a part."""
+        return self.query_heads // self.key_parts
 
     @property
     def pairs(self) -> int:
-        """(batch, key head) pairs."""
-        return self.batch * self.key_heads
+        """(batch, part of a key head) pairs."""
+        return self.batch * self.key_parts
 
     @property
     def queries(self) -> int:
@@ -171,6 +202,7 @@ class Item(NamedTuple):
 
     b: jax.Array
     kv_head: jax.Array
+    key_part: jax.Array  # among those of all key heads
     tile: jax.Array
     first: jax.Array  # block
     stride: jax.Array  # from one to the next
@@ -197,19 +229,21 @@ class Work:
     def item(self, number: jax.Array) -> Item:
         i32 = jnp.int32
         pair, tile, first, stride, blocks = map(i32, self.dealt.item(number))
-        heads = i32(self.shapes.key_heads)
-        b, kv_head = lax.div(pair, heads), lax.rem(pair, heads)
+        of_entry = i32(self.shapes.key_parts)
+        b, part = lax.div(pair, of_entry), lax.rem(pair, of_entry)
+        parts = self.shapes.parts
+        kv_head = part if parts == 1 else lax.div(part, i32(parts))
         steps = blocks * self.shapes.group
-        return Item(b, kv_head, tile, first, stride, blocks, steps)
+        return Item(b, kv_head, part, tile, first, stride, blocks, steps)
 
     def block_of(self, item: Item, turn: jax.Array):
-        """(query head, its number in the group, block of queries) of a step."""
+        """(query head, its number in the part, block of queries) of a step."""
         group = self.shapes.group
         index, i = jnp.int32(0), turn
         if group > 1:
             index, i = lax.div(turn, item.blocks), lax.rem(turn, item.blocks)
         block = self.ring.block(item.first, item.stride, i)
-        return item.kv_head * group + index, index, block
+        return item.key_part * group + index, index, block
 
     def for_each(self, do: Callable) -> jax.Array:
         """`do(item, first step, number)` for each item; the number of steps in all."""

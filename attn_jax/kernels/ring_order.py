@@ -152,6 +152,13 @@ class Ring:
     def ctas(self) -> int:
         return self.count * self.size
 
+    @property
+    def steps(self) -> int:
+        """Of a pair, and of one query head of it."""
+        if self.ratio is None:
+            return self.blocks * self.tiles
+        return sum(self.blocks - self.ratio * tile for tile in range(self.tiles))
+
     def dealt(self, cta: Number, pairs: int) -> Dealt:
         """What a CTA has of `pairs` pairs."""
         number = _div(cta, self.size)
@@ -168,12 +175,12 @@ class Ring:
     def share(self, pairs: int) -> float:
         """How much of the time of all multiprocessors goes into tiles of `pairs` pairs,
         if all steps take equally long: below 1 where some have none, or fewer."""
-        steps = [
+        most = max(
             sum(int(self.item(member, i)[3]) for i in range(int(self.passes(member))))
             for member in range(self.size)
-        ]
+        )
         turns = -(-pairs // self.count)
-        return pairs * sum(steps) / (MULTIPROCESSORS * turns * max(steps))
+        return pairs * self.steps / (MULTIPROCESSORS * turns * most)
 
     def start(self, member: Number) -> Number:
         """The block at which a member starts on a tile, without a mask."""
@@ -303,6 +310,12 @@ class Sliding:
     @property
     def ctas(self) -> int:
         return min(self.multiprocessors, self.pairs * self.tiles)
+
+    @property
+    def steps(self) -> int:
+        """As `Ring.steps`."""
+        first, last = self.blocks_of(np.arange(self.tiles))
+        return int((last - first + 1).sum())
 
     def blocks_of(self, tile: Number) -> tuple[Number, Number]:
         """(first, last) block of queries that sees a tile."""

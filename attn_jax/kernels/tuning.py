@@ -101,12 +101,15 @@ class Plan:
       passes: the fewest tiles of a pair that a CTA is to have, without a mask, where
         that costs nothing.
       rings: how many rings; None: as many as run at the same time. Not in the table.
+      parts: as many as the query heads of a key head are dealt in; None:
+        `hopper_fused_work.Shapes.in_parts` chooses. Not in the table.
     """
 
     storing_warps: int = 2
     apart: bool = False
     passes: int = 1
     rings: int | None = None
+    parts: int | None = None
 
     def __post_init__(self):
         if self.storing_warps not in (0, 2):
@@ -245,8 +248,8 @@ def read(text: str) -> list[Entry]:
     try:
         for line in json.loads(text):
             tiling = tiling_of(line["architecture"], line["kernel"], line["tiling"])
-            if isinstance(tiling, Plan) and tiling.rings is not None:
-                raise ValueError("the number of rings is not the table's")
+            if isinstance(tiling, Plan) and (tiling.rings or tiling.parts):
+                raise ValueError("the number of rings, or of parts, is not the table's")
             entries.append(Entry(**{"is_causal": None, **line, "tiling": tiling}))
     except json.JSONDecodeError as error:
         raise ValueError(f"the table of tilings is no JSON: {error}") from None
