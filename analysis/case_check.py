@@ -74,6 +74,7 @@ def recipe_of(program: Program) -> Recipe:
         has_bias=program.bias is not None,
         backward="fused" if program.one_pass else None,
         pairs=cases.BATCH * program.K,
+        group=program.N // program.K,
     )
     if program.wide:
         recipe = dataclasses.replace(recipe, output=Step(FP32))
@@ -392,7 +393,9 @@ def kernel_centre(program: Program, batch: Batch) -> tuple[np.ndarray, np.ndarra
     T, S, mask = program.T, program.S, batch.mask
     listed = program.bias is not None or not visibility.is_static(mask)
     tilings = design.configuration_of(
-        *(target, program.H, program.H, S, mask), has_bias=program.bias is not None
+        *(target, program.H, program.H, S, mask),
+        query_count=T,
+        has_bias=program.bias is not None,
     )
     rows = tilings.backward_dq.rows
     weights = np.ones((cases.BATCH, T, S))

@@ -34,6 +34,7 @@ def recipe_of(
     pairs: int,
     mask: Mask,
     differentiated: bool,
+    group: int = 1,
 ) -> Recipe | None:
     """What the kernels are asked for under a name: their own recipe for T queries and S
     keys (`lengths`) of `pairs` heads of batch entries, `differentiated` or not, but for
@@ -48,6 +49,7 @@ def recipe_of(
         *(dtype, head_dim, keys, mask),
         query_length=queries,
         pairs=pairs,
+        group=group,
         differentiated=differentiated,
     )
     recipe = dataclasses.replace(declared, **OPTIONS[name])

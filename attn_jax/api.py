@@ -279,6 +279,7 @@ def _kernels_recipes(
             soft_cap=soft_cap,
             has_bias=bias is not None,
             pairs=key.shape[0] * key.shape[2],
+            group=max(1, query.shape[2] // max(1, key.shape[2])),
             differentiated=x,
         )
         for x in (False, True)

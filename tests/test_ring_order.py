@@ -11,10 +11,7 @@ import random
 import numpy as np
 import pytest
 
-from attn_jax.kernels.hopper_fused_work import Shapes
 from attn_jax.kernels.ring_order import Ring, Sliding, causal_fits, ring_of, sliding_of
-from attn_jax.kernels.tuning import Plan
-from attn_jax.kernels.visibility import Band
 
 # Blocks of 64 (ratio 2) or 128 queries (1) for tiles of 128 keys.
 CAUSAL = [
@@ -284,13 +281,3 @@ def test_under_a_window_ctas_share_the_short_tiles():
     assert order.share(8) == pytest.approx(sum(steps) / (132 * max(steps)))
     # Where that costs nothing they stay one after the other.
     assert _window(4096, 1023, 0, 128, 128, 1, 132).together == 1
-
-
-@pytest.mark.parametrize("huge", [2**31 - 1, 2**31 - 200, np.int16(2**15 - 1)])
-def test_a_window_beyond_the_sequence_is_one_of_its_length(huge):
-    """Sums with it would be no numbers of 32 bits, in the kernel."""
-    shapes = Shapes(1, 300, 300, 2, 2, 64)
-    ring = shapes.ring(Plan(), is_causal=False, window=Band(huge, huge))
-    assert ring == shapes.ring(Plan(), is_causal=False, window=Band(300, 300))
-    assert isinstance(ring, Sliding) and type(ring.left) is int
-    assert ring.tiles_of(0) == (0, 2) and ring.blocks_of(2) == (0, 2)

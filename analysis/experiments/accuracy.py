@@ -313,6 +313,7 @@ def _compile(
             head_dim=problem.H,
             lengths=(problem.T, problem.S),
             pairs=seeds * problem.K,
+            group=problem.N // problem.K,
             mask=mask,
             differentiated=True,
         )

@@ -140,6 +140,7 @@ def _recipe(name: str, case: Case, of: Pass) -> Recipe | None:
         head_dim=case.H,
         lengths=(case.T, case.S),
         pairs=case.B * case.K,
+        group=case.N // case.K,
         mask=case.rules,
         differentiated=of != "forward",
     )
@@ -291,7 +292,9 @@ def _config(name: str, case: Case, of: Pass) -> str:
     from attn_jax.kernels import architecture, design
 
     dims = case.H, case.H
-    tilings = design.configuration_of(architecture.chosen(), *dims, case.S, case.rules)
+    tilings = design.configuration_of(
+        *(architecture.chosen(), *dims, case.S, case.rules), query_count=case.T
+    )
     if of != "backward":
         said.append(f"forward {tilings.forward}")
     if of != "forward":

@@ -133,7 +133,9 @@ def attention(
     if tilings is None:
         shape = *_head_dims(query, value), key.shape[1]
         has_bias = bias is not None
-        tilings = design.configuration_of(target, *shape, mask, has_bias=has_bias)
+        tilings = design.configuration_of(
+            *(target, *shape, mask), query_count=query.shape[1], has_bias=has_bias
+        )
     chosen = options.of_recipe(recipe)
     static = local.Static(
         target=target,
@@ -141,7 +143,7 @@ def attention(
         scale=scale,
         is_causal=mask.is_causal and by_itself,
         band=Band(None, None) if by_itself else Band(*mask.band),
-        window=visibility.window_of(mask) if bias is None else None,
+        window=_window(mask, query.shape, key.shape, bias is not None),
         soft_cap=python_float(soft_cap),
         out_dtype=jnp.dtype(query.dtype if out_dtype is None else out_dtype),
         backward=chosen.design(backward),
@@ -231,7 +233,7 @@ def backward_of(
 ) -> Backward:
     """How the gradients of one device's arrays are made, [B, T, N, H] and [B, S, K, D]
     (`design.backward_of`)."""
-    window = None if has_bias else visibility.window_of(mask)
+    window = _window(mask, query_shape, value_shape, has_bias)
     return design.backward_of(
         *(query_shape, value_shape, target),
         is_causal=mask.is_causal and window is None,
@@ -240,6 +242,13 @@ def backward_of(
         soft_cap=soft_cap,
         wanted=wanted,
     )
+
+
+def _window(
+    mask: Mask, query: tuple[int, ...], key: tuple[int, ...], has_bias: bool
+) -> Band | None:
+    """A window that kernels count by themselves."""
+    return None if has_bias else visibility.window_of(mask, query[1], key[1])
 
 
 def declared_recipe(
@@ -255,6 +264,7 @@ def declared_recipe(
     has_bias: bool = False,
     backward: Backward | None = None,
     pairs: int | None = None,
+    group: int = 1,
     recipe: Recipe | None = None,
     differentiated: bool = True,
 ) -> Recipe:
@@ -262,19 +272,21 @@ def declared_recipe(
 
     `target` is whose kernels are meant; None: those that would run here. `value_dim` is
     V's head dim; None: that of Q and K. With `query_length` (None: `key_length`),
-    `soft_cap`, `has_bias` and `pairs`, a device's batch times its key heads (None:
-    enough of them to fill a card), it is that of the kernels that `backward_of` names
-    for `backward`, with the options of `recipe` (as of `attention`; None: the kernels'
-    own, which are "keys" in one pass, "mean" in two kernels). `differentiated`: of a
-    call that is, whose P on Hopper has FP16 in the forward pass, too. Running
-    `emulator.attention` under it predicts their results up to the order of additions
-    inside a product; a test holds the two together.
+    `soft_cap`, `has_bias`, `pairs`, a device's batch times its key heads (None: enough
+    of them to fill a card), and `group`, the query heads of a key head, it is that of
+    the kernels that `backward_of` names for `backward`, with the options of `recipe`
+    (as of `attention`; None: the kernels' own, which are "keys" in one pass, "mean" in
+    two kernels). `differentiated`: of a call that is, whose P on Hopper has FP16 in the
+    forward pass, too. Running `emulator.attention` under it predicts their results up
+    to the order of additions inside a product; a test holds the two together.
     """
     inputs = local.INPUTS[jnp.dtype(dtype)]
     target = architecture.chosen() if target is None else target
     dims = head_dim, head_dim if value_dim is None else value_dim
     forward, dq_tiling, *_ = design.configuration_of(
-        *(target, *dims, key_length, mask), has_bias=has_bias
+        *(target, *dims, key_length, mask),
+        query_count=query_length,
+        has_bias=has_bias,
     )
     declared = dataclasses.replace(
         ATTN_JAX.with_inputs(inputs),
@@ -290,7 +302,7 @@ def declared_recipe(
         pairs = ring_order.MULTIPROCESSORS
     chosen = options.of_recipe(recipe)
     made = backward_of(
-        (pairs, key_length if query_length is None else query_length, 1, head_dim),
+        (pairs, key_length if query_length is None else query_length, group, head_dim),
         (pairs, key_length, 1, dims[1]),
         target,
         mask,

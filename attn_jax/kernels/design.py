@@ -28,14 +28,20 @@ def configuration_of(
     key_count: int,
     mask: Mask,
     *,
+    query_count: int | None = None,
     has_bias: bool = False,
 ) -> Configuration:
-    """The table's tilings under a mask (`tuning.configuration`)."""
+    """The table's tilings under a mask (`tuning.configuration`). `query_count`: None,
+    for as many as keys."""
+    window = None
+    if not has_bias:
+        queries = key_count if query_count is None else query_count
+        window = visibility.window_of(mask, queries, key_count)
     return tuning.configuration(
         *(target, head_dim, value_dim, key_count),
         is_causal=mask.is_causal,
         listed=has_bias or not visibility.is_static(mask),
-        window=not has_bias and visibility.window_of(mask) is not None,
+        window=None if window is None else window.width,
     )
 
 

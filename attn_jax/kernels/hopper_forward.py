@@ -23,6 +23,7 @@ summed in parts.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -31,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.kernels import hopper_links, internals, schedule
+from attn_jax.kernels import hopper_links, hopper_loads, internals, schedule
 from attn_jax.kernels.hopper_outputs import Carried, Outputs
 from attn_jax.kernels.hopper_softmax import LOG2_P_SCALE, Softmax
 from attn_jax.kernels.tiles import (
@@ -40,14 +41,14 @@ from attn_jax.kernels.tiles import (
     along_rows,
     capped,
     head_of,
-    hide_from,
     read_tile,
-    row_positions,
     smem_tile,
 )
 from attn_jax.kernels.tuning import ForwardTiling
 from attn_jax.kernels.visibility import (
     Band,
+    Counted,
+    Ends,
     Pairs,
     Rules,
     block_lists,
@@ -73,6 +74,7 @@ def forward(
     tiling: ForwardTiling,
     out_dtype: jnp.dtype,
     residual: bool,
+    window: Band | None = None,
     mask: Rules | None = None,
     band: Band = Band(None, None),
     sinks: Float32[Array, "1 N"] | None = None,
@@ -94,9 +96,10 @@ def forward(
     """Returns (out, what rounding dropped from out or None, LSE in natural log).
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
-    rows are real. `scale` is not negative. A causal row i sees the keys j <= i. With
-    `mask` it is that and `band` which say what is seen, and `is_causal` is False; a
-    `bias` comes with one. `rescale_threshold` and `repeated_max_factor` are `Recipe`'s.
+    rows are real. `scale` is not negative. A causal row i sees the keys j <= i;
+    `window`, of `visibility.window_of`, takes the place of `is_causal`. With `mask` it
+    is that and `band` which say what is seen, and neither of these does; a `bias` comes
+    with one. `rescale_threshold` and `repeated_max_factor` are `Recipe`'s.
     `unscale` comes with V as FP16 numbers (`hopper_key_numbers`): P then is FP16, too,
     times `hopper_softmax.P_SCALE`. `carries`: returns `Carried`, of whole tiles, or
     `before` with these added where it lies, from `first_row` on, only what is `chosen`.
@@ -111,17 +114,29 @@ def forward(
     tile_count, key_blocks = strips.tiles, pl.cdiv(key_count, columns)
     # Of logits in the exponent: capped ones are in units of log2.
     unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
+    counted = Counted(
+        window or Band(None, 0 if is_causal else None), *(key_count, rows, columns)
+    )
+    blind = mask is not None or counted.blind
     softmax = Softmax(
-        *(unit, value.dtype, mask is not None, rescale_threshold, repeated_max_factor),
+        *(unit, value.dtype, blind, rescale_threshold, repeated_max_factor),
         log2_scale=0 if unscale is None else LOG2_P_SCALE,
         whole_maxima=carries,
     )
     wide_out = out_dtype == jnp.float32
     keep_low = residual and not wide_out
     stored = tiling.stored(value_dim)
+    tile_ends = [end * rows for end in strips.ends]
+    counts = [
+        end - first
+        for first, end in itertools.starmap(
+            functools.partial(counted.seen, blocks=key_blocks),
+            itertools.pairwise([0, *tile_ends]),
+        )
+    ]
     # Blocks in a link of the sum, and whether there can be more than one link.
     link_blocks = hopper_links.KEYS // columns
-    in_links = key_blocks > link_blocks
+    in_links = max(counts) > link_blocks
 
     pairs = None
     if mask is not None:
@@ -137,10 +152,9 @@ def forward(
     if bias is not None:
         bias = whole_tiles(bias, tiling.tile, columns)
 
-    seen = [end * rows if is_causal else key_count for end in strips.ends]
     table = schedule.forward_table(
         batch * query_heads,
-        [min(pl.cdiv(keys, columns), key_blocks) for keys in seen],
+        counts,
         key.shape[1] * (head_dim + value_dim) * dtype.itemsize,
         singly=carries and not in_links,
         chosen=chosen,
@@ -161,12 +175,13 @@ def forward(
         warpgroup = lax.axis_index("warpgroup")
         all_blocks = table_gmem[cta, table.shape[1] - 1] if chosen else key_blocks
 
-        def blocks_seen(row_end):
-            """How many blocks of keys the queries before `row_end` see."""
-            if not is_causal:
-                return jnp.int32(all_blocks)
-            until = lax.div(row_end + jnp.int32(columns - 1), jnp.int32(columns))
-            return jnp.minimum(until, jnp.int32(all_blocks))
+        def blocks_seen(start, end):
+            """The first block of keys that some queries see, and one past the last."""
+            return map(jnp.int32, counted.seen(start, end, jnp.int32(all_blocks)))
+
+        def tile_seen(tile):
+            start, end = (strips.first(tile + i) * rows for i in range(2))
+            return blocks_seen(start, end)
 
         def for_each_tile(work, carry):
             """`carry = work(turn, b, n, tile, carry)` for the tiles of this CTA.
@@ -194,15 +209,18 @@ def forward(
             row = strips.strip(tile, warpgroup) * rows
             q_tile = q_smem.at[warpgroup]
             if pairs is None:
-                tile_blocks = blocks_seen(strips.first(tile + 1) * rows)
-                blocks = blocks_seen(row + rows)
+                tile_first, tile_end = tile_seen(tile)
+                first, end = blocks_seen(row, row + rows)
                 if strips.idle:  # One block: what its rows get, nobody reads.
-                    blocks = jnp.where(row < query_count, blocks, 1)
+                    first = jnp.where(row < query_count, first, tile_first)
+                    end = jnp.where(row < query_count, end, tile_first + 1)
             else:
                 listed = pairs.entries(b, n, tile)
-                tile_blocks = blocks = listed[0]
-            start = first_step + (tile_blocks - blocks)
-            last = first_step + tile_blocks - 1
+                tile_first = first = jnp.int32(0)
+                tile_end = end = listed[0]
+            tile_last = first_step + (tile_end - tile_first) - 1
+            start = first_step + (tile_end - end)
+            last = first_step + (tile_end - first) - 1
 
             def k_of(step):
                 return k_smem.at[slot(step)].transpose((1, 0))
@@ -211,7 +229,7 @@ def forward(
                 """What the list says of a step's block; 0 past its end."""
                 if pairs is None:
                     return jnp.int32(0)
-                return listed[jnp.minimum(step - first_step + 1, tile_blocks)]
+                return listed[jnp.minimum(step - first_step + 1, tile_end)]
 
             def hide_pairs(s, entry):
                 """What the rows do not see of a block of the list."""
@@ -235,17 +253,23 @@ def forward(
                 if pairs is not None:
                     return hide_pairs(s, entry(first))
                 s, _ = capped(s, scale, soft_cap)
-                first_key = (blocks - 1 - (first - start)) * columns
-                seen = key_count - first_key if key_count % columns else None
-                if is_causal:
-                    diagonal = row_positions(rows) + (row + 1 - first_key)
-                    seen = diagonal if seen is None else jnp.minimum(diagonal, seen)
-                return s if seen is None else hide_from(s, seen)
+                block = end - 1 - (first - start)
+                ends = Ends(left=counted.cut_twice or in_links, right=True)
+                return counted.hide(s, row, block, ends)
 
-            def skip_blocks():
+            def hide_later(s, step, listed_as):
+                """The same of a block that is not."""
+                s = hide_pairs(s, listed_as)
+                if not counted.is_window:
+                    return s
+                block = end - 1 - (step - start)
+                hide = functools.partial(counted.hide, row=row, block=block)
+                return lax.cond(counted.is_cut(row, block), hide, lambda s: s, s)
+
+            def skip_blocks(from_step, to_step):
                 """Blocks that only other warpgroups see."""
 
-                @pl.loop(first_step, start)
+                @pl.loop(from_step, to_step)
                 def _(step):
                     for ready, free in ((k_ready, k_free), (v_ready, v_free)):
                         plgpu.barrier_wait(ready.at[slot(step)])
@@ -253,8 +277,8 @@ def forward(
 
             def load_q():
                 """Q as a left operand, once the warpgroup's first block is next."""
-                if strips.idle or (is_causal and warpgroups > 1):
-                    skip_blocks()
+                if strips.idle or (counted.band.right is not None and warpgroups > 1):
+                    skip_blocks(first_step, start)
                 plgpu.barrier_wait(q_ready.at[warpgroup])
                 if not tiling.q_registers:
                     return q_tile
@@ -301,7 +325,8 @@ def forward(
 
                     s = pl.run_scoped(products, accumulator(rows, columns))
                     plgpu.barrier_arrive(k_free.at[slot(now)])
-                    state, p, correction = softmax.add(hide_pairs(s, listed_as), state)
+                    s = hide_later(s, now, listed_as)
+                    state, p, correction = softmax.add(s, state)
                     # This wait between the softmax and the wait for P V keeps ptxas
                     # from moving the latter above the exponentials.
                     await_k(now + 1)
@@ -341,6 +366,8 @@ def forward(
                     lambda acc: attend(load_q(), acc, start, last, None),
                     accumulator(rows, value_dim),
                 )
+            if counted.is_window and warpgroups > 1:
+                skip_blocks(last + 1, tile_last + 1)
             yield
             own_rows = pl.ds(row, rows)
             if carries:
@@ -350,7 +377,7 @@ def forward(
                 after = Carried(lse_gmem, row_sum_gmem, out_gmem)
                 keep = after.begin if before_gmem is None else after.add
                 keep(acc, state, softmax, unscale, b, n, first_row + row)
-                yield last + 1
+                yield tile_last + 1
                 return
             sink = None if sinks_gmem is None else sinks_gmem[0, n]
             inverse, lse_gmem[b, n, own_rows] = softmax.finished(state, sink)
@@ -367,7 +394,7 @@ def forward(
                     outputs.whole(out, b, n, own_rows)
                 else:
                     outputs.in_parts(out, b, n, own_rows, stored)
-            yield last + 1
+            yield tile_last + 1
 
         @pl.when(warpgroup < warpgroups)
         def consume():
@@ -379,71 +406,19 @@ def forward(
         def produce():
             plgpu.set_max_registers(REGISTERS[warpgroups][1], action="decrease")
 
-            def load(gmem, smem, ready, free, step, b, n, block):
-                @pl.when(step >= stages)
-                def _():
-                    plgpu.barrier_wait(free.at[slot(step)])
-
-                keys = pl.ds(block * columns, columns)
-                kv_head = lax.div(n, jnp.int32(group))
-                plgpu.copy_gmem_to_smem(
-                    gmem.at[b, keys, kv_head],
-                    smem.at[slot(step)],
-                    ready.at[slot(step)],
-                )
-
-            load_k = functools.partial(load, k_gmem, k_smem, k_ready, k_free)
-            load_v = functools.partial(load, v_gmem, v_smem, v_ready, v_free)
-
-            def produce_tile(turn, b, n, tile, carry):
-                first_step, *before = carry
-                yield
-                if pairs is None:
-                    blocks = blocks_seen(strips.first(tile + 1) * rows)
-                else:
+            def blocks_of(b, n, tile):
+                if pairs is not None:
                     listed = pairs.entries(b, n, tile)
-                    blocks = listed[0]
-                end = first_step + blocks
+                    return listed[0], lambda i: lax.div(listed[i + 1], jnp.int32(2))
+                first, end = tile_seen(tile)
+                return end - first, lambda i: end - 1 - i
 
-                def block_of(step):
-                    if pairs is None:
-                        return blocks - 1 - (step - first_step)
-                    return lax.div(listed[step - first_step + 1], jnp.int32(2))
-
-                # V is needed a step later than K.
-                load_k(first_step, b, n, block_of(first_step))
-
-                @pl.when(turn > 0)
-                def _():
-                    load_v(first_step - 1, *before)
-                    plgpu.barrier_wait(q_free)
-
-                for index in range(warpgroups):
-                    q_rows = pl.ds((strips.first(tile) + index) * rows, rows)
-                    plgpu.copy_gmem_to_smem(
-                        q_gmem.at[b, q_rows, n], q_smem.at[index], q_ready.at[index]
-                    )
-
-                @pl.loop(first_step + 1, end)
-                def _(step):
-                    load_k(step, b, n, block_of(step))
-                    load_v(step - 1, b, n, block_of(step - 1))
-
-                yield end, b, n, block_of(end - 1)
-
-            end, *before = for_each_tile(produce_tile, (jnp.int32(0),) * 4)
-
-            @pl.when(end > 0)
-            def _():
-                load_v(end - 1, *before)
-                # Every release is awaited: no arrival may be left that nobody saw.
-                plgpu.barrier_wait(q_free)
-                for free in (k_free, v_free):
-                    for back in range(stages, 0, -1):
-
-                        @pl.when(end >= back)
-                        def _():
-                            plgpu.barrier_wait(free.at[slot(end - back)])
+            hopper_loads.load(
+                *(for_each_tile, blocks_of, strips, tiling, group),
+                hopper_loads.Loaded(q_gmem, q_smem, q_ready, q_free),
+                hopper_loads.Loaded(k_gmem, k_smem, k_ready, k_free),
+                hopper_loads.Loaded(v_gmem, v_smem, v_ready, v_free),
+            )
 
     out_smem = smem_tile((warpgroups, rows, stored), dtype)
     low_smem = out_smem if keep_low and stored == value_dim else None

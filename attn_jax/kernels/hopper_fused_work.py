@@ -78,12 +78,10 @@ class Shapes(NamedTuple):
         """How the tiles are dealt to CTAs."""
         if window is not None:
             assert window.left is not None and window.right is not None
-            length = self.key_count
             return sliding_of(
-                length=length,
-                # So that sums of them are numbers of 32 bits.
-                left=min(int(window.left), length),
-                right=min(int(window.right), length),
+                length=self.key_count,
+                left=window.left,
+                right=window.right,
                 queries=self.queries,
                 keys=KEY_TILE,
                 pairs=self.pairs,

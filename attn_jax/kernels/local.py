@@ -47,7 +47,8 @@ SEQUENCE_MULTIPLE = 8
 
 class Static(NamedTuple):
     """What is compiled in: `is_causal` for a mask that a kernel can count by itself,
-    `band` for the others, `window` if that band is all; `backward` if a design is asked
+    `band` for the others, `window` if that band is all (`visibility.window_of`);
+    `backward` if a design is asked
     for. `dtype` is that of the inputs, `bias_dtype` the one that kernels read a bias
     in."""
 
@@ -128,7 +129,11 @@ def forward(
     rules, sinks, bias = _unpacked(more, arrays)
     target = static.target
     _log(query, key, value, bias, static, listed=rules is not None)
-    options = {} if rules is None else {"mask": rules, "band": static.band}
+    options: dict[str, Any] = {}
+    if static.window is not None and target == "hopper":
+        options["window"] = static.window
+    elif rules is not None:
+        options |= {"mask": rules, "band": static.band}
     if bias is not None:
         options["bias"] = _for_all_pairs(bias, query.shape[1], key.shape[1])
     if static.soft_cap is not None:

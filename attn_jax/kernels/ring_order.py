@@ -48,53 +48,22 @@ begun to be added, which is less.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+
+from attn_jax.kernels.integers import (
+    Number,
+    ceil_div,
+    div,
+    least,
+    most,
+    pick,
+    rem,
+)
 
 # SXM's H100 and H200. `attention.backward_of` keeps the kernel off cards with fewer.
 MULTIPROCESSORS = 132
-
-# A kernel's scalar; or, to look at the order without one, Python's or many of NumPy's.
-Number = Any
-
-
-def _div(x: Number, y: Number) -> Number:
-    """Of numbers that are not negative."""
-    if isinstance(x, jax.Array) or isinstance(y, jax.Array):
-        return lax.div(jnp.int32(x), jnp.int32(y))
-    return x // y
-
-
-def _rem(x: Number, y: Number) -> Number:
-    """Of numbers that are not negative."""
-    if isinstance(x, jax.Array) or isinstance(y, jax.Array):
-        return lax.rem(jnp.int32(x), jnp.int32(y))
-    return x % y
-
-
-def _pick(condition, x: Number, y: Number) -> Number:
-    if isinstance(condition, bool):
-        return x if condition else y
-    if isinstance(condition, jax.Array):
-        return jnp.where(condition, jnp.int32(x), jnp.int32(y))
-    return np.where(condition, x, y)
-
-
-def _least(x: Number, y: Number) -> Number:
-    return _pick(x < y, x, y)
-
-
-def _most(x: Number, y: Number) -> Number:
-    return _pick(x < y, y, x)
-
-
-def _ceil_div(x: Number, y: Number) -> Number:
-    """0 for negative x."""
-    return _div(_most(x, 0) + y - 1, y)
 
 
 class Dealt(NamedTuple):
@@ -135,7 +104,7 @@ class Ring:
 
     def part(self, tile: Number) -> Number:
         """Which of the sums of a block a tile is added to."""
-        return _pick(tile < self.long_tiles, 0, 1) if self.apart else 0
+        return pick(tile < self.long_tiles, 0, 1) if self.apart else 0
 
     def passes(self, member: Number) -> Number:
         """How many tiles of a pair a member has.
@@ -145,8 +114,8 @@ class Ring:
         odd number of tiles is alone.
         """
         if self.ratio is None:
-            return _div(self.tiles - 1 - member, self.size) + 1
-        return _pick(2 * member == self.tiles - 1, 1, 2)
+            return div(self.tiles - 1 - member, self.size) + 1
+        return pick(2 * member == self.tiles - 1, 1, 2)
 
     @property
     def ctas(self) -> int:
@@ -161,30 +130,30 @@ class Ring:
 
     def dealt(self, cta: Number, pairs: int) -> Dealt:
         """What a CTA has of `pairs` pairs."""
-        number = _div(cta, self.size)
-        member = _rem(cta, self.size)
-        turns = _div(pairs + self.count - 1 - number, self.count)
+        number = div(cta, self.size)
+        member = rem(cta, self.size)
+        turns = div(pairs + self.count - 1 - number, self.count)
         passes = self.passes(member)
 
         def item(n: Number):
-            pair = number + self.count * _div(n, passes)
-            return pair, *self.item(member, _rem(n, passes))
+            pair = number + self.count * div(n, passes)
+            return pair, *self.item(member, rem(n, passes))
 
         return Dealt(turns * passes, item)
 
     def share(self, pairs: int) -> float:
         """How much of the time of all multiprocessors goes into tiles of `pairs` pairs,
         if all steps take equally long: below 1 where some have none, or fewer."""
-        most = max(
+        longest = max(
             sum(int(self.item(member, i)[3]) for i in range(int(self.passes(member))))
             for member in range(self.size)
         )
         turns = -(-pairs // self.count)
-        return pairs * self.steps / (MULTIPROCESSORS * turns * most)
+        return pairs * self.steps / (MULTIPROCESSORS * turns * longest)
 
     def start(self, member: Number) -> Number:
         """The block at which a member starts on a tile, without a mask."""
-        return _div(member * self.blocks, self.size)
+        return div(member * self.blocks, self.size)
 
     def item(
         self, member: Number, index: Number
@@ -196,8 +165,8 @@ class Ring:
         """
         if self.ratio is None:
             return index * self.size + member, self.start(member), 1, self.blocks
-        tile = _pick(index == 0, member, self.tiles - 1 - member)
-        first = _pick(index == 0, member * self.ratio, self.blocks - 1)
+        tile = pick(index == 0, member, self.tiles - 1 - member)
+        first = pick(index == 0, member * self.ratio, self.blocks - 1)
         return tile, first, 1 - 2 * index, self.blocks - tile * self.ratio
 
     def block(self, first: Number, stride: Number, i: Number) -> Number:
@@ -205,7 +174,7 @@ class Ring:
         if self.ratio is not None:
             return first + stride * i
         block = first + i
-        return _pick(block >= self.blocks, block - self.blocks, block)
+        return pick(block >= self.blocks, block - self.blocks, block)
 
     def rank(self, tile: Number, head: Number, block: Number):
         """(how many tiles are added to a block of the group's `head` before `tile`, how
@@ -219,12 +188,12 @@ class Ring:
         before that one, and so on, wrapping round; at the same time the later member
         goes first. The tiles of a later pass follow those of an earlier one."""
         size = self.size
-        index = _div(tile, size)
+        index = div(tile, size)
         member = tile - index * size
         # Members with a tile in this pass: the last one may be short of some.
-        members = _least(self.tiles - index * size, size)
-        nearest = _least(_div((block + 1) * size - 1, self.blocks), members - 1)
-        wrapped = _pick(self.start(member) > block, members, 0)
+        members = least(self.tiles - index * size, size)
+        nearest = least(div((block + 1) * size - 1, self.blocks), members - 1)
+        wrapped = pick(self.start(member) > block, members, 0)
         rank = index * size + nearest - member + wrapped
         return rank, self.tiles - 1
 
@@ -240,24 +209,24 @@ class Ring:
         """
         tiles, blocks, group = self.tiles, self.blocks, self.group
         long_tiles = self.long_tiles
-        last = _div(block, ratio)
-        long_last = _least(last, long_tiles - 1)
+        last = div(block, ratio)
+        long_last = least(last, long_tiles - 1)
         is_long = tile < long_tiles
         if self.apart:
-            rank = _pick(is_long, long_last - tile, tile - long_tiles)
-            return rank, _pick(is_long, long_last, last - long_tiles)
+            rank = pick(is_long, long_last - tile, tile - long_tiles)
+            return rank, pick(is_long, long_last, last - long_tiles)
         long_zero = head * blocks + block  # time of long tile 0
         long_step = (head + 1) * ratio
         short_zero = group * (blocks - ratio * (tiles - 1))
         short_zero = short_zero + head * blocks + blocks - 1 - block
         short_step = (group - head) * ratio
         # Short tiles t >= long_tiles with short_zero + t * short_step < time of this.
-        reached = _ceil_div(long_zero - tile * long_step - short_zero, short_step)
-        shorts = _most(_least(reached, last + 1) - long_tiles, 0)
+        reached = ceil_div(long_zero - tile * long_step - short_zero, short_step)
+        shorts = most(least(reached, last + 1) - long_tiles, 0)
         # Long tiles c with long_zero - c * long_step <= time of this one.
         time = short_zero + tile * short_step
-        longs = _most(long_last + 1 - _ceil_div(long_zero - time, long_step), 0)
-        rank = _pick(is_long, long_last - tile + shorts, tile - long_tiles + longs)
+        longs = most(long_last + 1 - ceil_div(long_zero - time, long_step), 0)
+        rank = pick(is_long, long_last - tile + shorts, tile - long_tiles + longs)
         return rank, last
 
 
@@ -320,19 +289,19 @@ class Sliding:
     def blocks_of(self, tile: Number) -> tuple[Number, Number]:
         """(first, last) block of queries that sees a tile."""
         start = tile * self.keys
-        end = _least(start + self.keys, self.length)  # past the last key
-        last = _least(end - 1 + self.left, self.length - 1)
+        end = least(start + self.keys, self.length)  # past the last key
+        last = least(end - 1 + self.left, self.length - 1)
         return (
-            _div(_most(start - self.right, 0), self.queries),
-            _div(last, self.queries),
+            div(most(start - self.right, 0), self.queries),
+            div(last, self.queries),
         )
 
     def tiles_of(self, block: Number) -> tuple[Number, Number]:
         """(first, last) tile that a block of queries sees."""
         start = block * self.queries
-        end = _least(start + self.queries, self.length)
-        last = _least(end - 1 + self.right, self.length - 1)
-        return _div(_most(start - self.left, 0), self.keys), _div(last, self.keys)
+        end = least(start + self.queries, self.length)
+        last = least(end - 1 + self.right, self.length - 1)
+        return div(most(start - self.left, 0), self.keys), div(last, self.keys)
 
     def is_partial(self, tile: Number, block: Number) -> Number:
         """Whether a block does not see all keys of its tile, as far as they exist."""
@@ -351,10 +320,10 @@ class Sliding:
 
     def tile_at(self, place: Number) -> tuple[Number, Number]:
         """(pair, tile) of a place in the deal."""
-        lot = _div(place, self.together * self.tiles)
-        within = _rem(place, self.together * self.tiles)
-        pair = lot * self.together + _rem(within, self.together)
-        return pair, self.tiles - 1 - _div(within, self.together)
+        lot = div(place, self.together * self.tiles)
+        within = rem(place, self.together * self.tiles)
+        pair = lot * self.together + rem(within, self.together)
+        return pair, self.tiles - 1 - div(within, self.together)
 
     def dealt(self, cta: Number, pairs: int) -> Dealt:
         """What a CTA has of all pairs, which `pairs` are."""
@@ -362,7 +331,7 @@ class Sliding:
         ctas = self.ctas
 
         def place(n: Number) -> Number:
-            return ctas * n + _pick(_rem(n, 2) == 0, cta, ctas - 1 - cta)
+            return ctas * n + pick(rem(n, 2) == 0, cta, ctas - 1 - cta)
 
         def item(n: Number):
             pair, tile = self.tile_at(place(n))
@@ -370,7 +339,7 @@ class Sliding:
             return pair, tile, first, 1, last - first + 1
 
         rounds = pairs * self.tiles // ctas
-        more = _pick(place(rounds) < pairs * self.tiles, 1, 0)
+        more = pick(place(rounds) < pairs * self.tiles, 1, 0)
         return Dealt(rounds + more, item)
 
     def block(self, first: Number, stride: Number, i: Number) -> Number:
@@ -417,11 +386,11 @@ def sliding_of(
     (commit afcfdef), and has 324. So a window's queries of all pairs at a time are to
     be no more than twice the keys that all CTAs have at a time.
     """
-    most = max(1, 2 * multiprocessors * keys // (left + right + 1))
+    limit = max(1, 2 * multiprocessors * keys // (left + right + 1))
     of = Sliding(length, left, right, queries, keys, pairs, group, multiprocessors)
     some = {
         n: dataclasses.replace(of, together=n).share(pairs)
-        for n in range(1, min(most, pairs) + 1)
+        for n in range(1, min(limit, pairs) + 1)
         if pairs % n == 0
     }
     together = next(n for n in some if some[n] >= 0.98 * max(some.values()))

@@ -380,23 +380,26 @@ def configuration(
     *,
     is_causal: bool,
     listed: bool,
-    window: bool = False,
+    window: int | None = None,
 ) -> Configuration:
     """What the table has for a problem. Blocks that come in lists (`listed`) have the
-    tilings for many keys: lists take registers that four warpgroups do not have. Under
-    a `window` the fused backward kernel does without, and has the plan of a causal
-    mask."""
+    tilings for many keys: lists take registers that four warpgroups do not have.
+    `window`: of how many keys, where Hopper's forward and one-pass kernels do without
+    lists, and have what they have under a causal mask that lets a query see as many."""
     seen = keys_seen(key_count, is_causal=is_causal)
+    counts = window is not None and target == "hopper"
 
     def chosen(name: KernelName) -> Tiling:
-        by_mask = is_causal if is_causal in masks(name) else None
+        by_itself = counts and name == "forward"
+        by_mask = (is_causal or by_itself) if len(masks(name)) > 1 else None
         group = Group(target, name, head_dim, value_dim, by_mask)
         most, few, many = few_and_many(group)
-        return few if seen <= most and not listed else many
+        keys = min(seen, window) if window is not None else seen
+        return few if keys <= most and (by_itself or not listed) else many
 
     plan = None
-    if takes(target, "backward_fused", head_dim, value_dim) and (window or not listed):
-        plan = fused(head_dim, key_count, is_causal=is_causal or window)
+    if takes(target, "backward_fused", head_dim, value_dim) and (counts or not listed):
+        plan = fused(head_dim, key_count, is_causal=is_causal or counts)
     return Configuration(*map(chosen, KERNEL_NAMES[:3]), backward_fused=plan)
 
 

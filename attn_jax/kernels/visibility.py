@@ -1,9 +1,10 @@
 """Which blocks a tile of a kernel's output visits, and what it hides in them.
 
 A full or a causal mask is known when a kernel is compiled, which then counts its blocks
-by itself. For every other mask XLA makes, before the kernel, a list for each tile of
-the blocks in which some pair of query and key takes part (`block_lists`); in those of
-them that are not seen whole, the kernel hides pairs one by one (`hide`).
+by itself; so does Hopper's forward kernel under a local window of as many queries as
+keys (`Counted`). For every other mask XLA makes, before the kernel, a list for each
+tile of the blocks in which some pair of query and key takes part (`block_lists`); in
+those of them that are not seen whole, the kernel hides pairs one by one (`hide`).
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +16,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Int32
 
-from attn_jax.kernels.tiles import GROUP, WGMMA, Fragments, head_of, read_tile
+from attn_jax.kernels import integers
+from attn_jax.kernels.integers import Number
+from attn_jax.kernels.tiles import (
+    GROUP,
+    WGMMA,
+    Fragments,
+    head_of,
+    hide_before,
+    hide_from,
+    read_tile,
+    row_positions,
+)
 from attn_jax.mask import Mask
 
 # Columns of `Rules.spans`.
@@ -27,6 +39,12 @@ class Band(NamedTuple):
 
     left: int | None
     right: int | None
+
+    @property
+    def width(self) -> int:
+        """How many keys a query sees at the most, if there is a limit on both sides."""
+        assert self.left is not None and self.right is not None
+        return self.left + self.right + 1
 
 
 class Rules(NamedTuple):
@@ -48,10 +66,104 @@ def is_static(mask: Mask) -> bool:
     return mask.window is None and not jax.tree.leaves(mask)
 
 
-def window_of(mask: Mask) -> Band | None:
-    """The band of a mask that hides nothing else and is bounded on both sides."""
-    band = Band(*mask.band)
-    return None if None in band or jax.tree.leaves(mask) else band
+def window_of(mask: Mask, query_count: int, key_count: int) -> Band | None:
+    """The band of a mask that hides nothing else, if it is bounded on both sides, of as
+    many queries as keys, and so of one key at least for each query. Not wider than the
+    sequence, so that sums with its bounds are numbers of 32 bits."""
+    left, right = mask.band
+    if left is None or right is None or jax.tree.leaves(mask):
+        return None
+    if query_count != key_count:
+        return None
+    return Band(min(int(left), key_count), min(int(right), key_count))
+
+
+class Counted(NamedTuple):
+    """Blocks of keys that a kernel counts by itself.
+
+    Attributes:
+      band: no limit at all, a causal mask, or what `window_of` finds.
+      key_count: of the sequence.
+      rows, columns: queries of a warpgroup, a multiple of which is the first one's
+        position; keys in a block.
+    """
+
+    band: Band
+    key_count: int
+    rows: int
+    columns: int
+
+    @property
+    def is_window(self) -> bool:
+        return self.band.left is not None
+
+    @property
+    def blind(self) -> bool:
+        """Whether a row may not see the last block that its warpgroup sees."""
+        aligned = self.band.right == 0 and self.columns % self.rows == 0
+        return self.is_window and not aligned
+
+    def seen(self, start: Number, end: Number, blocks: Number) -> tuple[Number, Number]:
+        """Of so many blocks, those that the rows start, ..., end - 1 see: the first
+        one, and one past the last."""
+        (left, right), columns = self.band, self.columns
+        first = 0
+        if left is not None:
+            first = integers.div(integers.most(start - left, 0), columns)
+        if right is not None:
+            until = integers.div(end + (right + columns - 1), columns)
+            blocks = integers.least(until, blocks)
+        return first, blocks
+
+    @property
+    def cut_twice(self) -> bool:
+        """Whether a window may end on both sides in one block of a warpgroup's."""
+        left, right = self.band
+        if left is None or right is None:
+            return False
+        return left + right < self.rows + self.columns - 2
+
+    def is_cut(self, row: Number, block: Number) -> Number:
+        """Under a window, whether one of a warpgroup's rows, from `row` on, does not
+        see all of a block."""
+        left, right = self.band
+        assert left is not None and right is not None
+        key_start = block * self.columns
+        cut = key_start < row + (self.rows - 1 - left)
+        if self.blind:  # Or else that is the first block that they meet.
+            cut |= key_start + (self.columns - 1) > row + right
+        return cut
+
+    def hide(
+        self, s: jax.Array, row: jax.Array, block: jax.Array, ends: "Ends | None" = None
+    ) -> jax.Array:
+        """s with -inf at keys past the `ends` of what the rows from `row` on see, and
+        past the last key. `ends`: None, for those of any block but the first."""
+        (left, right), rows = self.band, s.shape[0]
+        key_start = block * self.columns
+        if ends is None:
+            ends = Ends(left=True, right=self.blind)
+
+        def seen_to(bound: int):
+            return row_positions(rows) + (row + bound - key_start)
+
+        if ends.right:
+            missing = self.key_count % self.columns
+            seen = self.key_count - key_start if missing else None
+            if right is not None:
+                diagonal = seen_to(right + 1)
+                seen = diagonal if seen is None else jnp.minimum(diagonal, seen)
+            s = s if seen is None else hide_from(s, seen)
+        if ends.left and left is not None:
+            s = hide_before(s, seen_to(-left))
+        return s
+
+
+class Ends(NamedTuple):
+    """Of a window."""
+
+    left: bool
+    right: bool
 
 
 def rules(mask: Mask, batch: int, query_count: int, key_count: int) -> Rules:

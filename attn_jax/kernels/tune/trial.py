@@ -98,6 +98,7 @@ class Candidate:
         table = design.configuration_of(
             *(self.group.architecture, check.head_dim, check.value_dim, check.keys),
             check.case.mask,
+            query_count=check.queries,
         )
         tilings = table._replace(**{self.group.kernel: self.tiling})
         return {"tilings": tilings, **self.of.options}

@@ -1,0 +1,104 @@
+"""The warpgroup of Hopper's forward kernel that loads: Q, K and V by TMA, across the
+borders of tiles, so that the first keys of a tile are there when the last one ends."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from attn_jax.kernels.schedule import Strips
+from attn_jax.kernels.tuning import ForwardTiling
+
+
+class Loaded(NamedTuple):
+    """An operand: where it is, where it goes, and the barriers that say that it is
+    there and that nobody reads it any more. Of Q a tile for each warpgroup, of K and V
+    a block for each stage."""
+
+    gmem: Any
+    smem: Any
+    ready: Any
+    free: Any
+
+
+def load(
+    for_each_tile: Callable,
+    blocks_of: Callable,
+    strips: Strips,
+    tiling: ForwardTiling,
+    group: int,
+    q: Loaded,
+    k: Loaded,
+    v: Loaded,
+) -> None:
+    """Loads what the consumers want, in their order.
+
+    `for_each_tile(work, carry)` calls work(turn, b, n, tile, carry), a generator that
+    pauses once. `blocks_of(b, n, tile)` says how many blocks of keys a tile has, and
+    which one its i-th is.
+    """
+    columns, stages = tiling.columns, tiling.stages
+
+    def slot(step):
+        return lax.rem(step, jnp.int32(stages))
+
+    def load_block(of: Loaded, step, b, n, block):
+        @pl.when(step >= stages)
+        def _():
+            plgpu.barrier_wait(of.free.at[slot(step)])
+
+        keys = pl.ds(block * columns, columns)
+        kv_head = lax.div(n, jnp.int32(group))
+        plgpu.copy_gmem_to_smem(
+            of.gmem.at[b, keys, kv_head],
+            of.smem.at[slot(step)],
+            of.ready.at[slot(step)],
+        )
+
+    def load_tile(turn, b, n, tile, carry):
+        first_step, *before = carry
+        yield
+        blocks, block_at = blocks_of(b, n, tile)
+        end = first_step + blocks
+
+        def block_of(step: jax.Array):
+            return block_at(step - first_step)
+
+        # V is needed a step later than K.
+        load_block(k, first_step, b, n, block_of(first_step))
+
+        @pl.when(turn > 0)
+        def _():
+            load_block(v, first_step - 1, *before)
+            plgpu.barrier_wait(q.free)
+
+        for index in range(tiling.warpgroups):
+            rows = pl.ds((strips.first(tile) + index) * tiling.rows, tiling.rows)
+            plgpu.copy_gmem_to_smem(
+                q.gmem.at[b, rows, n], q.smem.at[index], q.ready.at[index]
+            )
+
+        @pl.loop(first_step + 1, end)
+        def _(step):
+            load_block(k, step, b, n, block_of(step))
+            load_block(v, step - 1, b, n, block_of(step - 1))
+
+        yield end, b, n, block_of(end - 1)
+
+    end, *before = for_each_tile(load_tile, (jnp.int32(0),) * 4)
+
+    @pl.when(end > 0)
+    def _():
+        load_block(v, end - 1, *before)
+        # Every release is awaited: no arrival may be left that nobody saw.
+        plgpu.barrier_wait(q.free)
+        for free in (k.free, v.free):
+            for back in range(stages, 0, -1):
+
+                @pl.when(end >= back)
+                def _():
+                    plgpu.barrier_wait(free.at[slot(end - back)])

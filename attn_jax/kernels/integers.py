@@ -1,0 +1,46 @@
+"""Arithmetic of integers that are a kernel's scalars, or Python's, or many of NumPy's:
+what a kernel counts while it runs can so be looked at, and tried, without one."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+type Number = Any
+
+
+def div(x: Number, y: Number) -> Number:
+    """Of numbers that are not negative."""
+    if isinstance(x, jax.Array) or isinstance(y, jax.Array):
+        return lax.div(jnp.int32(x), jnp.int32(y))
+    return x // y
+
+
+def rem(x: Number, y: Number) -> Number:
+    """Of numbers that are not negative."""
+    if isinstance(x, jax.Array) or isinstance(y, jax.Array):
+        return lax.rem(jnp.int32(x), jnp.int32(y))
+    return x % y
+
+
+def pick(condition, x: Number, y: Number) -> Number:
+    if isinstance(condition, bool):
+        return x if condition else y
+    if isinstance(condition, jax.Array):
+        return jnp.where(condition, jnp.int32(x), jnp.int32(y))
+    return np.where(condition, x, y)
+
+
+def least(x: Number, y: Number) -> Number:
+    return pick(x < y, x, y)
+
+
+def most(x: Number, y: Number) -> Number:
+    return pick(x < y, y, x)
+
+
+def ceil_div(x: Number, y: Number) -> Number:
+    """0 for negative x."""
+    return div(most(x, 0) + y - 1, y)
