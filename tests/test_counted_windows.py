@@ -53,16 +53,23 @@ def test_counted_blocks_are_those_that_rows_see(band, columns):
             assert bool(counted.is_cut(start, block)) != whole
 
 
-def test_a_block_cut_twice_is_announced():
-    """The first block that a warpgroup meets has its left end hidden only then."""
-    for left, right in WINDOWS:
-        counted = Counted(Band(left, right), 448, 64, 128)
-        i, j = np.ogrid[:448, :448]
-        before, after = j < i - left, j > i + right
-        for row, block in np.ndindex(7, 3):
-            at = np.s_[row * 64 : row * 64 + 64, block * 128 : block * 128 + 128]
-            if before[at].any() and after[at].any():
-                assert counted.cut_twice
+@pytest.mark.parametrize("length", [448, 330])
+@pytest.mark.parametrize("columns", [64, 128])
+def test_left_ends_in_the_first_block_are_announced(columns, length):
+    """They are hidden there only then. At the end of the sequence that may be where the
+    window's right end is far."""
+    announced = 0
+    windows = [*WINDOWS, (1, 130), (127, 130), (128, 130)]
+    for left, right in windows:
+        counted = Counted(Band(left, right), length, 64, columns)
+        i, j = np.ogrid[:length, :length]
+        before = j < i - left
+        for row in range(0, length, 64):
+            _, after = counted.seen(row, row + 64, -(-length // columns))
+            first = before[row : row + 64, (after - 1) * columns : after * columns]
+            assert counted.cut_twice or not first.any()
+        announced += counted.cut_twice
+    assert 0 < announced < len(windows)
 
 
 @pytest.mark.parametrize("huge", [2**31 - 1, 2**31 - 200])
@@ -128,6 +135,7 @@ def _forward(case: Case, detect_races: bool):
         # first, with a sink and without.
         (Case(300, 64, (20, 75), "offset", sinks=(0.5, -20.0)), False),
         (Case(330, 128, (9, 40), "lse-130"), False),
+        (Case(330, 64, (1, 130)), False),
         (Case(330, 128, (200, 0), soft_cap=3.0), False),
         # Links whose first block is one of the left end.
         (Case(400, 128, (300, 0), link=128), False),

@@ -117,11 +117,12 @@ class Counted(NamedTuple):
 
     @property
     def cut_twice(self) -> bool:
-        """Whether a window may end on both sides in one block of a warpgroup's."""
+        """Whether the first block that a warpgroup meets, where its rows' right ends
+        are, or the sequence's, may have left ends, too."""
         left, right = self.band
         if left is None or right is None:
             return False
-        return left + right < self.rows + self.columns - 2
+        return left + min(right, self.rows) < self.rows + self.columns
 
     def is_cut(self, row: Number, block: Number) -> Number:
         """Under a window, whether one of a warpgroup's rows, from `row` on, does not
