@@ -11,6 +11,7 @@ import pytest
 from attn_jax import dot_product_attention
 from attn_jax.kernels import architecture, tuning
 from attn_jax.kernels.attention import attention, backward_of
+from attn_jax.kernels.hopper_fused_work import Shapes
 from attn_jax.mask import Mask
 
 QUERY = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
@@ -134,7 +135,7 @@ def test_one_pass_backward_needs_the_whole_card(monkeypatch, multiprocessors, de
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "key_heads", "full", "causal"),
+    ("batch", "length", "heads", "full", "causal"),
     [
         # 128 of 132 multiprocessors busy; half of them, by a causal tile of half size.
         (16, 1024, 16, "fused", "fused"),
@@ -147,12 +148,39 @@ def test_one_pass_backward_needs_the_whole_card(monkeypatch, multiprocessors, de
     ],
 )
 def test_one_pass_backward_is_where_it_fills_the_card(
-    batch, length, key_heads, full, causal
+    batch, length, heads, full, causal
 ):
-    shapes = (batch, length, 8 * key_heads, 128), (batch, length, key_heads, 128)
-    chosen = functools.partial(backward_of, *shapes, "hopper")
+    shape = (batch, length, heads, 128)
+    chosen = functools.partial(backward_of, shape, shape, "hopper")
     assert (chosen(Mask()), chosen(Mask(is_causal=True))) == (full, causal)
     assert chosen(Mask(is_causal=True), wanted="fused") == "fused"
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "key_heads", "is_causal", "parts"),
+    [
+        # Half of the card by one CTA for all heads of a tile, and an eighth.
+        (1, 2048, 64, 8, True, 2),
+        (1, 512, 64, 8, True, 8),
+        (1, 2048, 16, 1, False, 8),
+        # The card is full; eight heads one after the other are slower by themselves.
+        (1, 16384, 64, 8, True, 4),
+        (1, 8192, 64, 8, False, 1),
+        # Four are not, or not by more than the sums cost.
+        (8, 2048, 32, 8, True, 1),
+        (4, 8192, 32, 8, True, 1),
+        (4, 8192, 32, 32, True, 1),
+    ],
+)
+def test_query_heads_are_dealt_in_as_many_parts_as_pays(
+    batch, length, heads, key_heads, is_causal, parts
+):
+    """As `results/prototypes/parts.csv` has it."""
+    shapes = Shapes(batch, length, length, heads, key_heads, 128)
+    plan = tuning.fused(128, length, is_causal=is_causal)
+    assert shapes.in_parts(plan, is_causal=is_causal).parts == parts
+    query, key = (batch, length, heads, 128), (batch, length, key_heads, 128)
+    assert backward_of(query, key, "hopper", Mask(is_causal)) == "fused"
 
 
 def _in_a_scan(attend):
