@@ -1,5 +1,7 @@
 """The kernels on a Hopper GPU: what neither interpreter nor compiler can show."""
 
+import dataclasses
+import functools
 from typing import get_args
 
 import chex
@@ -17,7 +19,7 @@ from attn_jax.audit.error import (
 )
 from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.formats import BF16
-from attn_jax.kernels import hopper_links
+from attn_jax.kernels import design, hopper_links
 from attn_jax.kernels.attention import attention, backward_of, declared_recipe
 from attn_jax.kernels.tuning import Backward
 from attn_jax.mask import Mask
@@ -99,6 +101,31 @@ def test_ragged_lengths_keep_heads_apart(shape, is_causal, family, backward):
         # most of all dK where Q has a mean (tests/test_kernels_interpret.py).
         luck = name == "dk" and family == "lse-130"
         assert unit_error(x, y, BF16) <= (2.5 if luck else 2.0), name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", [Mask(), Mask(True), Mask(True, (300, 0))], ids=str)
+def test_query_heads_in_parts(mask, head_dim):
+    """Of eight for a key head each CTA has two or four, and one; dK and dV are sums of
+    theirs."""
+    shape = Shape(2, 650, 650, 16, 2, head_dim)
+    inputs = make_inputs("offset", 0, shape)
+    tilings = design.configuration_of("hopper", head_dim, head_dim, 650, mask)
+    plan = tilings.backward_fused
+    assert plan is not None
+    for parts in (2, 4, 8):
+        own = tilings._replace(backward_fused=dataclasses.replace(plan, parts=parts))
+        options = {"backward": "fused", "tilings": own, "mask": mask}
+        attend = functools.partial(attention, scale=head_dim**-0.5, **options)
+        program = compiled(attend, inputs)
+        arrays = tuple(map(jnp.asarray, inputs))
+        (out, lse, *grads), dlse = first = jax.device_get(program(*arrays))
+        for _ in range(5):
+            chex.assert_trees_all_equal(first, jax.device_get(program(*arrays)))
+        golden = reference.golden(*inputs, dlse, mask=mask)
+        exact = golden.dquery, golden.dkey, golden.dvalue
+        for name, got, want in zip(("dq", "dk", "dv"), grads, exact, strict=True):
+            assert unit_error(got, want, BF16) <= 1.7, (parts, name)
 
 
 @both_designs

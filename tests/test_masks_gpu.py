@@ -33,10 +33,11 @@ CASES = mask_cases(T, S, N)
     "window", [(255, 0), (0, 0), (1, 130), (200, 90), (2000, 3)], ids=str
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_windows_in_one_pass(dtype, window, head_dim):
-    """Where the sequences are equally long. More tiles than the card has
-    multiprocessors; means of K, V and dLSE, that dQ must not see; the same bits in
-    every run."""
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_windows_that_kernels_count(dtype, window, head_dim, has_sinks):
+    """Where the sequences are equally long: forward without lists, backward in one
+    pass. More tiles than the card has multiprocessors; means of K, V and dLSE, that dQ must
+    not see; the same bits in every run."""
     shape = Shape(3, 1130, 1130, 16, 8, head_dim)
     inputs = make_inputs("offset", 0, shape, jnp.dtype(dtype))
     mask = Mask(window=window)
@@ -44,27 +45,35 @@ def test_windows_in_one_pass(dtype, window, head_dim):
     assert backward_of(*sizes, "hopper", mask) == "fused"
     lse_shape = (3, 16, 1130)
     dlse = np.random.default_rng(1).standard_normal(lse_shape).astype(np.float32)
+    sinks = np.linspace(-3, 3, 16, dtype=np.float32) if has_sinks else None
 
-    def results(attend):
-        @jax.jit
-        def run(query, key, value, dout, dlse):
-            out, backward = jax.vjp(attend, query, key, value)
-            return backward((dout, dlse.astype(out[1].dtype)))
+    @jax.jit
+    def run(query, key, value, sinks, dout, dlse):
+        def kernels(query, key, value, sinks):
+            scale = head_dim**-0.5
+            return attention(query, key, value, scale=scale, mask=mask, sinks=sinks)
 
-        return run
+        results, backward = jax.vjp(kernels, query, key, value, sinks)
+        return *results, *backward((dout, dlse.astype(results[1].dtype)))
 
-    def kernels(query, key, value):
-        return attention(query, key, value, scale=head_dim**-0.5, mask=mask)
-
-    arguments = (*map(jnp.asarray, inputs), dlse)
-    run = results(kernels)
+    query, key, value, dout = map(jnp.asarray, inputs)
+    arguments = query, key, value, sinks, dout, dlse
     first = jax.device_get(run(*arguments))
     for _ in range(10):
         chex.assert_trees_all_equal(first, jax.device_get(run(*arguments)))
-    golden = reference.golden(*inputs, dlse, mask=mask)
-    exact = golden.dquery, golden.dkey, golden.dvalue
-    for name, got, want in zip(("dq", "dk", "dv"), first, exact, strict=True):
+    golden = reference.golden(*inputs, dlse, mask=mask, sinks=sinks)
+    out, lse, *gradients, dsinks = first
+    exact = golden.out, golden.dquery, golden.dkey, golden.dvalue
+    names = "out", "dq", "dk", "dv"
+    for name, got, want in zip(names, (out, *gradients), exact, strict=True):
         assert unit_error(got, want, FORMATS[dtype]) <= 1.7, name
+    # As in tests/test_kernels_interpret.py, of logits of at most `size`.
+    size = np.abs(golden.lse).max() + np.abs(np.asarray(inputs.query, float)).max() ** 2
+    bound = (head_dim + shape.key_length) * 2.0**-24 * size
+    assert np.abs(lse - golden.lse).max() <= bound
+    if has_sinks:
+        bound = sink_gradient_bound(golden, sinks, inputs.dout, dtype)
+        assert (np.abs(dsinks - golden.dsinks) <= bound).all()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -31,12 +31,12 @@ STAGES = 2  # blocks of Q and dO in shared memory
 
 # What `Shapes.in_parts` goes by, by head dim. FP32 sums of a tile, for dK and dV, are
 # written and added up again in the time of so many steps; and under a causal mask each
-# query head of a part beyond the first few adds a share to the time, since the members
-# of a ring then are at different heads (that this is the cause is not proved). From
-# backward passes of 64 and of 32 query heads over 8 by number of parts, 2048 to 16 384
-# keys, on an H200 (`prototypes/measure_parts.py`).
+# query head of a part but the first adds a share to the time. (The members of a ring
+# then are at different heads; that this is the cause is not proved.) From backward
+# passes of 64 and of 32 query heads over 8 by number of parts, 2048 to 32 768 keys, on
+# an H200 (`prototypes/measure_parts.py`).
 SUMS_STEPS = {64: 1.5, 128: 3.5}
-SPREAD = {64: (4, 0.01), 128: (2, 0.015)}
+SPREAD = {64: 0.006, 128: 0.015}
 DS_BUFFERS = 2
 
 
@@ -65,23 +65,21 @@ class Shapes(NamedTuple):
         self, plan: Plan, *, is_causal: bool, window: Band | None = None
     ) -> "Shapes":
         """With as many parts as the plan says, or else the fewest that take the least
-        time (within 1 %: their sums take memory)."""
+        time (within 0.5 %: their sums take memory)."""
         if plan.parts is not None:
             return self._replace(parts=plan.parts)
-
-        together, slower = SPREAD[self.head_dim]
 
         def time(shapes: Shapes) -> float:
             ring = shapes.ring(plan, is_causal=is_causal, window=window)
             steps = shapes.group * ring.steps / shapes.tiles  # of a tile, in the mean
             of_sums = SUMS_STEPS[self.head_dim] if shapes.parts > 1 else 0
-            spread = slower * max(0, shapes.group - together) if is_causal else 0
+            spread = SPREAD[self.head_dim] * (shapes.group - 1) if is_causal else 0
             return (1 + of_sums / steps) * (1 + spread) / ring.share(shapes.pairs)
 
         group = self.query_heads // self.key_heads
         ways = [self._replace(parts=n) for n in range(1, group + 1) if group % n == 0]
         times = list(map(time, ways))
-        return next(w for w, t in zip(ways, times) if t <= 1.01 * min(times))
+        return next(w for w, t in zip(ways, times) if t <= 1.005 * min(times))
 
     def ring(
         self, plan: Plan, *, is_causal: bool, window: Band | None = None
