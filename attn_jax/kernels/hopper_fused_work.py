@@ -65,7 +65,7 @@ class Shapes(NamedTuple):
         self, plan: Plan, *, is_causal: bool, window: Band | None = None
     ) -> "Shapes":
         """With as many parts as the plan says, or else the fewest that take the least
-        time (within 0.5 %: their sums take memory)."""
+        time (within 1 %: their sums take memory)."""
         if plan.parts is not None:
             return self._replace(parts=plan.parts)
 
@@ -79,7 +79,7 @@ class Shapes(NamedTuple):
         group = self.query_heads // self.key_heads
         ways = [self._replace(parts=n) for n in range(1, group + 1) if group % n == 0]
         times = list(map(time, ways))
-        return next(w for w, t in zip(ways, times) if t <= 1.005 * min(times))
+        return next(w for w, t in zip(ways, times) if t <= 1.01 * min(times))
 
     def ring(
         self, plan: Plan, *, is_causal: bool, window: Band | None = None
