@@ -115,8 +115,11 @@ def test_lowers_any_length(sizes):
             without = _kernels_and_results(query, key, value, mask=options["mask"])
             assert found == without and len(found[0]) == 5
             continue
+        # Query heads of a key head that are dealt in parts fill the card.
+        in_parts = backward is None and not is_causal and sizes["N"] > sizes["K"]
         lowered = _lowered(query, key, value, **options)
-        _check(lowered, query, key, query.dtype, kernels=4 if one_pass else 5)
+        kernels = 4 if one_pass or in_parts else 5
+        _check(lowered, query, key, query.dtype, kernels=kernels)
 
 
 @pytest.mark.parametrize(
