@@ -48,9 +48,8 @@ SEQUENCE_MULTIPLE = 8
 class Static(NamedTuple):
     """What is compiled in: `is_causal` for a mask that a kernel can count by itself,
     `band` for the others, `window` if that band is all (`visibility.window_of`);
-    `backward` if a design is asked
-    for. `dtype` is that of the inputs, `bias_dtype` the one that kernels read a bias
-    in."""
+    `backward` if a design is asked for. `dtype` is that of the inputs, `bias_dtype` the
+    one that kernels read a bias in."""
 
     target: Architecture
     dtype: jnp.dtype
