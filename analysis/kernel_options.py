@@ -37,8 +37,8 @@ def recipe_of(
     group: int = 1,
 ) -> Recipe | None:
     """What the kernels are asked for under a name: their own recipe for T queries and S
-    keys (`lengths`) of `pairs` key heads of batch entries, with a `group` of query heads
-    each, `differentiated` or not, but for the option; None for a name that has none."""
+    keys (`lengths`) of `pairs` key heads of batch entries, each with a `group` of query
+    heads, `differentiated` or not, but for the option; None for a name without one."""
     if name not in OPTIONS:
         return None
     # Imported on use: the kernels refuse a JAX that they do not know.
