@@ -43,8 +43,9 @@ _MORE = {"full": FAMILIES, "causal": (*_FEW, "lse-130")}
 # The first is measured under all masks, and compared with recipes.
 _ON_A_CPU = (
     Shape(2, 256, 256, 4, 2, 64),
-    # Lengths that no tile divides, and one key head.
-    Shape(1, 200, 333, 4, 1, 64),
+    # Lengths that no tile divides, one key head, and a scale that is no power of two:
+    # 1 / sqrt(48) is 1.3e-3 of itself off in BF16, that of 80, 96 or 128 a tenth of that.
+    Shape(1, 200, 333, 4, 1, 48),
     Shape(1, 1024, 1024, 2, 2, 64),
 )
 _ON_A_GPU = (
