@@ -2,7 +2,7 @@
 
     GROUP               the target on a group of problems, against FP64, and what of its
                         wiring can be recognised in the results
-    probes, P, ...      the target looked at by itself (`more`)
+    probes, P, ...      the target looked at by itself (`looks`)
     RECIPE on GROUP     what a recipe gives there
     RECIPE but for STEP on PROBLEM
                         the recipe that fits, with a step done better, where the target
@@ -23,10 +23,10 @@ from attn_jax.audit import attribution, calls, more, programs, verdict
 from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.error import in_units
 from attn_jax.audit.finding import Finding, in_order
-from attn_jax.audit.looks import LOOKS, look
+from attn_jax.audit.looks import LOOKS, OF_PROBLEMS, look
 from attn_jax.audit.measure import Outcome, Runner, measured
 from attn_jax.audit.parts import Parts
-from attn_jax.audit.plan import Group
+from attn_jax.audit.plan import Group, ragged
 from attn_jax.audit.problem import Problem
 from attn_jax.audit.rows import (
     Found,
@@ -53,7 +53,7 @@ _PRICED = 2
 class Audit:
     """What is to be done: `target` on the `groups` of problems, in the mode that the
     process is in; the first group is compared with all `recipes`, `verdict.PLAIN` among
-    them. `looks` names parts of `more`; `code` is the target's `fingerprint`."""
+    them. `looks` names some of `LOOKS`; `code` is the target's `fingerprint`."""
 
     target: Target
     groups: tuple[Group, ...]
@@ -204,11 +204,14 @@ def carry_out(
     before anything of the target is run, and what it raises ends the audit."""
     first, *others = audit.groups
     predictions = _Predictions(audit, parts)
+    of_ragged = audit.groups, audit.target.adapter.shards
+    beside = ragged(*of_ragged) if "ragged" in audit.looks else []
     parts.expect(2 * len(audit.groups) + len(audit.looks) + len(audit.recipes))
+    parts.expect(len(beside))
     if set(first.families) & set(attribution.FAMILIES):
         predictions.begin(audit.recipes, first)
     if not parts.apart:
-        for group in audit.groups:
+        for group in (*audit.groups, *beside):
             if not parts.has(str(group)):
                 problem = group.problems(audit.dtype)[0]
                 _runner(audit, group).begin(problem, parts.compiling)
@@ -218,6 +221,7 @@ def carry_out(
     looking = _begin_looks(audit, parts)
     # Long sequences, which come last, take longest, and so do recipes on them.
     begun |= {group: _begin(audit, parts, group) for group in reversed(others)}
+    looking_beside = {group: _begin(audit, parts, group) for group in beside}
     ready()
     rows: dict[Group, list[Row]] = {}
 
@@ -248,18 +252,26 @@ def carry_out(
         if _is_measured(rows[group]):
             by_group[group] = _algorithms(audit, fit, group)
             predictions.begin(by_group[group], group)
-    rows = {group: rows[group] for group in audit.groups}
-    poorest = _poorest(audit, rows)
-    prices.begin(poorest)
     looks = {}
     if any(here.values()):
+        rows |= {group: finish() for group, finish in looking_beside.items()}
         looks = {name: finish() for name, finish in looking.items()}
+    rows = {x: rows[x] for x in (*audit.groups, *beside) if x in rows}
+    poorest = _poorest(audit, rows)
+    prices.begin(poorest)
     cells = []
     for group in audit.groups:
         algorithms = by_group.get(group, ())
         names = {*algorithms, SAME_FORMAT} if algorithms else ()
         known = predictions.of(names, group)
         cells += _judged(audit, group, rows[group], known, algorithms)
+    # What is looked at beside is judged, and no cell of a report.
+    reported = len(cells)
+    for group in (x for x in beside if x in rows):
+        (row,), (problem,) = rows[group], group.problems(audit.dtype)
+        of = measured_of(row["found"])
+        allowed = predictions.allowed(_algorithms(audit, fit, group), problem, of)
+        cells.append(Judged(problem, Outcome(**row["outcome"]), of, allowed))
     costs = prices.of(dict.fromkeys([*poorest, *early]))
 
     wiring = one_cause(_wiring(rows), [cell.problem for cell in cells])
@@ -283,7 +295,7 @@ def carry_out(
         functools.partial(predictions.allowed, algorithms),
     )
     findings = in_order(verdict.together(found, more_found, cells))
-    return Result(cells, fits, costs, looks, findings)
+    return Result(cells[:reported], fits, costs, looks, findings)
 
 
 def _wiring(rows: Mapping[Group, list[Row]]) -> list[Finding]:
@@ -361,7 +373,7 @@ def _begin(audit: Audit, parts: Parts, group: Group) -> Callable[[], list[Row]]:
 
 
 def _begin_looks(audit: Audit, parts: Parts) -> dict[str, Callable[[], list[Row]]]:
-    wanted = [x for x in LOOKS if x in audit.looks and x != "again"]
+    wanted = [x for x in LOOKS if x in audit.looks and x not in OF_PROBLEMS]
     of = audit.target, audit.groups, audit.dtype
     return {
         name: parts.of_target(

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from attn_jax.audit import calls, more
-from attn_jax.audit.plan import Group
+from attn_jax.audit.plan import Group, ragged
 from attn_jax.audit.problem import Problem
 from attn_jax.audit.target import Target
 from attn_jax.store import Row
@@ -12,8 +12,10 @@ from attn_jax.store import Row
 # What takes longest on a GPU, to compile, goes side by side.
 LOOKS = (
     *("P", "P together", "merging", "through LSE", "calls"),
-    *("invariances", "x64", "probes", "again"),
+    *("invariances", "x64", "probes", "again", "ragged"),
 )
+# Not by `look`: they are of problems.
+OF_PROBLEMS = "again", "ragged"
 
 
 def look(
@@ -36,7 +38,12 @@ def look(
         for x in groups
         if x.shape == group.shape
     )
-    pairs = plain.together(x.mask for x in of_masks)
+    # Where its other results are looked at.
+    beside = {x.mask: x.shape for x in ragged(groups, target.adapter.shards)}
+    pairs = [
+        dataclasses.replace(x, shape=beside.get(x.mask, x.shape))
+        for x in plain.together(x.mask for x in of_masks)
+    ]
     called = [x.problems(dtype)[0] for x in calls.called(groups)]
     looks = {
         "P": lambda: more.read(target, of_masks),
