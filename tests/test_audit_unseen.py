@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_jax.audit import more, probes
+from attn_jax.audit import more, probes, verdict
 from attn_jax.audit.finding import HIDDEN_PAIRS, PAST_THE_LAST
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.invariance import invariances
+from attn_jax.audit.measure import measured
 from attn_jax.audit.plan import plan
 from attn_jax.audit.problem import MASKS, Problem
 from attn_jax.audit.target import Adapter, Target
+from attn_jax.audit.verdict import POOR_UNITS
 from attn_jax.audit.wiring import recognise
 from tests import planted
 from tests.planted_masks import without
@@ -111,6 +113,28 @@ def test_what_a_large_negative_number_hides_is_looked_at_where_logits_are_below(
         query, key, value, _ = problem.inputs
         off = by_minus_100(query, key, value, is_causal=True) - problem.exact().out
         assert (np.abs(np.asarray(off, float)).max() > 0.5) == is_off
+
+
+def test_a_scale_in_16_bits_is_seen_at_a_head_dim_of_the_plan(monkeypatch):
+    """All head dims of a CPU's had a scale that is a power of two."""
+
+    def in_bfloat16(function, query, key, value, *, scale=None, **rules):
+        scale = jnp.asarray(query.shape[-1] ** -0.5, query.dtype)
+        return function(query * scale, key, value, scale=1.0, **rules)
+
+    exact = planted.honest(narrow=planted.same, delta_from="unrounded out")
+
+    def units(function, head_dim: int) -> float:
+        problem = Problem(Shape(1, 64, 96, 2, 1, head_dim))
+        found = measured(problem, planted.results(function, problem))
+        return found["dquery"].errors.units
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    seen = {shape.head_dim for shape in {group.shape for group in plan()}}
+    rounded = planted.wrapped(in_bfloat16, exact)
+    most = verdict.allowance(1.0)
+    assert units(rounded, 64) < most < POOR_UNITS < max(units(rounded, H) for H in seen)
+    assert max(units(exact, H) for H in seen) < most
 
 
 def test_what_differs_from_run_to_run_is_no_dependence():

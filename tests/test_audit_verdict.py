@@ -7,7 +7,7 @@ import pytest
 
 from attn_jax.audit import measure, more, run, verdict
 from attn_jax.audit.attribution import Cost, Fit
-from attn_jax.audit.audit import Result, _findings, _wiring
+from attn_jax.audit.audit import Result, _wiring
 from attn_jax.audit.error import Errors
 from attn_jax.audit.finding import (
     EXTREME,
@@ -26,6 +26,7 @@ from attn_jax.audit.judge import WORSE
 from attn_jax.audit.measure import Measured, Outcome
 from attn_jax.audit.plan import plan
 from attn_jax.audit.problem import Problem
+from attn_jax.audit.rows import findings_of
 from attn_jax.audit.verdict import POOR_UNITS, Judged, allowance, judge
 
 SHAPE = Shape(1, 16, 16, 1, 1, 16)
@@ -193,7 +194,7 @@ def test_what_a_mask_hides_is_no_consequence_of_what_is_wrong_without_one():
 
     rows = [row("crash"), row("rows do not sum to one", mask="full")]
     rows += [row(HIDDEN_PAIRS, mask="causal"), row("dropout left on", mask="causal")]
-    read = [(row.get("mask"), _findings([row])) for row in rows]
+    read = [(row.get("mask"), findings_of([row])) for row in rows]
     said = {
         spoilt: [f.cause for f in more.of_read(read, {spoilt})]
         for spoilt in ("full", "causal", "window")

@@ -2,7 +2,7 @@
 
     GROUP               the target on a group of problems, against FP64, and what of its
                         wiring can be recognised in the results
-    probes, P, ...      the target looked at by itself (`more`)
+    probes, P, ...      the target looked at by itself (`looks`)
     RECIPE on GROUP     what a recipe gives there
     RECIPE but for STEP on PROBLEM
                         the recipe that fits, with a step done better, where the target
@@ -19,14 +19,23 @@ from typing import Any, NamedTuple
 
 import jax
 
-from attn_jax.audit import attribution, more, programs, verdict
+from attn_jax.audit import attribution, calls, more, programs, verdict
 from attn_jax.audit.attribution import Cost, Fit
-from attn_jax.audit.error import Errors, in_units
+from attn_jax.audit.error import in_units
 from attn_jax.audit.finding import Finding, in_order
-from attn_jax.audit.measure import Measured, Outcome, Runner, measured
+from attn_jax.audit.looks import LOOKS, OF_PROBLEMS, look
+from attn_jax.audit.measure import Outcome, Runner, measured
 from attn_jax.audit.parts import Parts
-from attn_jax.audit.plan import Group
+from attn_jax.audit.plan import Group, ragged
 from attn_jax.audit.problem import Problem
+from attn_jax.audit.rows import (
+    Found,
+    finding_of,
+    findings_of,
+    found_of,
+    measured_of,
+    rows_of,
+)
 from attn_jax.audit.target import Target
 from attn_jax.audit.verdict import Judged
 from attn_jax.audit.wiring import one_cause, recognise
@@ -39,19 +48,12 @@ SAME_FORMAT = "jax_nn"
 # Problems whose steps are priced, at most; each takes a program for each step.
 _PRICED = 2
 
-Found = dict[str, Measured]
-# Parts of `more`. What takes longest on a GPU, to compile, goes side by side.
-LOOKS = (
-    *("P", "P together", "merging", "through LSE"),
-    *("invariances", "x64", "probes", "again"),
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
     """What is to be done: `target` on the `groups` of problems, in the mode that the
     process is in; the first group is compared with all `recipes`, `verdict.PLAIN` among
-    them. `looks` names parts of `more`; `code` is the target's `fingerprint`."""
+    them. `looks` names some of `LOOKS`; `code` is the target's `fingerprint`."""
 
     target: Target
     groups: tuple[Group, ...]
@@ -129,7 +131,22 @@ class _Predictions:
         """By recipe and family; waits for those that are not there yet."""
         names = tuple(names)
         self.begin(names, group)
-        return {name: _found(self._begun[name, group].result()) for name in names}
+        return {name: found_of(self._begun[name, group].result()) for name in names}
+
+    def allowed(
+        self, names: Iterable[str], problem: Problem, found: Found
+    ) -> dict[str, float]:
+        """What the worst of some recipes comes to, by result: of those that are found
+        to be poor, for the sake of time."""
+        allowed = {tensor: m.honest for tensor, m in found.items()}
+        poor = verdict.POOR_UNITS
+        if any(m.errors.units > poor for name, m in found.items() if name != "lse"):
+            group = Group(problem.shape, problem.mask, (problem.family,))
+            for of in self.of(names, group).values():
+                for tensor, m in of[problem.family].items():
+                    if tensor in allowed:
+                        allowed[tensor] = max(allowed[tensor], m.errors.units)
+        return allowed
 
 
 # A recipe on a problem, and without each of its steps.
@@ -170,7 +187,7 @@ class _Prices:
 
         def found(part: Future[list[Row]]) -> Found:
             (row,) = part.result()
-            return _measured(row["found"])
+            return measured_of(row["found"])
 
         def costs(whole, without) -> list[Cost]:
             steps = {step: found(part) for step, part in without.items()}
@@ -187,11 +204,14 @@ def carry_out(
     before anything of the target is run, and what it raises ends the audit."""
     first, *others = audit.groups
     predictions = _Predictions(audit, parts)
+    of_ragged = audit.groups, audit.target.adapter.shards
+    beside = ragged(*of_ragged) if "ragged" in audit.looks else []
     parts.expect(2 * len(audit.groups) + len(audit.looks) + len(audit.recipes))
+    parts.expect(len(beside))
     if set(first.families) & set(attribution.FAMILIES):
         predictions.begin(audit.recipes, first)
     if not parts.apart:
-        for group in audit.groups:
+        for group in (*audit.groups, *beside):
             if not parts.has(str(group)):
                 problem = group.problems(audit.dtype)[0]
                 _runner(audit, group).begin(problem, parts.compiling)
@@ -201,6 +221,7 @@ def carry_out(
     looking = _begin_looks(audit, parts)
     # Long sequences, which come last, take longest, and so do recipes on them.
     begun |= {group: _begin(audit, parts, group) for group in reversed(others)}
+    looking_beside = {group: _begin(audit, parts, group) for group in beside}
     ready()
     rows: dict[Group, list[Row]] = {}
 
@@ -214,7 +235,7 @@ def carry_out(
         # To wait for recipes here would keep the target from its work.
         for group in others:
             measure(group)
-    here = _found(rows[first])
+    here = found_of(rows[first])
     compared = [x for x in here if x in attribution.FAMILIES and here[x]]
     predicted = predictions.of(audit.recipes, first) if compared else {}
     fits = attribution.fits(
@@ -231,23 +252,31 @@ def carry_out(
         if _is_measured(rows[group]):
             by_group[group] = _algorithms(audit, fit, group)
             predictions.begin(by_group[group], group)
-    rows = {group: rows[group] for group in audit.groups}
-    poorest = _poorest(audit, rows)
-    prices.begin(poorest)
     looks = {}
     if any(here.values()):
+        rows |= {group: finish() for group, finish in looking_beside.items()}
         looks = {name: finish() for name, finish in looking.items()}
+    rows = {x: rows[x] for x in (*audit.groups, *beside) if x in rows}
+    poorest = _poorest(audit, rows)
+    prices.begin(poorest)
     cells = []
     for group in audit.groups:
         algorithms = by_group.get(group, ())
         names = {*algorithms, SAME_FORMAT} if algorithms else ()
         known = predictions.of(names, group)
         cells += _judged(audit, group, rows[group], known, algorithms)
+    # What is looked at beside is judged, and no cell of a report.
+    reported = len(cells)
+    for group in (x for x in beside if x in rows):
+        (row,), (problem,) = rows[group], group.problems(audit.dtype)
+        of = measured_of(row["found"])
+        allowed = predictions.allowed(_algorithms(audit, fit, group), problem, of)
+        cells.append(Judged(problem, Outcome(**row["outcome"]), of, allowed))
     costs = prices.of(dict.fromkeys([*poorest, *early]))
 
     wiring = one_cause(_wiring(rows), [cell.problem for cell in cells])
     rows_of_p = [*looks.pop("P", []), *looks.pop("P together", [])]
-    read = [(row.get("mask"), _findings([row])) for row in rows_of_p]
+    read = [(row.get("mask"), findings_of([row])) for row in rows_of_p]
     wiring += more.of_read(read, verdict.masks_of(wiring, {"out"}, cells))
     found = verdict.judge(cells, fit, costs, wiring, attribution.suspect(fits))
     if "again" in audit.looks:
@@ -255,10 +284,18 @@ def carry_out(
     more_found = [
         finding
         for of_rows in (*rows.values(), *looks.values())
-        for finding in _findings(of_rows)
+        for finding in findings_of(of_rows)
     ]
+    # Another call may be of another algorithm.
+    algorithms = {*verdict.PLAIN, *([fit.candidate] if fit and fit.fits else [])}
+    more_found += calls.findings(
+        looks.get("calls", ()),
+        {str(cell.problem): cell for cell in cells},
+        wiring,
+        functools.partial(predictions.allowed, algorithms),
+    )
     findings = in_order(verdict.together(found, more_found, cells))
-    return Result(cells, fits, costs, looks, findings)
+    return Result(cells[:reported], fits, costs, looks, findings)
 
 
 def _wiring(rows: Mapping[Group, list[Row]]) -> list[Finding]:
@@ -277,7 +314,7 @@ def _wiring(rows: Mapping[Group, list[Row]]) -> list[Finding]:
             for finding in row["wiring"]:
                 alike = row["family"] == "zero_k_one_v"
                 if not (alike and known.issuperset(finding["tensors"])):
-                    found.append(_finding(finding))
+                    found.append(finding_of(finding))
     return found
 
 
@@ -316,7 +353,7 @@ def _again(
             functools.partial(more.guarded, name, make),
             functools.partial(_died, name),
         )()
-        new += _findings(rows)
+        new += findings_of(rows)
         said |= {row["tensor"]: row["rows"] for row in rows if row.get("rows")}
     with_rows = [
         dataclasses.replace(f, says=f"{f.says}; {said[f.tensors[0]]}")
@@ -336,56 +373,21 @@ def _begin(audit: Audit, parts: Parts, group: Group) -> Callable[[], list[Row]]:
 
 
 def _begin_looks(audit: Audit, parts: Parts) -> dict[str, Callable[[], list[Row]]]:
-    wanted = [x for x in LOOKS if x in audit.looks and x != "again"]
+    wanted = [x for x in LOOKS if x in audit.looks and x not in OF_PROBLEMS]
+    of = audit.target, audit.groups, audit.dtype
     return {
         name: parts.of_target(
-            name, functools.partial(_look, audit, name), functools.partial(_died, name)
+            name,
+            functools.partial(look, name, *of, gradients=audit.gradients),
+            functools.partial(_died, name),
         )
         for name in wanted
     }
 
 
-def _look(audit: Audit, name: str) -> Iterator[Row]:
-    """What a target is looked at for by itself, on the first group's shape and mask; P
-    and the gradient through LSE under all masks of that shape. In the other mode it is
-    looked at with the group's bias, too; the rest is of attention without one."""
-    target, group = audit.target, audit.groups[0]
-    problem = Problem(group.shape, audit.dtype, "normal", group.mask)
-    plain, of = problem.unbiased, {"gradients": audit.gradients}
-    of_masks = dict.fromkeys(
-        dataclasses.replace(problem, mask=x.mask).unbiased
-        for x in audit.groups
-        if x.shape == group.shape
-    )
-    pairs = plain.together(x.mask for x in of_masks)
-    looks = {
-        "P": lambda: more.read(target, of_masks),
-        "P together": lambda: more.read(target, pairs),
-        "x64": lambda: more.other_mode(target, problem, **of),
-        "probes": lambda: more.probe(target, plain, **of),
-        "invariances": lambda: more.vary(target, plain, **of),
-        "merging": lambda: more.merge(target, plain, **of),
-        "through LSE": lambda: more.through_lse(
-            target, of_masks if audit.gradients else ()
-        ),
-    }
-    return more.guarded(name, looks[name])
-
-
 def _died(part: str, why: str) -> list[Row]:
     finding = Finding("fails", "crash", f"{part}: {why}", (), (part,))
     return [{"findings": [dataclasses.asdict(finding)]}]
-
-
-def _findings(rows: list[Row]) -> list[Finding]:
-    return [_finding(x) for row in rows for x in row["findings"]]
-
-
-def _finding(row: Row) -> Finding:
-    """A file has no tuples."""
-    plain: dict[str, Any] = dict(row)
-    plain |= {name: tuple(row[name]) for name in ("tensors", "where")}
-    return Finding(**plain)
 
 
 def _runner(audit: Audit, group: Group) -> Runner:
@@ -405,7 +407,7 @@ def _measure(audit: Audit, group: Group) -> Iterator[Row]:
         yield {
             "family": problem.family,
             "outcome": outcome._replace(results={})._asdict(),
-            "found": _rows_of(measured(problem, outcome.results)),
+            "found": rows_of(measured(problem, outcome.results)),
             "wiring": [dataclasses.asdict(finding) for finding in wiring],
             "findings": [dataclasses.asdict(finding) for finding in runs],
         }
@@ -421,7 +423,7 @@ def _predict(audit: Audit, recipe: Recipe, group: Group) -> Iterator[Row]:
     problems = group.problems(audit.dtype)
     found = attribution.predict(recipe, tuple(problems), gradients=audit.gradients)
     for problem, of_problem in zip(problems, found, strict=True):
-        yield {"family": problem.family, "found": _rows_of(of_problem)}
+        yield {"family": problem.family, "found": rows_of(of_problem)}
 
 
 def _poorest(audit: Audit, rows: Mapping[Group, list[Row]]) -> list[Problem]:
@@ -435,7 +437,7 @@ def _poorest(audit: Audit, rows: Mapping[Group, list[Row]]) -> list[Problem]:
     for group, of_group in rows.items():
         spoilt = wired[group.mask] | wired.get("full", set())
         for problem, row in zip(group.problems(audit.dtype), of_group, strict=True):
-            for tensor, m in _measured(row["found"]).items():
+            for tensor, m in measured_of(row["found"]).items():
                 if tensor == "lse" or spoilt & {"out", tensor}:
                     continue
                 if m.errors.units > verdict.POOR_UNITS:
@@ -455,7 +457,7 @@ def _judged(
     """`predicted`: by recipe and family. The largest error of `algorithms` counts."""
     cells = []
     for problem, row in zip(group.problems(audit.dtype), rows, strict=True):
-        found = _measured(row["found"])
+        found = measured_of(row["found"])
         here = {name: of[problem.family] for name, of in predicted.items() if found}
         allowed = {
             tensor: max(
@@ -471,22 +473,3 @@ def _judged(
         outcome = Outcome(**row["outcome"])
         cells.append(Judged(problem, outcome, found, allowed, twice))
     return cells
-
-
-def _rows_of(found: Found) -> dict[str, Row]:
-    return {
-        tensor: m._asdict() | {"errors": dataclasses.asdict(m.errors)}
-        for tensor, m in found.items()
-    }
-
-
-def _measured(rows: dict[str, Row]) -> Found:
-    return {
-        tensor: Measured(**row)._replace(errors=Errors(**row["errors"]))
-        for tensor, row in rows.items()
-    }
-
-
-def _found(rows: list[Row]) -> dict[str, Found]:
-    """By family."""
-    return {row["family"]: _measured(row["found"]) for row in rows}

@@ -111,9 +111,16 @@ def _packed_apart(shape: Shape) -> Mask:
     return dataclasses.replace(_packed(shape), key_value_segment_ids=ids)
 
 
+def _wide_window(shape: Shape) -> Mask:
+    """Wider than a tile on either side, of sequences that have several."""
+    s = shape.key_length
+    return Mask(window=(max(2 * s // 5, 2), max(s // 3, 1)))
+
+
 # Rules that are right one by one may be wrong together, where a length is 0, of keys
-# or queries alone, or where queries and keys have not the same. Beside each are the
-# names of the `MASKS` that it is made of. Only P is read under them.
+# or queries alone, where queries and keys have not the same, or where a window is wider
+# than a tile. Beside each are the names of the `MASKS` that it is made of. On the first
+# shape only P is read under them.
 TOGETHER: dict[str, tuple[Callable[[Shape], Mask], tuple[str, ...]]] = {
     **{
         f"causal+{name}": (_causal(name), ("causal", name))
@@ -123,6 +130,7 @@ TOGETHER: dict[str, tuple[Callable[[Shape], Mask], tuple[str, ...]]] = {
     "key lengths": (_key_lengths, ("lengths",)),
     "query lengths": (_query_lengths, ("lengths",)),
     "packed apart": (_packed_apart, ("packed",)),
+    "wide window": (_wide_window, ("window",)),
 }
 
 

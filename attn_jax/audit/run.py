@@ -77,8 +77,8 @@ def audit_attention(
       fn: a function with the signature of `jax.nn.dot_product_attention`, or one that
         `adapter` describes; or the name of one, as `target.resolve` takes.
       shapes: (B, T, S, N, K, H) each; the first is the one that is compared with
-        recipes, all masks are tried on and all families; None: by the device
-        (`plan.plan`).
+        recipes, all masks are tried on and all families, and which masks are tried on a
+        little less of (`plan.ragged`); None: by the device (`plan.plan`).
       dtype: of the inputs, a name of `problem.DTYPES`.
       families, masks: names of `inputs.FAMILIES` and `problem.MASKS`; None: chosen.
       gradients: whether dQ, dK, dV and dbias are wanted.
@@ -341,7 +341,7 @@ def _attribution(result: Result) -> list[Attribution]:
         priced = [
             (found[problem][tensor].errors.units, costs)
             for problem, costs in result.costs
-            if tensor in found[problem]
+            if tensor in found.get(problem, ())
         ]
         if tensor in wired or not priced:
             continue

@@ -37,7 +37,7 @@ from attn_jax.audit.finding import (
 )
 from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.measure import Measured, Outcome
-from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem
+from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem, made_of
 
 # What plain flash attention has on the problems that it is good at is 1.5.
 POOR_UNITS = 1.7
@@ -216,7 +216,8 @@ def masks_of(
 
 def _is_of(cell: Judged, masks: set[str]) -> bool:
     """Without a mask all is seen: what is wrong there is so under every one."""
-    return cell.problem.mask in masks or "full" in masks
+    mask = cell.problem.mask
+    return not masks.isdisjoint(("full", mask, *made_of(mask)))
 
 
 def _is_worse(cell: Judged, tensor: str) -> bool:

@@ -1,0 +1,58 @@
+"""Looks at a target by itself, by name: each is a part of an audit."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from attn_jax.audit import calls, more
+from attn_jax.audit.plan import Group, ragged
+from attn_jax.audit.problem import Problem
+from attn_jax.audit.target import Target
+from attn_jax.store import Row
+
+# What takes longest on a GPU, to compile, goes side by side.
+LOOKS = (
+    *("P", "P together", "merging", "through LSE", "calls"),
+    *("invariances", "x64", "probes", "again", "ragged"),
+)
+# Not by `look`: they are of problems.
+OF_PROBLEMS = "again", "ragged"
+
+
+def look(
+    name: str,
+    target: Target,
+    groups: Sequence[Group],
+    dtype: str,
+    *,
+    gradients: bool,
+) -> Iterator[Row]:
+    """What a target is looked at for by itself, on the first group's shape and mask; P
+    and the gradient through LSE under all masks of that shape, other calls without a
+    mask and under a causal one. In the other mode it is looked at with the group's
+    bias, too; the rest is of attention without one."""
+    group = groups[0]
+    problem = Problem(group.shape, dtype, "normal", group.mask)
+    plain, of = problem.unbiased, {"gradients": gradients}
+    of_masks = dict.fromkeys(
+        dataclasses.replace(problem, mask=x.mask).unbiased
+        for x in groups
+        if x.shape == group.shape
+    )
+    # Where its other results are looked at.
+    beside = {x.mask: x.shape for x in ragged(groups, target.adapter.shards)}
+    pairs = [
+        dataclasses.replace(x, shape=beside.get(x.mask, x.shape))
+        for x in plain.together(x.mask for x in of_masks)
+    ]
+    called = [x.problems(dtype)[0] for x in calls.called(groups)]
+    looks = {
+        "P": lambda: more.read(target, of_masks),
+        "P together": lambda: more.read(target, pairs),
+        "x64": lambda: more.other_mode(target, problem, **of),
+        "probes": lambda: more.probe(target, plain, **of),
+        "invariances": lambda: more.vary(target, plain, **of),
+        "merging": lambda: more.merge(target, plain, **of),
+        "through LSE": lambda: more.through_lse(target, of_masks if gradients else ()),
+        "calls": lambda: calls.measure(target, called, **of),
+    }
+    return more.guarded(name, looks[name])

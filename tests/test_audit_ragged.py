@@ -1,0 +1,133 @@
+"""Masks and a bias at lengths that no tile divides, and a window wider than a tile."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attn_jax.audit import attribution, verdict
+from attn_jax.audit.audit import Audit, carry_out
+from attn_jax.audit.inputs import Shape
+from attn_jax.audit.measure import measured
+from attn_jax.audit.parts import Parts
+from attn_jax.audit.plan import Group, plan, ragged
+from attn_jax.audit.problem import MASKS, TOGETHER, Problem
+from attn_jax.audit.target import Target
+from attn_jax.audit.wiring import recognise
+from attn_jax.formats import BF16
+from tests import planted
+from tests.planted_masks import broadcast, without
+
+SHAPE, TILE = Shape(2, 128, 128, 2, 1, 32), 32
+GROUPS = [Group(SHAPE, mask, ("normal",)) for mask in MASKS]
+BESIDE = {group.mask: group.problems("bfloat16")[0] for group in ragged(GROUPS)}
+
+
+def partial(visible) -> bool:
+    return visible.shape[-1] % TILE != 0
+
+
+def lost(*fields: str):
+    """Rules that are lost where the last tile is a partial one."""
+    gone = without(**dict.fromkeys(fields))
+
+    def seen(visible, given):
+        return gone(visible, given) if partial(visible) else visible
+
+    return seen
+
+
+def neighbours(visible, given):
+    """A window that sees no more than the tiles beside the query's."""
+    if given.window is None:
+        return visible
+    i, j = (jnp.arange(n) // TILE for n in visible.shape[-2:])
+    return broadcast(given, visible) & (abs(i[:, None] - j) <= 1)
+
+
+def padded(function, query, key, value, bias=None, **rules):
+    """A bias whose rows are read as if they filled whole tiles."""
+    if bias is not None and bias.shape[-1] % TILE:
+        more = ((0, 0),) * 3 + ((0, -bias.shape[-1] % TILE),)
+        of_heads = jnp.pad(bias, more).reshape(*bias.shape[:2], -1)
+        size = bias.shape[2] * bias.shape[3]
+        bias = of_heads[..., :size].reshape(bias.shape)
+    return function(query, key, value, bias, **rules)
+
+
+def without_dbias(function, query, key, value, bias=None, **rules):
+    if bias is not None and bias.shape[-1] % TILE:
+        bias = jax.lax.stop_gradient(bias)
+    return function(query, key, value, bias, **rules)
+
+
+FAULTS = {
+    "wide window": [
+        planted.honest(seen=neighbours),
+        planted.honest(seen=lost("window")),
+    ],
+    "lengths": [planted.honest(seen=lost("key_value_lengths"))],
+    "packed": [planted.honest(seen=lost("query_segment_ids", "key_value_segment_ids"))],
+    "bias": [planted.wrapped(padded), planted.wrapped(without_dbias)],
+}
+
+
+def is_wrong(function, problem: Problem) -> bool:
+    results = planted.results(function, problem)
+    units = {n: m.errors.units for n, m in measured(problem, results).items()}
+    far = any(x > 4 for name, x in units.items() if name != "lse")
+    return far or bool(recognise(results, problem))
+
+
+@pytest.mark.parametrize("mask", FAULTS)
+def test_what_is_wrong_at_such_lengths_alone_is_found(mask):
+    """They were tried at one length, that tiles divide, and with a narrow window."""
+    usual = Problem(SHAPE, mask="window" if mask == "wide window" else mask)
+    assert not is_wrong(planted.honest(), BESIDE[mask])
+    for function in FAULTS[mask]:
+        assert not is_wrong(function, usual)
+        assert is_wrong(function, BESIDE[mask])
+
+
+def test_lengths_are_those_that_devices_divide_and_tiles_do_not():
+    def lengths(groups, shards=1):
+        return {
+            (x.shape.query_length, x.shape.key_length) for x in ragged(groups, shards)
+        }
+
+    assert lengths(GROUPS) == {(101, 101)}
+    assert lengths(GROUPS, 4) == {(96, 96)}
+    long = Group(Shape(1, 16384, 16384, 2, 1, 128), "packed", ("normal",))
+    assert lengths([long]) == {(997, 997)}
+    assert lengths([Group(Shape(1, 3, 3, 1, 1, 8), "window", ("normal",))], 4) == set()
+    assert ragged(GROUPS[:2]) == []
+    assert [x.mask for x in ragged(plan())] == [*BESIDE]
+    assert set(BESIDE) <= {*MASKS, *TOGETHER}
+    # Nothing is measured twice.
+    assert ragged([*GROUPS, *ragged(GROUPS)]) == []
+
+
+def test_windows_there_are_wider_than_a_tile():
+    for group in (x for x in ragged(plan()) if x.mask == "wide window"):
+        window = group.problems("bfloat16")[0].rules.window
+        assert window is not None and min(window) > 64 and window[0] != window[1]
+        assert max(window) < group.shape.key_length // 2
+
+
+def audit(function, mask: str):
+    known = attribution.candidates(BF16)
+    recipes = {name: known[name] for name in verdict.PLAIN}
+    groups = (Group(SHAPE, mask, ("normal",)),)
+    with Parts() as parts:
+        target = Target("planted", function)
+        wanted = Audit(target, groups, "bfloat16", recipes, True, ("ragged",))
+        return carry_out(wanted, parts)
+
+
+def test_the_audit_has_them():
+    result = audit(FAULTS["packed"][0], "packed")
+    (finding,) = result.findings
+    assert (finding.kind, finding.cause) == ("wrong wiring", "segment ids ignored")
+    assert finding.where == (str(BESIDE["packed"]),)
+    # They are beside what was asked for.
+    assert [cell.problem.shape for cell in result.cells] == [SHAPE]
+    assert audit(planted.honest(), "packed").findings == []
