@@ -172,6 +172,8 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
     wrong with P alone is so with out.
     """
     none: set[str] = set()
+    if finding.kind == known.kind == "fails" and _says_why(known, finding):
+        return _of(finding)
     if finding.kind in ("fails", "not taken"):
         return none
     every, shared = _of(finding), _of(finding) & set(known.tensors)
@@ -208,6 +210,12 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
         return none
     whole = is_out and known.kind == WORSE and known.cause != P_CLIPPED
     return every if whole else shared
+
+
+def _says_why(known: Finding, finding: Finding) -> bool:
+    """Whether what a target raised in a part it has raised on a problem, too."""
+    why = finding.says.removeprefix(f"{finding.cause}: ")
+    return why != finding.says and known.says.endswith(f": {why}")
 
 
 def masks_of(
