@@ -269,6 +269,8 @@ _wiring(
 _wiring("LSE negated", lse=lambda lse, m, scale: -lse)
 _wiring("LSE without the maximum", lse=lambda lse, m, scale: lse - m)
 _wiring("LSE is the maximum alone", lse=lambda lse, m, scale: m)
+_wiring("LSE mixes bases", lse=lambda lse, m, scale: m + (lse - m) / np.log(2))
+_wiring("LSE has the unscaled maximum", lse=lambda lse, m, scale: lse - m + m / scale)
 _wiring("LSE is the row sum", lse=lambda lse, m, scale: jnp.exp(lse - m))
 _plant(
     "LSE of unscaled logits",

@@ -128,9 +128,13 @@ def test_what_a_problem_has_said_is_not_said_of_its_parts():
 
 
 def test_an_audit_of_what_fails_at_odd_batches_is_not_trustworthy():
-    options = dict(shapes=[(2, 32, 32, 2, 2, 16)], families=["normal"], masks=["full"])
     report = audit_attention(
-        odd_batches(IndexError("no entry 1")), **options, gradients=False, against=[]
+        odd_batches(IndexError("no entry 1")),
+        shapes=[(2, 32, 32, 2, 2, 16)],
+        families=["normal"],
+        masks=["full"],
+        gradients=False,
+        against=[],
     )
     assert report.verdict == "fails" and report.exit_code == 4
     assert "IndexError: no entry 1" in report.findings[0].says

@@ -31,6 +31,10 @@ ROWS_NOT_ONE, P_CLIPPED = "rows do not sum to one", "P clipped"
 SEES_NO_KEY = "rows that see no key"
 # They are no zeros.
 BLIND_WEIGHTS = "queries that see no key"
+# Where it was found that parts do not merge.
+MERGE = "merge"
+# Of an LSE that is right but for its last bits.
+ROUNDED_LSE = "LSE rounded to BF16", "LSE rounded to FP16"
 # How a cause begins that is only where it was found.
 UNDER = "under"
 # Nobody need act on these.

@@ -27,10 +27,12 @@ from attn_jax.audit.finding import (
     DEPENDS,
     EXTREME,
     HIDDEN_BY_LENGTHS,
+    MERGE,
     NOT_THE_LOGITS,
     ON_WHAT_ALL_SHARE,
     P_CLIPPED,
     PAST_THE_LAST,
+    ROUNDED_LSE,
     SEES_NO_KEY,
     UNDER,
     Finding,
@@ -124,8 +126,10 @@ def together(
         return False
 
     # Poor in one result is poor in those made of it, and one line says so. Bits that
-    # differ in one say nothing of another.
-    others = [f for f in others if f.kind != bits or is_new(f)]
+    # differ in one say nothing of another, nor do merges of what is seen without them.
+    others = [
+        f for f in others if not (f.kind == bits or f.where == (MERGE,)) or is_new(f)
+    ]
     new = [f for f in _merged(others) if f.kind == bits or is_new(f)]
     known = [_with_places(f, places.get(i, ())) for i, f in enumerate(found)]
     return [*known, *_wherever_keys_end(new)]
@@ -165,9 +169,9 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
     """Of which of its results what is known explains a finding under the first mask.
 
     A result that is wired wrongly explains what is found in it, and out what is in any,
-    but for what may hide more; under lengths what hidden keys change. A result that is
-    not finite explains what is made of it, one that is worse what is poor in it, and
-    any where that is out. What a result depends on is said of one that is worse for no
+    but for what may hide more; under lengths what hidden keys change; a wrong LSE what
+    merges show. A result that is not finite explains what is made of it, one that is
+    worse what is poor in it, and any where that is out. What a result depends on is said of one that is worse for no
     known cause. What is known under other masks alone explains nothing, and what is
     wrong with P alone is so with out.
     """
@@ -176,6 +180,8 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
         return _of(finding)
     if finding.kind in ("fails", "not taken"):
         return none
+    if finding.where == (MERGE,) and _is_of_other_weights(known, cells):
+        return _of(finding)
     every, shared = _of(finding), _of(finding) & set(known.tensors)
     is_out = "out" in known.tensors
     masks = masks_of([known], {*known.tensors}, cells)
@@ -216,6 +222,16 @@ def _says_why(known: Finding, finding: Finding) -> bool:
     """Whether what a target raised in a part it has raised on a problem, too."""
     why = finding.says.removeprefix(f"{finding.cause}: ")
     return why != finding.says and known.says.endswith(f": {why}")
+
+
+def _is_of_other_weights(known: Finding, cells: Sequence[Judged]) -> bool:
+    """Whether LSE is known to be wrong, so that merges are of parts with wrong weights,
+    and show neither their results nor LSE's gradient. 16 bits leave weights about what
+    they are; whether there is a gradient is also asked without merges."""
+    if known.kind not in ("wrong wiring", WORSE) or "lse" not in known.tensors:
+        return False
+    masks = masks_of([known], {"lse"}, cells)
+    return _is_of(cells[0], masks) and known.cause not in ROUNDED_LSE
 
 
 def masks_of(
