@@ -164,3 +164,13 @@ def test_a_wrong_lse_is_what_is_wrong_with_merges():
     assert together([rounded], [merged], cells) == [rounded, merged]
     out = dataclasses.replace(known, tensors=("dvalue",))
     assert together([out], [merged, apart], cells) == [out, merged, apart]
+
+
+def test_v_of_other_heads_is_no_other_grouping():
+    """Nor a mistake of the backward pass, though with K = 0 nothing else is seen."""
+    zero = Problem(GROUPED, family="zero_k_one_v")
+    mistakes = found(PLANTED["V of other heads"].function, NORMAL, zero)
+    first, alone = one_cause(mistakes, [NORMAL, zero])
+    assert first.cause == alone.cause == "V of other heads"
+    assert first.tensors == ("out", "dquery", "dkey", "dvalue")
+    assert alone.where == (str(zero),) and "GQA" in mistakes[1].cause

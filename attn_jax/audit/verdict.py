@@ -171,9 +171,9 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
     A result that is wired wrongly explains what is found in it, and out what is in any,
     but for what may hide more; under lengths what hidden keys change; a wrong LSE what
     merges show. A result that is not finite explains what is made of it, one that is
-    worse what is poor in it, and any where that is out. What a result depends on is said of one that is worse for no
-    known cause. What is known under other masks alone explains nothing, and what is
-    wrong with P alone is so with out.
+    worse what is poor in it, and any where that is out. What a result depends on is
+    said of one that is worse for no known cause. What is known under other masks alone
+    explains nothing, and what is wrong with P alone is so with out.
     """
     none: set[str] = set()
     if finding.kind == known.kind == "fails" and _says_why(known, finding):

@@ -92,7 +92,7 @@ def _(s: Setting):
         "",
         {
             "out": lambda: x.weighted(p()),
-            "dvalue": lambda: x.to_key_heads(x.value_gradient(p())),
+            "dvalue": lambda: x.to_value_heads(x.value_gradient(p())),
         },
     )
 
