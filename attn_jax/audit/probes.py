@@ -24,6 +24,7 @@ from attn_jax.audit.judge import (
     pooled,
     root_mean_square_bound,
 )
+from attn_jax.audit.magnitudes import magnitudes
 from attn_jax.audit.noise import rms_of_rounding
 from attn_jax.audit.problem import DTYPES, Problem
 from attn_jax.audit.programs import run, run_forward
@@ -315,9 +316,10 @@ PROBES: dict[str, Probe] = {
     "K + c": shifted_keys,
     "permuted keys": permuted_keys,
     "finite at extremes": extremes,
+    "range": magnitudes,
 }
 # Those that look at gradients beside the rest, and at nothing else.
-_BESIDE = shifted_keys, permuted_keys, extremes
+_BESIDE = shifted_keys, permuted_keys, extremes, magnitudes
 _GRADIENTS = ones_column, sum_of_dvalue
 
 
