@@ -23,6 +23,9 @@ HIDDEN_BY_LENGTHS = "padded keys"
 EXTREME, PAST_THE_LAST = "not finite at extreme logits", "what lies past the last key"
 ON_WHAT_ALL_SHARE = "result depends on what all keys share"
 NOT_THE_LOGITS = "LSE does not follow the logits"
+# A mask is applied, and what it hides is seen where it is large; how the names of the
+# probes begin that show it, before the mask's.
+HIDDEN_KEYS, LARGE_HIDDEN = "result depends on hidden keys", "large hidden keys, "
 # The mask is not, or not all, applied.
 HIDDEN_PAIRS = "hidden pairs carry weight"
 # Of P alone: the attention is the one asked for, and other faults show beside them.

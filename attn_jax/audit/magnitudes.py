@@ -71,32 +71,35 @@ def _compared(
             f"{symbol} of {factor} is not as many times {symbol}, by {{measured:.3g}} "
             f"times what rounding allows: {mend}"
         )
-        was = np.isfinite(first[tensor].astype(np.float64))
-        broken = int((was & ~np.isfinite(back)).sum())
-        if broken:
-            # What is no number is as far off as can be.
-            says = f"{broken} values of {symbol} are not finite for {factor}: {mend}"
-            finding = Finding("not finite", cause, says, (tensor,), (name,))
-            yield ProbeResult(name, float(broken), 0.0, "values", finding, (tensor,))
-        elif tensor in ("out", "dquery"):
-            yield by_rows(
-                name,
-                at(noise, back) - at(noise, first[tensor]),
-                [("", 2 * getattr(noise, tensor))],
-                noise,
-                (tensor,),
-                cause,
-                says,
-            )
-        else:
-            yield by_keys(
-                name,
-                first[tensor],
-                back,
-                [("", getattr(noise, tensor))],
-                noise,
-                problem,
-                (tensor,),
-                cause,
-                says,
-            )
+        instead = f"{{}} values of {symbol} are not finite for {factor}: {mend}"
+        named = name, tensor, cause, says, instead
+        yield change(problem, noise, first[tensor], back, *named)
+
+
+def change(
+    problem: Problem,
+    noise: Noise,
+    before: np.ndarray,
+    after: np.ndarray,
+    name: str,
+    tensor: str,
+    cause: str,
+    says: str,
+    instead: str,
+) -> ProbeResult:
+    """How far a result is from what it was, where nothing should change: `says` what
+    was measured, or `instead` how many values are no numbers any more."""
+    was = np.isfinite(before.astype(np.float64))
+    broken = int((was & ~np.isfinite(after.astype(np.float64))).sum())
+    if broken:
+        # What is no number is as far off as can be.
+        finding = Finding(
+            "not finite", cause, instead.format(broken), (tensor,), (name,)
+        )
+        return ProbeResult(name, float(broken), 0.0, "values", finding, (tensor,))
+    if tensor in ("out", "dquery"):
+        difference = at(noise, after) - at(noise, before)
+        tiers = [("", 2 * getattr(noise, tensor))]
+        return by_rows(name, difference, tiers, noise, (tensor,), cause, says)
+    tiers = [("", getattr(noise, tensor))]
+    return by_keys(name, before, after, tiers, noise, problem, (tensor,), cause, says)

@@ -27,6 +27,8 @@ from attn_jax.audit.finding import (
     DEPENDS,
     EXTREME,
     HIDDEN_BY_LENGTHS,
+    HIDDEN_KEYS,
+    LARGE_HIDDEN,
     MERGE,
     NOT_THE_LOGITS,
     ON_WHAT_ALL_SHARE,
@@ -190,7 +192,11 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
             return none
         hides = {HIDDEN_BY_LENGTHS, "hidden keys"}.issuperset(finding.where)
         by_lengths = bool(finding.where) and hides and "lengths" in masks
-        if not (_is_of(cells[0], masks) or by_lengths):
+        if of_probe := _masks_of_hidden_keys(finding):
+            here = of_probe <= masks or "full" in masks
+        else:
+            here = _is_of(cells[0], masks) or by_lengths
+        if not here:
             return none
         if not known.is_other_attention:
             # A row's sum is off whichever keys are counted.
@@ -222,6 +228,13 @@ def _says_why(known: Finding, finding: Finding) -> bool:
     """Whether what a target raised in a part it has raised on a problem, too."""
     why = finding.says.removeprefix(f"{finding.cause}: ")
     return why != finding.says and known.says.endswith(f": {why}")
+
+
+def _masks_of_hidden_keys(finding: Finding) -> set[str]:
+    """Those under which it was found that hidden keys are seen."""
+    names = (x.removeprefix(LARGE_HIDDEN) for x in finding.where)
+    masks = {x.partition(":")[0] for x in names}
+    return masks if finding.cause == HIDDEN_KEYS else set()
 
 
 def _is_of_other_weights(known: Finding, cells: Sequence[Judged]) -> bool:
