@@ -228,6 +228,7 @@ _wiring(
     key_heads=lambda N, K: [n % K for n in range(N)],
     group=lambda x, K: x.reshape(*x.shape[:2], -1, K, x.shape[-1]).sum(2),
 )
+_plant("V of other heads", wrapped(planted_keys.other_values))
 _wiring("first KV tile dropped", "KV tile dropped", seen=without_keys(0, 64))
 _wiring("last KV tile dropped", "KV tile dropped", seen=without_keys(128, None))
 _wiring("last partial tile unmasked", on=Problem(GROUPED, family="normal"), pad=True)
@@ -269,6 +270,8 @@ _wiring(
 _wiring("LSE negated", lse=lambda lse, m, scale: -lse)
 _wiring("LSE without the maximum", lse=lambda lse, m, scale: lse - m)
 _wiring("LSE is the maximum alone", lse=lambda lse, m, scale: m)
+_wiring("LSE mixes bases", lse=lambda lse, m, scale: m + (lse - m) / np.log(2))
+_wiring("LSE has the unscaled maximum", lse=lambda lse, m, scale: lse - m + m / scale)
 _wiring("LSE is the row sum", lse=lambda lse, m, scale: jnp.exp(lse - m))
 _plant(
     "LSE of unscaled logits",

@@ -27,3 +27,10 @@ def filled_up(function, query, *arrays, return_residual=False, **rules):
     seen.defvjp(lambda query, lse: (query, lse), backward)
     query = seen(query, jax.lax.stop_gradient(lse))
     return function(query, *arrays, return_residual=return_residual, **rules)
+
+
+def other_values(function, query, key, value, *arrays, **rules):
+    """Query head n reads K's head n // (N / K), and V's head n % K."""
+    N, K = query.shape[2], key.shape[2]
+    key, value = jnp.repeat(key, N // K, 2), jnp.tile(value, (1, 1, N // K, 1))
+    return function(query, key, value, *arrays, **rules)

@@ -9,8 +9,8 @@ from attn_jax.audit.finding import HIDDEN_PAIRS
 from attn_jax.audit.problem import DTYPES
 from attn_jax.audit.verdict import judge
 from attn_jax.formats import BF16
-from attn_jax.recipe import FLASH2, JAX_NN
-from tests.knobs import bfloat16
+from attn_jax.recipe import EXACT_FP32, FLASH2, JAX_NN
+from tests.knobs import bfloat16, same
 from tests.planted import honest
 from tests.test_audit_verdict import cell
 
@@ -91,3 +91,34 @@ def test_a_rounded_delta_of_exact_outputs_is_its_own_step():
     causes = {f.cause for f in report.findings if f.tensors == ("dquery",)}
     assert causes == {"delta"}
     assert report.fits
+
+
+def test_a_step_that_explains_nothing_is_not_named():
+    """The largest share was, though it was one of nothing."""
+    here = cell(allowed=100.0, out=100.0)
+    costs = [Cost("delta", "out", 100.0, 96.0), Cost("dlogits", "out", 100.0, 100.0)]
+    (found,) = judge([here], Fit("flash2", 0.02), [(here.problem, costs)])
+    assert found.cause == ""
+    assert "; no step of flash2 explains it by itself; above" in found.says
+    assert not costs[1].acts and costs[0].acts
+    # Nothing is said of steps whose price is not known.
+    (found,) = judge([here], Fit("flash2", 0.02))
+    assert "by itself" not in found.says
+
+
+def test_in_fp32_the_sums_are_what_an_error_is_made_of():
+    """Delta from the rounded output, which FP32 rounds no further, was its cause, and
+    that of out, which has no delta."""
+    options = SMALL | dict(families=["normal", "lse-130"])
+    report = audit_attention(
+        honest(narrow=same, narrow_out=same),
+        **options,
+        dtype="float32",
+        against=[FLASH2, EXACT_FP32],
+    )
+    assert report.fits and report.attribution == []
+    poor = [f for f in report.findings if "units from exact" in f.says]
+    assert {"out", "dquery"} <= {name for f in poor for name in f.tensors}
+    assert {f.cause for f in poor} == {""}
+    priced = [f for f in poor if "by itself" in f.says]
+    assert priced and all("sums themselves, in FP32" in f.says for f in priced)

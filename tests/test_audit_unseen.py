@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_jax.audit import more, probes, verdict
-from attn_jax.audit.finding import HIDDEN_PAIRS, PAST_THE_LAST
+from attn_jax.audit.finding import HIDDEN_KEYS, HIDDEN_PAIRS, PAST_THE_LAST, Finding
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.invariance import invariances
+from attn_jax.audit.judge import WORSE
 from attn_jax.audit.measure import measured
 from attn_jax.audit.plan import plan
 from attn_jax.audit.problem import MASKS, Problem
@@ -19,6 +20,7 @@ from attn_jax.audit.verdict import POOR_UNITS
 from attn_jax.audit.wiring import recognise
 from tests import planted
 from tests.planted_masks import without
+from tests.test_audit_verdict import cell
 
 WHOLE = Problem(Shape(1, 128, 128, 2, 1, 32))
 
@@ -219,3 +221,49 @@ def test_an_lse_of_padded_keys_is_said_to_depend_on_them():
 def _with_lse(function, query, key, value, **rules):
     out, lse = function(query, key, value, return_residual=True, **rules)
     return out, lse.swapaxes(1, 2)
+
+
+def with_maximum_of_all(query, key, value, *, mask=True, scale):
+    """The row's largest logit is taken before the mask is applied."""
+    x = scale * jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=float)
+    p = jnp.where(mask, jnp.exp(x - x.max(-1, keepdims=True)), 0.0)
+    total = p.sum(-1, keepdims=True)
+    p = p / jnp.where(total > 0, total, 1.0)
+    return jnp.einsum("bnts,bsnh->btnh", p.astype(value.dtype), value)
+
+
+def test_large_keys_that_are_hidden_are_looked_at():
+    """Rows became zeros where a hidden logit is above theirs by a hundred."""
+    shape = Shape(2, 64, 96, 2, 2, 32)
+
+    def rows(function):
+        target = Target("planted", function, Adapter(lse=None))
+        return list(more.probe(target, Problem(shape), gradients=False))
+
+    found = rows(with_maximum_of_all)
+    names = {f"large hidden keys, {mask}: out" for mask in ("causal", "lengths")}
+    blamed = {f["cause"]: f["where"] for row in found for f in row["findings"]}
+    assert {*blamed} == {HIDDEN_KEYS}
+    assert {row["name"] for row in found if not row.get("passed", True)} == names
+    passed = {
+        row.get("name"): row.get("passed") for row in rows(planted.HONEST["jax.nn"])
+    }
+    assert all(passed[name] for name in names)
+
+    # Its own problems say that a target has no such mask.
+    def unmasked(query, key, value, *, scale):
+        return planted.HONEST["exp2"](query, key, value, scale=scale)
+
+    assert not [f for row in rows(unmasked) for f in row["findings"]]
+
+
+def test_a_mask_that_is_ignored_explains_what_it_hides():
+    cells = [cell(), *(cell(mask=x) for x in ("causal", "window"))]
+    where = {c.problem.mask: str(c.problem) for c in cells[1:]}
+    large = Finding(
+        WORSE, HIDDEN_KEYS, "", ("out",), ("large hidden keys, causal: out",)
+    )
+    for mask, place in where.items():
+        known = Finding("wrong wiring", "ignored", "", ("out",), (place,))
+        left = verdict.together([known], [large], cells)
+        assert len(left) == (1 if mask == "causal" else 2)

@@ -11,7 +11,7 @@ from attn_jax.audit.finding import Finding
 from attn_jax.audit.judge import WORSE
 from attn_jax.audit.noise import gradient_noise
 from attn_jax.audit.problem import GRADIENTS, Problem
-from attn_jax.audit.verdict import judge
+from attn_jax.audit.verdict import judge, together
 from attn_jax.audit.wiring import one_cause, recognise
 from attn_jax.formats import BF16
 from tests.planted import GROUPED, HONEST, PLANTED, honest, results
@@ -129,3 +129,48 @@ def test_a_factor_is_named_by_the_one_that_it_is(factor, cause):
     """A head dim that is padded to twice itself was called another base."""
     causes = {f.cause for f in found(honest(gradients=_times(factor)), NORMAL)}
     assert causes == ({cause} if cause else set())
+
+
+@pytest.mark.parametrize("base", ["maximum", "sum"])
+def test_either_part_of_lse_may_be_in_another_base(base):
+    """That of the sum had no name."""
+
+    def mixed(lse, m, scale):
+        parts = {"maximum": m, "sum": lse - m}
+        return sum(x / np.log(2) if name == base else x for name, x in parts.items())
+
+    (mistake,) = found(honest(lse=mixed), NORMAL)
+    assert (mistake.cause, mistake.tensors) == ("LSE mixes bases", ("lse",))
+    in_base_2 = {"maximum": "the maximum in base 2", "sum": "of the sum to base 2"}
+    assert in_base_2[base] in mistake.says
+
+
+def test_a_wrong_lse_is_what_is_wrong_with_merges():
+    """Its gradient was accused beside it, and first."""
+    cells = [cell()]
+    place = str(cells[0].problem)
+    known = Finding("wrong wiring", "LSE mixes bases", "", ("lse",), (place,))
+    of_lse = dict(tensors=("dquery", "dkey"), where=("merge",))
+    merged = Finding("wrong wiring", "LSE gradient wrong", "", **of_lse)
+    apart = Finding(WORSE, "parts do not merge", "", ("out", "lse"), ("merge",))
+    (left,) = together([known], [merged, apart], cells)
+    assert left == dataclasses.replace(known, where=(*known.where, "merge"))
+    worse = Finding(WORSE, "", "", ("lse",), known.where)
+    assert len(together([worse], [merged, apart], cells)) == 1
+    # It has a gradient or none without merges, too, and in 16 bits its weights.
+    read = dataclasses.replace(merged, where=(str(NORMAL),))
+    assert together([known], [merged, read], cells)[1] == read
+    rounded = dataclasses.replace(known, cause="LSE rounded to BF16")
+    assert together([rounded], [merged], cells) == [rounded, merged]
+    out = dataclasses.replace(known, tensors=("dvalue",))
+    assert together([out], [merged, apart], cells) == [out, merged, apart]
+
+
+def test_v_of_other_heads_is_no_other_grouping():
+    """Nor a mistake of the backward pass, though with K = 0 nothing else is seen."""
+    zero = Problem(GROUPED, family="zero_k_one_v")
+    mistakes = found(PLANTED["V of other heads"].function, NORMAL, zero)
+    first, alone = one_cause(mistakes, [NORMAL, zero])
+    assert first.cause == alone.cause == "V of other heads"
+    assert first.tensors == ("out", "dquery", "dkey", "dvalue")
+    assert alone.where == (str(zero),) and "GQA" in mistakes[1].cause

@@ -287,6 +287,12 @@ class Cost(NamedTuple):
     def share(self) -> float:
         return 1 - (self.without / self.units) ** 2 if self.units > 0 else 0.0
 
+    @property
+    def acts(self) -> bool:
+        """Whether the result is any other without the step: delta is not in out, and
+        in FP32 the rounded output is the unrounded one."""
+        return self.without != self.units
+
 
 # Steps of one tensor.
 JOINT = (("logits", "shifted"), ("product", "accumulator"))

@@ -39,6 +39,7 @@ class Exact:
       scale: of the logits.
       key_head: the key head that each query head reads.
       bias: added to the scaled products; None if there is none.
+      value_head: the head of V that each query head reads; None: that of K.
       empty: what P is for a query that sees no key: "zero", or "mean", 1 / S for all
         keys. Its LSE is -inf.
     """
@@ -52,6 +53,7 @@ class Exact:
     key_head: tuple[int, ...]
     bias: Float[np.ndarray, "1 #N T S"] | None = None
     empty: Literal["zero", "mean"] = "zero"
+    value_head: tuple[int, ...] | None = None
 
     def replaced(self, **changes: Any) -> "Exact":
         """The same with other fields; keeps what these do not touch."""
@@ -109,7 +111,7 @@ class Exact:
 
     @functools.cached_property
     def dprobability(self) -> PerPair:
-        return self._rows(self.dout) @ self._keys(self.value).swapaxes(2, 3)
+        return self._rows(self.dout) @ self._values.swapaxes(2, 3)
 
     @functools.cached_property
     def delta(self) -> PerRow:
@@ -129,7 +131,7 @@ class Exact:
 
     @functools.cached_property
     def dvalue(self) -> Float[np.ndarray, "B S K H"]:
-        return self.to_key_heads(self.value_gradient(self.probability))
+        return self.to_value_heads(self.value_gradient(self.probability))
 
     @functools.cached_property
     def dbias(self) -> Float[np.ndarray, "1 N T S"]:
@@ -137,7 +139,7 @@ class Exact:
 
     def weighted(self, p: PerPair) -> Float[np.ndarray, "B T N H"]:
         """p V."""
-        return (p @ self._keys(self.value)).swapaxes(1, 2)
+        return (p @ self._values).swapaxes(1, 2)
 
     def with_delta(self, delta: PerRow) -> PerPair:
         """P (dP - delta)."""
@@ -164,13 +166,27 @@ class Exact:
         self, x: Float[np.ndarray, "B S N H"]
     ) -> Float[np.ndarray, "B S K H"]:
         """Sums over the query heads that read each key head."""
+        return self._to_heads(x, self.key_head)
+
+    def to_value_heads(
+        self, x: Float[np.ndarray, "B S N H"]
+    ) -> Float[np.ndarray, "B S K H"]:
+        """The same of V's."""
+        return self._to_heads(x, self.value_head or self.key_head)
+
+    def _to_heads(self, x, heads):
         summed = np.zeros(self.key.shape)
-        for n, k in enumerate(self.key_head):
+        for n, k in enumerate(heads):
             summed[:, :, k] += x[:, :, n]
         return summed
 
     def _rows(self, x):
         return x.swapaxes(1, 2)
+
+    @property
+    def _values(self):
+        heads = self.value_head or self.key_head
+        return self.value[:, :, list(heads)].swapaxes(1, 2)
 
     def _keys(self, x):
         return x[:, :, list(self.key_head)].swapaxes(1, 2)

@@ -23,6 +23,9 @@ HIDDEN_BY_LENGTHS = "padded keys"
 EXTREME, PAST_THE_LAST = "not finite at extreme logits", "what lies past the last key"
 ON_WHAT_ALL_SHARE = "result depends on what all keys share"
 NOT_THE_LOGITS = "LSE does not follow the logits"
+# A mask is applied, and what it hides is seen where it is large; how the names of the
+# probes begin that show it, before the mask's.
+HIDDEN_KEYS, LARGE_HIDDEN = "result depends on hidden keys", "large hidden keys, "
 # The mask is not, or not all, applied.
 HIDDEN_PAIRS = "hidden pairs carry weight"
 # Of P alone: the attention is the one asked for, and other faults show beside them.
@@ -31,6 +34,10 @@ ROWS_NOT_ONE, P_CLIPPED = "rows do not sum to one", "P clipped"
 SEES_NO_KEY = "rows that see no key"
 # They are no zeros.
 BLIND_WEIGHTS = "queries that see no key"
+# Where it was found that parts do not merge.
+MERGE = "merge"
+# Of an LSE that is right but for its last bits.
+ROUNDED_LSE = "LSE rounded to BF16", "LSE rounded to FP16"
 # How a cause begins that is only where it was found.
 UNDER = "under"
 # Nobody need act on these.

@@ -19,6 +19,7 @@ from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import by_keys, by_lse, by_rows
 from attn_jax.audit.noise import Noise, rounding_noise
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem, Results
+from attn_jax.audit.refusal import LAYERS, MAPPING
 from attn_jax.audit.target import Attend
 from attn_jax.formats import BF16, FP16, FP32, FP64
 from attn_jax.mask import Mask
@@ -200,8 +201,8 @@ def _transformed(
         yield HIDDEN_BY_LENGTHS, more_keys
     if N > 1 and (mask.dense is None or mask.dense.shape[1] == 1):
         yield "head position", other_heads
-    yield "layers", lambda: last_of(Layers)
-    yield "mapping", lambda: last_of(Mapped)
+    yield LAYERS, lambda: last_of(Layers)
+    yield MAPPING, lambda: last_of(Mapped)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from attn_jax.audit.alone import ALONE
 from attn_jax.audit.error import correctly_rounded, unit_error
-from attn_jax.audit.finding import Finding
+from attn_jax.audit.finding import MERGE, Finding
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.lse_gradient import THROUGH_LSE, of_shares, share
@@ -405,7 +405,7 @@ def _lse_gradient(
 
 
 def _findings(errors, predicted, combination, shares) -> tuple[Finding, ...]:
-    findings = of_shares(shares, "when parts are merged", ("merge",))
+    findings = of_shares(shares, "when parts are merged", (MERGE,))
     worst = max(errors["out"], key=lambda w: errors["out"][w])
     evidence: dict[str, float | str] = {
         f"out, {w} parts": e for w, e in errors["out"].items()
@@ -419,7 +419,7 @@ def _findings(errors, predicted, combination, shares) -> tuple[Finding, ...]:
                 "off, which no rounding of partial results explains: out or LSE of a "
                 "part is not that of its keys",
                 ("out", "lse"),
-                ("merge",),
+                (MERGE,),
                 evidence,
             )
         )
@@ -444,7 +444,7 @@ def _findings(errors, predicted, combination, shares) -> tuple[Finding, ...]:
             f"{what} give up to {max(units.values()):.3g} units of error of {seen_in}, "
             f"against {units[1]:.3g} in one part: return it in FP32"
         )
-        findings.append(Finding(POOR, cause, says, (tensor,), ("merge",), evidence))
+        findings.append(Finding(POOR, cause, says, (tensor,), (MERGE,), evidence))
     return tuple(findings)
 
 

@@ -8,8 +8,8 @@
     x64         the other mode of `jax_enable_x64`
     again       a problem on which it is wrong
 
-Each gives rows of plain data; what the target raises is a finding that says what was
-not run.
+Each gives rows of plain data; what the target raises is a finding: of what was not run,
+where it is a refusal, and else that it fails there (`refusal`).
 """
 
 import dataclasses
@@ -40,6 +40,7 @@ from attn_jax.audit.problem import (
     made_of,
 )
 from attn_jax.audit.raised import said
+from attn_jax.audit.refusal import is_excused, is_refusal
 from attn_jax.audit.target import Attend, Target
 from attn_jax.mask import Mask
 from attn_jax.store import Row
@@ -178,27 +179,32 @@ def vary(target: Target, problem: Problem, *, gradients: bool = True) -> Iterato
 
 
 class _LeftOut:
-    """What of a part the target would not be run for, by reason."""
+    """What of a part the target would not be run for, or failed at, by reason."""
 
     def __init__(self, part: str):
         self._part = part
-        self._names: dict[str, list[str]] = {}
+        self._names: dict[tuple[str, bool], list[str]] = {}
 
     def add(self, name: str, error: Exception) -> None:
-        self._names.setdefault(said(error), []).append(name)
+        why = said(error), is_excused(name, error)
+        self._names.setdefault(why, []).append(name)
 
     def row(self) -> Row:
         return {
             "findings": _rows(
-                _not_run(f"{self._part} {', '.join(names)}", reason)
-                for reason, names in self._names.items()
+                _not_run(f"{self._part} {', '.join(names)}", *why)
+                for why, names in self._names.items()
             )
         }
 
 
-def _not_run(what: str, reason: str) -> Finding:
-    """No fault where the target takes the problems themselves, which are judged."""
-    return Finding("not taken", f"{what} not run", f"{what} not run: {reason}")
+def _not_run(what: str, reason: str, excused: bool) -> Finding:
+    """A refusal is no fault where the target takes the problems themselves, which are
+    judged."""
+    if excused:
+        return Finding("not taken", f"{what} not run", f"{what} not run: {reason}")
+    cause = f"{what} failed"
+    return Finding("fails", cause, f"{cause}: {reason}", (), (what,))
 
 
 def merge(target: Target, problem: Problem, *, gradients: bool = True) -> Iterator[Row]:
@@ -379,7 +385,7 @@ def guarded(what: str, make: Callable[[], Iterator[Row]]) -> Iterator[Row]:
     try:
         yield from make()
     except Exception as error:  # A function of somebody's may raise anything.
-        yield {"findings": _rows([_not_run(what, said(error))])}
+        yield {"findings": _rows([_not_run(what, said(error), is_refusal(error))])}
 
 
 def _attend_of(target: Target, problem: Problem) -> Callable[[Mask], Attend]:

@@ -262,7 +262,7 @@ def gradient_noise(x: Exact, unit_roundoff: float) -> dict[str, float]:
     variances = {
         "dquery": x.scale**2 * of_rows.swapaxes(1, 2),
         "dkey": x.scale**2 * x.to_key_heads(of_keys.swapaxes(1, 2)),
-        "dvalue": x.to_key_heads(of_values.swapaxes(1, 2)),
+        "dvalue": x.to_value_heads(of_values.swapaxes(1, 2)),
         "dbias": x.bias_gradient(one),
     }
     return {

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from attn_jax.audit.extremes import AttendOf, extremes, half_a_tile
-from attn_jax.audit.finding import ON_WHAT_ALL_SHARE
+from attn_jax.audit.finding import LARGE_HIDDEN, ON_WHAT_ALL_SHARE
+from attn_jax.audit.hidden_keys import HIDDEN_BY, hidden_keys
 from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import (
     ProbeResult,
@@ -24,6 +25,7 @@ from attn_jax.audit.judge import (
     pooled,
     root_mean_square_bound,
 )
+from attn_jax.audit.magnitudes import magnitudes
 from attn_jax.audit.noise import rms_of_rounding
 from attn_jax.audit.problem import DTYPES, Problem
 from attn_jax.audit.programs import run, run_forward
@@ -315,9 +317,10 @@ PROBES: dict[str, Probe] = {
     "K + c": shifted_keys,
     "permuted keys": permuted_keys,
     "finite at extremes": extremes,
+    "range": magnitudes,
 }
 # Those that look at gradients beside the rest, and at nothing else.
-_BESIDE = shifted_keys, permuted_keys, extremes
+_BESIDE = shifted_keys, permuted_keys, extremes, magnitudes
 _GRADIENTS = ones_column, sum_of_dvalue
 
 
@@ -330,8 +333,9 @@ def probe(
     gradients: bool = True,
 ) -> Iterator[ProbeResult]:
     """The results of all `PROBES` and, if there is an `attend_of` other problems, of
-    `half_a_tile`; without `gradients`, what needs none of them. `refused` is told the
-    name of one and what the target raises of it; without it that is raised."""
+    `half_a_tile` and `hidden_keys`; without `gradients`, what needs none of them.
+    `refused` is told the name of one and what the target raises of it, but for a mask
+    that it refuses; without it that is raised."""
     beside = {"gradients": gradients}
     every = {
         name: functools.partial(each, attend, **(beside if each in _BESIDE else {}))
@@ -341,13 +345,19 @@ def probe(
     if attend_of is not None:
         probe_of = functools.partial(half_a_tile, attend_of, **beside)
         every["half a tile at extremes"] = probe_of
+        for mask in HIDDEN_BY:
+            probe_of = functools.partial(hidden_keys, attend_of, mask=mask, **beside)
+            every[f"{LARGE_HIDDEN}{mask}"] = probe_of
     for name, each in every.items():
         try:
             results = each(problem)
         except Exception as error:  # A function of somebody's may raise anything.
             if refused is None:
                 raise
-            refused(name, error)
+            refuses = isinstance(error, NotImplementedError | ValueError)
+            if not (refuses and name.startswith(LARGE_HIDDEN)):
+                # What refuses a mask its own problems say.
+                refused(name, error)
             continue
         yield from results
 

@@ -322,7 +322,8 @@ def _attribution(result: Result) -> list[Attribution]:
     """Rows of the nearest recipe: of each result what its steps cost on the problem,
     among those that are priced, where it is furthest from exact. None of a result that
     is wired wrongly somewhere, nor of any if out is, nor where the recipe is as far off
-    as an honest one never is: its steps explain no such error."""
+    as an honest one never is: its steps explain no such error. None of a step that does
+    not touch a result."""
     if not result.costs:
         return []
     fit = result.fits[0]
@@ -357,7 +358,7 @@ def _attribution(result: Result) -> list[Attribution]:
                 share=cost.share,
             )
             for cost in costs
-            if cost.tensor == tensor and _explains(cost.units, units)
+            if cost.tensor == tensor and cost.acts and _explains(cost.units, units)
         ]
     return rows
 

@@ -70,7 +70,7 @@ def in_the_backward_pass(right: Exact, wrong: Wrong) -> Iterator[Wrong]:
     yield Wrong(
         wrong.detail,
         {
-            "dvalue": lambda: x.to_key_heads(x.value_gradient(p)),
+            "dvalue": lambda: x.to_value_heads(x.value_gradient(p)),
             "dquery": lambda: x.query_gradient(kept()),
             "dkey": lambda: x.to_key_heads(x.key_gradient(kept())),
             "dbias": lambda: x.bias_gradient(kept()),

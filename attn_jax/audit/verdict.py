@@ -27,10 +27,14 @@ from attn_jax.audit.finding import (
     DEPENDS,
     EXTREME,
     HIDDEN_BY_LENGTHS,
+    HIDDEN_KEYS,
+    LARGE_HIDDEN,
+    MERGE,
     NOT_THE_LOGITS,
     ON_WHAT_ALL_SHARE,
     P_CLIPPED,
     PAST_THE_LAST,
+    ROUNDED_LSE,
     SEES_NO_KEY,
     UNDER,
     Finding,
@@ -38,9 +42,13 @@ from attn_jax.audit.finding import (
 from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.measure import Measured, Outcome
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem, made_of
+from attn_jax.formats import FP32
 
 # What plain flash attention has on the problems that it is good at is 1.5.
 POOR_UNITS = 1.7
+# A step is named for an error if a tenth of its square goes with the step. Less is 5 %
+# of the error itself, by which `merge` takes two predictions for the same.
+REAL_SHARE = 0.1
 # Ordinary algorithms: what nobody is blamed for.
 PLAIN = (
     "flash2",
@@ -120,8 +128,10 @@ def together(
         return False
 
     # Poor in one result is poor in those made of it, and one line says so. Bits that
-    # differ in one say nothing of another.
-    others = [f for f in others if f.kind != bits or is_new(f)]
+    # differ in one say nothing of another, nor do merges of what is seen without them.
+    others = [
+        f for f in others if not (f.kind == bits or f.where == (MERGE,)) or is_new(f)
+    ]
     new = [f for f in _merged(others) if f.kind == bits or is_new(f)]
     known = [_with_places(f, places.get(i, ())) for i, f in enumerate(found)]
     return [*known, *_wherever_keys_end(new)]
@@ -161,15 +171,19 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
     """Of which of its results what is known explains a finding under the first mask.
 
     A result that is wired wrongly explains what is found in it, and out what is in any,
-    but for what may hide more; under lengths what hidden keys change. A result that is
-    not finite explains what is made of it, one that is worse what is poor in it, and
-    any where that is out. What a result depends on is said of one that is worse for no
-    known cause. What is known under other masks alone explains nothing, and what is
-    wrong with P alone is so with out.
+    but for what may hide more; under lengths what hidden keys change; a wrong LSE what
+    merges show. A result that is not finite explains what is made of it, one that is
+    worse what is poor in it, and any where that is out. What a result depends on is
+    said of one that is worse for no known cause. What is known under other masks alone
+    explains nothing, and what is wrong with P alone is so with out.
     """
     none: set[str] = set()
+    if finding.kind == known.kind == "fails" and _says_why(known, finding):
+        return _of(finding)
     if finding.kind in ("fails", "not taken"):
         return none
+    if finding.where == (MERGE,) and _is_of_other_weights(known, cells):
+        return _of(finding)
     every, shared = _of(finding), _of(finding) & set(known.tensors)
     is_out = "out" in known.tensors
     masks = masks_of([known], {*known.tensors}, cells)
@@ -178,7 +192,11 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
             return none
         hides = {HIDDEN_BY_LENGTHS, "hidden keys"}.issuperset(finding.where)
         by_lengths = bool(finding.where) and hides and "lengths" in masks
-        if not (_is_of(cells[0], masks) or by_lengths):
+        if of_probe := _masks_of_hidden_keys(finding):
+            here = of_probe <= masks or "full" in masks
+        else:
+            here = _is_of(cells[0], masks) or by_lengths
+        if not here:
             return none
         if not known.is_other_attention:
             # A row's sum is off whichever keys are counted.
@@ -204,6 +222,29 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
         return none
     whole = is_out and known.kind == WORSE and known.cause != P_CLIPPED
     return every if whole else shared
+
+
+def _says_why(known: Finding, finding: Finding) -> bool:
+    """Whether what a target raised in a part it has raised on a problem, too."""
+    why = finding.says.removeprefix(f"{finding.cause}: ")
+    return why != finding.says and known.says.endswith(f": {why}")
+
+
+def _masks_of_hidden_keys(finding: Finding) -> set[str]:
+    """Those under which it was found that hidden keys are seen."""
+    names = (x.removeprefix(LARGE_HIDDEN) for x in finding.where)
+    masks = {x.partition(":")[0] for x in names}
+    return masks if finding.cause == HIDDEN_KEYS else set()
+
+
+def _is_of_other_weights(known: Finding, cells: Sequence[Judged]) -> bool:
+    """Whether LSE is known to be wrong, so that merges are of parts with wrong weights,
+    and show neither their results nor LSE's gradient. 16 bits leave weights about what
+    they are; whether there is a gradient is also asked without merges."""
+    if known.kind not in ("wrong wiring", WORSE) or "lse" not in known.tensors:
+        return False
+    masks = masks_of([known], {"lse"}, cells)
+    return _is_of(cells[0], masks) and known.cause not in ROUNDED_LSE
 
 
 def masks_of(
@@ -277,12 +318,13 @@ def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
     worst = _worst(poor, tensor)
     units = worst.found[tensor].errors.units
     cause, because = "", ""
+    priced = [x for problem, x in costs if problem == worst.problem]
     candidates = [
         cost
-        for problem, of_problem in costs
-        if problem == worst.problem
+        for of_problem in priced
         for cost in of_problem
-        if cost.tensor == tensor and not _is_without(units, cost)
+        if cost.tensor == tensor
+        if cost.share >= REAL_SHARE and not _is_without(units, cost)
     ]
     if candidates:
         dearest = max(candidates, key=lambda cost: cost.share)
@@ -293,6 +335,11 @@ def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
         )
     elif not (fit and fit.fits):
         because = "; which step that is cannot be said, since no recipe fits"
+    elif priced:
+        because = f"; no step of {fit.candidate} explains it by itself"
+        if worst.problem.format == FP32:
+            # Where inputs have as many bits as sums no step has fewer.
+            because += ": it is that of the sums themselves, in FP32"
     allowed = worst.allowed[tensor]
     algorithm = f"where ordinary algorithms have {allowed:.3g}"
     if fit and fit.fits:

@@ -346,6 +346,11 @@ def _(s: Setting):
     "let query head n read key head n // (N / K)",
 )
 def _(s: Setting):
+    for heads, detail in _other_heads(s):
+        yield whole(s.attention.replaced(key_head=heads), detail)
+
+
+def _other_heads(s: Setting) -> Iterator[tuple[tuple[int, ...], str]]:
     N, K = s.problem.shape.heads, s.problem.shape.key_heads
     for heads, detail in (
         (tuple(n % K for n in range(N)), "n % K"),
@@ -353,7 +358,17 @@ def _(s: Setting):
         ((0,) * N, "the first for all"),
     ):
         if heads != s.attention.key_head:
-            yield whole(s.attention.replaced(key_head=heads), detail)
+            yield heads, detail
+
+
+@ATTENTION.add(
+    "V of other heads",
+    "query heads read the right heads of K and others of V",
+    "let query head n read head n // (N / K) of V, too",
+)
+def _(s: Setting):
+    for heads, detail in _other_heads(s):
+        yield whole(s.attention.replaced(value_head=heads), detail)
 
 
 @ATTENTION.add(

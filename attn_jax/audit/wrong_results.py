@@ -1,8 +1,9 @@
-"""Single results that are wrong: the output, LSE, gradients of the right attention."""
+"""Single results that are wrong: the output, or gradients, of the right attention. Of
+LSE they are in `wrong_lse`."""
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from attn_jax.audit.exact import Exact
 from attn_jax.audit.problem import GRADIENTS
 from attn_jax.audit.variant import Registry, Setting, Wrong
 from attn_jax.audit.wrong_attention import TILES, padded_head_dims
+from attn_jax.audit.wrong_lse import log
 
 RESULTS = Registry()
 _add = functools.partial(RESULTS.add, on_top=True)
@@ -90,7 +92,7 @@ def _(s: Setting):
         "",
         {
             "out": lambda: x.weighted(p()),
-            "dvalue": lambda: x.to_key_heads(x.value_gradient(p())),
+            "dvalue": lambda: x.to_value_heads(x.value_gradient(p())),
         },
     )
 
@@ -120,7 +122,7 @@ def _(s: Setting):
                     "out": lambda o=out, p=stale: (
                         o() / _per_row(np.maximum(p().sum(-1), 1e-300))
                     ),
-                    "lse": lambda p=stale: _log(p().sum(-1)) + x.maximum,
+                    "lse": lambda p=stale: log(p().sum(-1)) + x.maximum,
                 },
             )
 
@@ -139,91 +141,7 @@ def _stale(x: Exact, tile: int, reverse: bool) -> np.ndarray:
     return weights
 
 
-# LSE -----------------------------------------------------------------------------
-
-
-def _log(x: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore"):
-        return np.log(x)
-
-
-def _lse(name: str, does: str, do: str, of: Callable[[Exact], np.ndarray]):
-    """A variant of LSE alone."""
-
-    def make(s: Setting) -> Iterator[Wrong]:
-        yield Wrong("", {"lse": lambda: of(s.attention)})
-
-    _add(name, does, do)(make)
-
-
-_lse(
-    "LSE in base 2",
-    "LSE is a logarithm to base 2",
-    "multiply it by ln(2)",
-    lambda x: x.lse / math.log(2),
-)
-_lse(
-    "LSE taken for base 2",
-    "LSE is ln(2) times what it is",
-    "it is a natural logarithm already: leave it, or --lse-base out",
-    lambda x: x.lse * math.log(2),
-)
-_lse(
-    "LSE negated",
-    "LSE has the wrong sign",
-    "return max + log(sum)",
-    lambda x: np.where(np.isneginf(x.lse), x.lse, -x.lse),
-)
-_lse(
-    "LSE without the maximum",
-    "LSE is log(sum exp(x - max))",
-    "add the maximum",
-    lambda x: _log(x.total),
-)
-_lse(
-    "LSE is the maximum alone",
-    "the maximum of the logits is returned for LSE",
-    "add the logarithm of the row sum",
-    lambda x: np.where(x.sees_none, -np.inf, x.maximum),
-)
-_lse(
-    "LSE is the row sum",
-    "the sum of exp(x - max) is returned for LSE",
-    "return max + log(sum)",
-    lambda x: x.total,
-)
-_lse(
-    "LSE mixes bases",
-    "LSE is max + log(sum) in two different bases",
-    "bring both to base e before they are added",
-    lambda x: np.where(
-        x.sees_none, -np.inf, x.maximum / math.log(2) + _log(np.maximum(x.total, 1))
-    ),
-)
-
-
-@_add(
-    "LSE of unscaled logits",
-    "LSE is that of Q K^T without the scale",
-    "take the scaled logits",
-)
-def _(s: Setting):
-    x = s.attention
-    if not math.isclose(x.scale, 1.0):
-        yield Wrong("", {"lse": lambda: x.replaced(scale=1.0).lse})
-
-
-@_add(
-    "LSE in another layout",
-    "LSE is laid out as [B, T, N]",
-    "return [B, N, T], or transpose it in the adapter",
-)
-def _(s: Setting):
-    lse = s.attention.lse
-    if 1 not in lse.shape[1:]:
-        yield Wrong("", {"lse": lambda: lse.swapaxes(1, 2)})
-        detail = "read as [B, N, T]"
-        yield Wrong(detail, {"lse": lambda: lse.swapaxes(1, 2).reshape(lse.shape)})
+# Layout of all of them -----------------------------------------------------------
 
 
 @_add(

@@ -1,0 +1,71 @@
+"""A probe of keys that a mask hides and that are large: no row may tell."""
+
+import dataclasses
+
+import numpy as np
+
+from attn_jax.audit.extremes import AttendOf
+from attn_jax.audit.finding import HIDDEN_KEYS, LARGE_HIDDEN
+from attn_jax.audit.inputs import Inputs
+from attn_jax.audit.judge import ProbeResult
+from attn_jax.audit.magnitudes import change
+from attn_jax.audit.problem import GRADIENTS, SYMBOLS, Problem
+from attn_jax.audit.programs import run
+from attn_jax.audit.tiers import noise_of
+
+# Masks of `problem.MASKS` under which it is looked at.
+HIDDEN_BY = "causal", "lengths"
+# Logits of hidden keys are some hundreds, where exp in FP32 ends at 88.7; a power of
+# two, so that keys are as many numbers of their format.
+_LARGER = 128
+
+
+def hidden_keys(
+    attend_of: AttendOf, problem: Problem, *, mask: str, gradients: bool = True
+) -> tuple[ProbeResult, ...]:
+    """Keys that are hidden times 128: rows stay, and gradients.
+
+    A row's largest logit taken before the mask is applied is that of a hidden key, and
+    exp of all others is nothing, or a hidden logit is above the large negative number
+    that is to hide it. Under lengths keys are hidden that lie past them; under a causal
+    mask the second half, from the first half of the queries, the only rows looked at
+    and those that have a dO. RMS as in `magnitudes`.
+    """
+    problem = dataclasses.replace(problem, mask=mask)
+    attend, s = attend_of(problem), problem.shape
+    half = min(s.query_length, s.key_length) // 2
+    ends = np.full(s.batch, half)
+    inputs = problem.inputs
+    if mask != "causal":
+        ends = np.asarray(problem.rules.key_value_lengths)
+    else:
+        dout = inputs.dout.copy()
+        dout[:, half:] = 0
+        inputs = inputs._replace(dout=dout)
+    noise = noise_of(problem, inputs)
+    if mask == "causal":
+        noise = noise._replace(seen=noise.seen & (noise.rows < half)[:, None])
+    large = _with_large(inputs, ends)
+    first, second = (run(attend, x, gradients=gradients) for x in (inputs, large))
+    found = []
+    for tensor in ("out", *GRADIENTS) if gradients else ("out",):
+        before, after = (x[tensor] for x in (first, second))
+        says = (
+            f"under {mask}, {SYMBOLS[tensor]} changes by {{measured:.3g}} times what "
+            "rounding allows where keys that are hidden are large: apply the mask "
+            "before the row's largest logit is taken, with -inf"
+        )
+        instead = (
+            f"under {mask}, {{}} values of {SYMBOLS[tensor]} are not finite where keys "
+            "that are hidden are large: apply the mask before exp"
+        )
+        name = f"{LARGE_HIDDEN}{mask}: {tensor}"
+        named = name, tensor, HIDDEN_KEYS, says, instead
+        found.append(change(problem, noise, before, after, *named))
+    return tuple(found)
+
+
+def _with_large(inputs: Inputs, ends: np.ndarray) -> Inputs:
+    hidden = np.arange(inputs.key.shape[1]) >= ends[:, None]
+    key = np.where(hidden[..., None, None], _LARGER, 1) * inputs.key.astype(np.float32)
+    return inputs._replace(key=key.astype(inputs.key.dtype))

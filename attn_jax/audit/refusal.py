@@ -1,0 +1,49 @@
+"""Whether what a target raises is a refusal of what it was asked for, or a fault."""
+
+import jax
+
+from attn_jax.audit.measure import is_out_of_memory
+from attn_jax.audit.raised import WrongResultError, text_of
+
+# Changes of `invariance` that call the target inside a transformation of JAX.
+LAYERS, MAPPING = "layers", "mapping"
+# How Python says that a function has not, or wants, an argument.
+_ARGUMENTS = "unexpected keyword argument", "required positional argument"
+_ARGUMENTS += "required keyword-only argument", "positional arguments but"
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether it says that the target has nothing for this: no fault of its.
+
+    NotImplementedError, ValueError, or an argument that the function does not have; and
+    where memory does not hold it nothing is known.
+    """
+    if isinstance(error, WrongResultError):
+        return False
+    if isinstance(error, NotImplementedError | ValueError | MemoryError):
+        return True
+    if isinstance(error, TypeError):
+        return any(x in text_of(error) for x in _ARGUMENTS)
+    return is_out_of_memory(error)
+
+
+def is_excused(name: str, error: Exception) -> bool:
+    """Whether what a part or change `name` makes the target raise is no fault of its: a
+    refusal, or that a transformation cannot be had.
+
+    Whoever maps a function sees at once that it cannot be. In a loop over layers that
+    is a function that holds arrays of its caller's trace where JAX can take none, as
+    `jax.custom_vjp` cannot: a limit, and never a wrong number. Another error there is
+    one of the function.
+    """
+    if is_refusal(error) or name == MAPPING:
+        return True
+    return name == LAYERS and _is_of_tracers(error)
+
+
+def _is_of_tracers(error: Exception) -> bool:
+    kinds = jax.errors.JAXTypeError, jax.errors.JAXIndexError
+    # While a program is lowered, JAX 0.11.2 has no error of its own for it.
+    return isinstance(error, kinds) or (
+        isinstance(error, TypeError) and "Tracer" in text_of(error)
+    )

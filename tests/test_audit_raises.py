@@ -1,0 +1,140 @@
+"""What a target raises outside of the problems that are measured: a refusal, or a fault
+that was once called one."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attn_jax.audit import audit_attention, more, verdict
+from attn_jax.audit.finding import Finding
+from attn_jax.audit.inputs import Shape
+from attn_jax.audit.problem import Problem
+from attn_jax.audit.raised import WrongResultError
+from attn_jax.audit.refusal import is_excused, is_refusal
+from attn_jax.audit.target import Adapter, Target
+from tests.planted import HONEST, honest, wrapped
+from tests.test_audit_verdict import cell
+
+PROBLEM = Problem(Shape(2, 64, 64, 4, 2, 16))
+
+
+def raising(error: Exception, when):
+    def of(function, query, *arrays, **rules):
+        if when(query):
+            raise error
+        return function(query, *arrays, **rules)
+
+    return wrapped(of)
+
+
+def odd_batches(error: Exception):
+    return raising(error, lambda query: len(query) % 2)
+
+
+def said(rows) -> dict[str, str]:
+    """By what is said, the kind."""
+    return {f["says"]: f["kind"] for row in rows for f in row["findings"]}
+
+
+def target(function, **adapter) -> Target:
+    return Target("planted", function, Adapter(**adapter))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (IndexError("no entry 1"), "fails"),
+        (RuntimeError("no kernel image"), "fails"),
+        (TypeError("unsupported operand"), "fails"),
+        (ValueError("even batches only"), "not taken"),
+        (NotImplementedError("even batches only"), "not taken"),
+        (TypeError("f() got an unexpected keyword argument 'x'"), "not taken"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: x"), "not taken"),
+    ],
+)
+def test_what_is_no_refusal_at_another_batch_size_is_a_fault(error, kind):
+    rows = more.vary(target(odd_batches(error)), PROBLEM, gradients=False)
+    word = "failed" if kind == "fails" else "not run"
+    name = type(error).__name__
+    assert said(rows) == {f"invariances batch size {word}: {name}: {error}": kind}
+
+
+def test_no_tile_for_a_length_is_a_fault():
+    def of(function, query, *arrays, **rules):
+        tile = 128 * (query.shape[1] != 320)
+        return function(
+            query[:, : query.shape[1] // tile * 0 or None], *arrays, **rules
+        )
+
+    rows = more.probe(target(wrapped(of)), PROBLEM, gradients=False)
+    (says, kind), *more_said = said(rows).items()
+    assert kind == "fails" and not more_said
+    assert says.startswith("probes half a tile at extremes failed: ZeroDivisionError")
+
+
+def test_parts_that_cannot_be_called_are_a_fault():
+    function = raising(KeyError(4), lambda query: len(query) > 2)
+    of = target(function, lse="return_residual")
+    rows = more.guarded("merging", lambda: more.merge(of, PROBLEM))
+    assert said(rows) == {"merging failed: KeyError: 4": "fails"}
+    of = target(raising(OSError("no file"), lambda query: True), lse="return_residual")
+    for look in (more.read, more.through_lse):
+        ((says, kind),) = said(look(of, [PROBLEM])).items()
+        assert kind == "fails" and says.endswith("under full failed: OSError: no file")
+
+
+def of_the_callers_trace(query, key, value, *, scale):
+    """A function of a `jax.custom_vjp` that holds an array of the trace around it."""
+    shift = 0 * jnp.arange(query.shape[1]).sum()
+
+    @jax.custom_vjp
+    def same(x):
+        return x + shift.astype(x.dtype)
+
+    same.defvjp(lambda x: (same(x), None), lambda _, g: (g,))
+    return same(honest()(query, key, value, scale=scale))
+
+
+def test_an_array_of_another_trace_in_a_loop_over_layers_is_no_fault():
+    rows = said(more.vary(target(of_the_callers_trace), PROBLEM))
+    assert {*rows.values()} == {"not taken"}
+    assert any("layers not run" in says and "racer" in says for says in rows)
+    tracers = [
+        jax.errors.UnexpectedTracerError("leaked"),
+        TypeError("No constant handler for type: <class 'DynamicJaxprTracer'>"),
+    ]
+    for error in tracers:
+        assert is_excused("layers", error) and is_excused("mapping", error)
+        assert not is_excused("batch size", error) and not is_refusal(error)
+    assert not is_excused("layers", IndexError())
+    assert not is_refusal(WrongResultError("3 results"))
+
+
+@pytest.mark.parametrize("name", ["jax.nn", "keys repeated for every query head"])
+def test_honest_functions_raise_nothing(name):
+    of = target(HONEST[name], lse=None)
+    assert not said(more.vary(of, PROBLEM, gradients=False))
+
+
+def test_what_a_problem_has_said_is_not_said_of_its_parts():
+    known = Finding(
+        "fails", "failed", "failed on 1 of 2 problems, such as x: E: no", ()
+    )
+    same = Finding("fails", "P under x failed", "P under x failed: E: no", (), ("P",))
+    (found,) = verdict.together([known], [same], [cell()])
+    assert found.where == ("P",)
+    other = Finding("fails", "P under x failed", "P under x failed: E: oh no", (), ())
+    assert verdict.together([known], [other], [cell()]) == [known, other]
+
+
+def test_an_audit_of_what_fails_at_odd_batches_is_not_trustworthy():
+    report = audit_attention(
+        odd_batches(IndexError("no entry 1")),
+        shapes=[(2, 32, 32, 2, 2, 16)],
+        families=["normal"],
+        masks=["full"],
+        gradients=False,
+        against=[],
+    )
+    assert report.verdict == "fails" and report.exit_code == 4
+    assert "IndexError: no entry 1" in report.findings[0].says
