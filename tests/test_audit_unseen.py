@@ -9,6 +9,7 @@ import numpy as np
 
 from attn_jax.audit import more, probes, verdict
 from attn_jax.audit.finding import HIDDEN_KEYS, HIDDEN_PAIRS, PAST_THE_LAST, Finding
+from attn_jax.audit.hidden_keys import HIDDEN_BY, hidden_keys
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.invariance import invariances
 from attn_jax.audit.judge import WORSE
@@ -18,7 +19,7 @@ from attn_jax.audit.problem import MASKS, Problem
 from attn_jax.audit.target import Adapter, Target
 from attn_jax.audit.verdict import POOR_UNITS
 from attn_jax.audit.wiring import recognise
-from tests import planted
+from tests import audit_targets, planted
 from tests.planted_masks import without
 from tests.test_audit_verdict import cell
 
@@ -255,6 +256,18 @@ def test_large_keys_that_are_hidden_are_looked_at():
         return planted.HONEST["exp2"](query, key, value, scale=scale)
 
     assert not [f for row in rows(unmasked) for f in row["findings"]]
+
+
+def test_a_centre_of_hidden_keys_is_not_accused():
+    """That of a block of queries is of all keys that one of them sees."""
+    problem = Problem(Shape(2, 64, 96, 2, 2, 32))
+    for mask in HIDDEN_BY:
+        found = hidden_keys(
+            lambda problem: audit_targets.honest("attn_jax", problem.rules),
+            problem,
+            mask=mask,
+        )
+        assert len(found) == 4 and not [x for x in found if x.finding], mask
 
 
 def test_a_mask_that_is_ignored_explains_what_it_hides():

@@ -23,7 +23,7 @@ _LARGER = 128
 def hidden_keys(
     attend_of: AttendOf, problem: Problem, *, mask: str, gradients: bool = True
 ) -> tuple[ProbeResult, ...]:
-    """Keys that are hidden times 128: rows stay, and gradients.
+    """Keys that are hidden times 128 and -128: rows stay, and gradients.
 
     A row's largest logit taken before the mask is applied is that of a hidden key, and
     exp of all others is nothing, or a hidden logit is above the large negative number
@@ -66,6 +66,13 @@ def hidden_keys(
 
 
 def _with_large(inputs: Inputs, ends: np.ndarray) -> Inputs:
-    hidden = np.arange(inputs.key.shape[1]) >= ends[:, None]
-    key = np.where(hidden[..., None, None], _LARGER, 1) * inputs.key.astype(np.float32)
+    """In pairs of opposites: a centre of all keys, or of those that a block of queries
+    sees, with which an honest dQ may be computed, is no larger for them. One that is
+    left over stays."""
+    key = inputs.key.astype(np.float32)
+    for of_batch, end in zip(key, ends, strict=True):
+        pairs = (len(of_batch) - end) // 2
+        first, second = (of_batch[end + i : end + 2 * pairs : 2] for i in (0, 1))
+        first *= _LARGER
+        second[:] = -first
     return inputs._replace(key=key.astype(inputs.key.dtype))
