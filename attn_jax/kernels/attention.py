@@ -143,7 +143,9 @@ def attention(
         scale=scale,
         is_causal=mask.is_causal and by_itself,
         band=Band(None, None) if by_itself else Band(*mask.band),
-        window=_window(mask, query.shape, key.shape, bias is not None),
+        window=design.counted_window(
+            *(mask, query.shape[1], key.shape[1]), has_bias=bias is not None
+        ),
         soft_cap=python_float(soft_cap),
         out_dtype=jnp.dtype(query.dtype if out_dtype is None else out_dtype),
         backward=chosen.design(backward),
@@ -233,7 +235,8 @@ def backward_of(
 ) -> Backward:
     """How the gradients of one device's arrays are made, [B, T, N, H] and [B, S, K, D]
     (`design.backward_of`)."""
-    window = _window(mask, query_shape, value_shape, has_bias)
+    counts = query_shape[1], value_shape[1]
+    window = design.counted_window(mask, *counts, has_bias=has_bias)
     return design.backward_of(
         *(query_shape, value_shape, target),
         is_causal=mask.is_causal and window is None,
@@ -242,13 +245,6 @@ def backward_of(
         soft_cap=soft_cap,
         wanted=wanted,
     )
-
-
-def _window(
-    mask: Mask, query: tuple[int, ...], key: tuple[int, ...], has_bias: bool
-) -> Band | None:
-    """A window that kernels count by themselves."""
-    return None if has_bias else visibility.window_of(mask, query[1], key[1])
 
 
 def declared_recipe(

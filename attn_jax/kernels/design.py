@@ -34,16 +34,21 @@ def configuration_of(
 ) -> Configuration:
     """The table's tilings under a mask (`tuning.configuration`). `query_count`: None,
     for as many as keys."""
-    window = None
-    if not has_bias:
-        queries = key_count if query_count is None else query_count
-        window = visibility.window_of(mask, queries, key_count)
+    queries = key_count if query_count is None else query_count
+    window = counted_window(mask, queries, key_count, has_bias=has_bias)
     return tuning.configuration(
         *(target, head_dim, value_dim, key_count),
         is_causal=mask.is_causal,
         listed=has_bias or not visibility.is_static(mask),
         window=None if window is None else window.width,
     )
+
+
+def counted_window(
+    mask: Mask, query_count: int, key_count: int, *, has_bias: bool = False
+) -> Band | None:
+    """A window whose blocks kernels count by themselves, without lists of them."""
+    return None if has_bias else visibility.window_of(mask, query_count, key_count)
 
 
 def backward_of(
