@@ -139,8 +139,8 @@ def _outs(
                     {
                         "": "out changes by {measured:.3g} times what rounding allows "
                         f"when all logits move by about {amount:+}, which a softmax "
-                        "does not see: do not clip logits, and take the row's largest "
-                        "off in FP32"
+                        "without a sink does not see: do not clip logits, leave no "
+                        "sink in, and take the row's largest off in FP32"
                     },
                 )
             )
