@@ -69,6 +69,8 @@ def attend(function: Callable, problem: Problem) -> Callable:
     """(query, key, value) -> (out, LSE [B, N, T]), closed over mask and scale; a bias
     may be the fourth."""
     rules = rules_of(problem)
+    if problem.scale_factor != 1:
+        rules["scale"] = problem.scale
     swap = getattr(function, "layout", "BTNH") == "BNTH"
 
     def of(query, key, value, *bias):

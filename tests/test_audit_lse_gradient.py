@@ -7,7 +7,10 @@ import pytest
 
 from attn_jax.audit import lse_gradient, more
 from attn_jax.audit.inputs import Shape
+from attn_jax.audit.looks import look
+from attn_jax.audit.plan import Group
 from attn_jax.audit.problem import Problem
+from attn_jax.audit.rows import findings_of
 from attn_jax.audit.target import Adapter, Target
 from tests import planted
 from tests.audit_targets import attend, honest
@@ -55,6 +58,24 @@ def test_what_is_wrong_without_dlse_is_not_said_here():
 def _forgets_under_causal(*arrays, is_causal=False, **rules):
     function = planted.honest(**({"dlse": jnp.zeros_like} if is_causal else {}))
     return function(*arrays, is_causal=is_causal, **rules)
+
+
+def test_a_gradient_that_is_missing_under_a_bias_is_found():
+    """It was read without one."""
+
+    def forgets(*arrays, **rules):
+        has_bias = len(arrays) > 3 or rules.get("bias") is not None
+        function = planted.honest(**({"dlse": jnp.zeros_like} if has_bias else {}))
+        return function(*arrays, **rules)
+
+    problem = dataclasses.replace(CAUSAL, mask="bias")
+    assert lse_gradient.read(planted.attend(planted.honest(), problem), problem) == []
+    group = Group(SHAPE, "bias", ("normal",))
+    options = dict(lse="return_residual")
+    target = Target("", forgets, Adapter(**options))
+    rows = look("through LSE", target, [group], problem.dtype, gradients=True)
+    (found,) = findings_of(list(rows))
+    assert found.cause == "LSE gets no gradient" and found.where == (str(problem),)
 
 
 def test_a_gradient_that_is_missing_under_one_mask_is_found():

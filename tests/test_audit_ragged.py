@@ -1,5 +1,7 @@
 """Masks and a bias at lengths that no tile divides, and a window wider than a tile."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -71,6 +73,72 @@ FAULTS = {
 }
 
 
+# As an audit has them whose shapes differ so, of a target that takes a scale.
+UNEQUAL = {
+    group.mask: group.problems("bfloat16")[0]
+    for group in ragged(
+        [*GROUPS, Group(Shape(1, 20, 30, 2, 1, 32), "full", ("normal",))],
+        takes_scale=True,
+    )
+}
+
+
+def own_scale(function, query, *arrays, scale=None, **rules):
+    """Where there is any rule, or a bias, the scale is not passed on."""
+    rule = any(x is not None and x is not False for x in rules.values())
+    if rule or len(arrays) > 2:
+        scale = query.shape[-1] ** -0.5
+    return function(query, *arrays, scale=scale, **rules)
+
+
+def stride_of_queries(function, query, key, value, bias=None, **rules):
+    """Rows of a bias, and K of batch entries, begin where they would if there were as
+    many keys as queries."""
+    T, S = query.shape[1], key.shape[1]
+    if bias is not None:
+        at = T * jnp.arange(T)[:, None] + jnp.arange(S)
+        bias = bias.reshape(*bias.shape[:2], -1)[:, :, at % (T * S)]
+    if rules.get("is_causal"):
+        at = T * jnp.arange(len(key))[:, None] + jnp.arange(S)
+        key, value = (x.reshape(-1, *x.shape[2:])[at] for x in (key, value))
+    return function(query, key, value, bias, **rules)
+
+
+@pytest.mark.parametrize("mask", ["causal", "wide window", "lengths", "packed", "bias"])
+def test_a_scale_that_is_not_passed_on_is_found(mask):
+    """It was the usual one under all masks."""
+    usual, other = BESIDE[mask], UNEQUAL[mask]
+    assert other.scale == 0.75 * usual.scale and "0.75 / sqrt(32)" in str(other)
+    wrong = planted.wrapped(own_scale)
+    assert not is_wrong(planted.honest(), other)
+    assert not is_wrong(wrong, usual) and is_wrong(wrong, other)
+    found = recognise(planted.results(wrong, other), other)
+    assert {f.cause for f in found} == {"scale not taken"}
+
+
+@pytest.mark.parametrize("mask", ["causal", "bias"])
+def test_lengths_of_queries_for_those_of_keys_are_found(mask):
+    """Under a bias, and under a mask with several batch entries, there were as many."""
+    wrong = planted.wrapped(stride_of_queries)
+    shape = UNEQUAL[mask].shape
+    assert shape.query_length < shape.key_length and shape.batch > 1
+    assert not is_wrong(wrong, BESIDE[mask]) and is_wrong(wrong, UNEQUAL[mask])
+
+
+def test_every_grouping_of_heads_is_told_apart_in_the_plan(monkeypatch):
+    """Of two query heads for each of two, n // 2 is n // K, too."""
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        first = plan()[0].shape
+        n = range(first.heads)
+        ways = [
+            [x // (first.heads // first.key_heads) for x in n],
+            [x // first.key_heads for x in n],
+            [x % first.key_heads for x in n],
+        ]
+        assert all(ways.count(way) == 1 for way in ways)
+
+
 def is_wrong(function, problem: Problem) -> bool:
     results = planted.results(function, problem)
     units = {n: m.errors.units for n, m in measured(problem, results).items()}
@@ -99,7 +167,7 @@ def test_lengths_are_those_that_devices_divide_and_tiles_do_not():
     long = Group(Shape(1, 16384, 16384, 2, 1, 128), "packed", ("normal",))
     assert lengths([long]) == {(997, 997)}
     assert lengths([Group(Shape(1, 3, 3, 1, 1, 8), "window", ("normal",))], 4) == set()
-    assert ragged(GROUPS[:2]) == []
+    assert ragged(GROUPS[:1]) == []
     assert [x.mask for x in ragged(plan())] == [*BESIDE]
     assert set(BESIDE) <= {*MASKS, *TOGETHER}
     # Nothing is measured twice.
@@ -127,7 +195,8 @@ def test_the_audit_has_them():
     result = audit(FAULTS["packed"][0], "packed")
     (finding,) = result.findings
     assert (finding.kind, finding.cause) == ("wrong wiring", "segment ids ignored")
-    assert finding.where == (str(BESIDE["packed"]),)
+    where = dataclasses.replace(BESIDE["packed"], scale_factor=0.75)
+    assert finding.where == (str(where),)
     # They are beside what was asked for.
     assert [cell.problem.shape for cell in result.cells] == [SHAPE]
     assert audit(planted.honest(), "packed").findings == []

@@ -270,6 +270,19 @@ def test_a_centre_of_hidden_keys_is_not_accused():
         assert len(found) == 4 and not [x for x in found if x.finding], mask
 
 
+def test_a_single_query_has_no_hidden_keys():
+    """No row was looked at, and the mean of none is NaN: not finite, it was said."""
+    problem = Problem(Shape(1, 1, 64, 1, 1, 16))
+    target = Target("planted", planted.HONEST["jax.nn"], Adapter(lse=None))
+    rows = list(more.probe(target, problem, masks=["causal"], gradients=False))
+    assert not [f for row in rows for f in row["findings"]]
+    assert not [row for row in rows if "hidden" in row.get("name", "")]
+    # Nor where nobody asks for such a mask.
+    problem = Problem(Shape(1, 32, 64, 1, 1, 16))
+    rows = list(more.probe(target, problem, masks=["full"], gradients=False))
+    assert not [row for row in rows if "hidden" in row.get("name", "")]
+
+
 def test_a_mask_that_is_ignored_explains_what_it_hides():
     cells = [cell(), *(cell(mask=x) for x in ("causal", "window"))]
     where = {c.problem.mask: str(c.problem) for c in cells[1:]}

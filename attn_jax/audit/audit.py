@@ -63,6 +63,18 @@ class Audit:
     looks: tuple[str, ...] = LOOKS
     code: str = ""
 
+    @property
+    def beside(self) -> tuple[Group, ...]:
+        """What is looked at, and no cell of a report."""
+        if "ragged" not in self.looks:
+            return ()
+        shards, takes = self.target.adapter.shards, self.target.takes_scale
+        return tuple(ragged(self.groups, shards, takes_scale=takes))
+
+    @property
+    def measured(self) -> tuple[Group, ...]:
+        return (*self.groups, *self.beside)
+
     def settings(self) -> dict[str, Any]:
         return {
             "target": self.target.name,
@@ -141,7 +153,8 @@ class _Predictions:
         allowed = {tensor: m.honest for tensor, m in found.items()}
         poor = verdict.POOR_UNITS
         if any(m.errors.units > poor for name, m in found.items() if name != "lse"):
-            group = Group(problem.shape, problem.mask, (problem.family,))
+            # Parts have the names of groups, which say nothing of families.
+            group = next(x for x in self._audit.measured if x.has(problem))
             for of in self.of(names, group).values():
                 for tensor, m in of[problem.family].items():
                     if tensor in allowed:
@@ -178,7 +191,9 @@ class _Prices:
                 )
 
     def _part(self, name: str, recipe: Recipe, problem: Problem) -> Future[list[Row]]:
-        group = Group(problem.shape, problem.mask, (problem.family,))
+        group = Group(
+            *(problem.shape, problem.mask, (problem.family,), problem.scale_factor)
+        )
         make = _predict(self._audit, recipe, group)
         return self._parts.beside(f"{name} on {problem}", make)
 
@@ -204,8 +219,7 @@ def carry_out(
     before anything of the target is run, and what it raises ends the audit."""
     first, *others = audit.groups
     predictions = _Predictions(audit, parts)
-    of_ragged = audit.groups, audit.target.adapter.shards
-    beside = ragged(*of_ragged) if "ragged" in audit.looks else []
+    beside = audit.beside
     parts.expect(2 * len(audit.groups) + len(audit.looks) + len(audit.recipes))
     parts.expect(len(beside))
     if set(first.families) & set(attribution.FAMILIES):

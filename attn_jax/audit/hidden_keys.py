@@ -29,7 +29,7 @@ def hidden_keys(
     exp of all others is nothing, or a hidden logit is above the large negative number
     that is to hide it. Under lengths keys are hidden that lie past them; under a causal
     mask the second half, from the first half of the queries, the only rows looked at
-    and those that have a dO. RMS as in `magnitudes`.
+    and those that have a dO. RMS as in `magnitudes`; () where there is no such row.
     """
     problem = dataclasses.replace(problem, mask=mask)
     attend, s = attend_of(problem), problem.shape
@@ -45,6 +45,8 @@ def hidden_keys(
     noise = noise_of(problem, inputs)
     if mask == "causal":
         noise = noise._replace(seen=noise.seen & (noise.rows < half)[:, None])
+    if not noise.seen.any():
+        return ()
     large = _with_large(inputs, ends)
     first, second = (run(attend, x, gradients=gradients) for x in (inputs, large))
     found = []

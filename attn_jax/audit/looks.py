@@ -44,15 +44,17 @@ def look(
         dataclasses.replace(x, shape=beside.get(x.mask, x.shape))
         for x in plain.together(x.mask for x in of_masks)
     ]
+    here = [x.mask for x in groups if x.shape == group.shape]
+    with_bias = [dataclasses.replace(problem, mask=x) for x in here]
     called = [x.problems(dtype)[0] for x in calls.called(groups)]
     looks = {
         "P": lambda: more.read(target, of_masks),
         "P together": lambda: more.read(target, pairs),
         "x64": lambda: more.other_mode(target, problem, **of),
-        "probes": lambda: more.probe(target, plain, **of),
+        "probes": lambda: more.probe(target, plain, masks=here, **of),
         "invariances": lambda: more.vary(target, plain, **of),
         "merging": lambda: more.merge(target, plain, **of),
-        "through LSE": lambda: more.through_lse(target, of_masks if gradients else ()),
+        "through LSE": lambda: more.through_lse(target, with_bias if gradients else ()),
         "calls": lambda: calls.measure(target, called, **of),
     }
     return more.guarded(name, looks[name])

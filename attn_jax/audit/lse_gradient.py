@@ -75,22 +75,24 @@ def read(attend: Attend, problem: Problem) -> list[Finding]:
     dV = P^T dO is 0 in any format, and nothing is allowed.
     """
     query, key, value, dout = problem.inputs
+    arrays = [query, key, value, *([] if problem.bias is None else [problem.bias])]
     exact = problem.exact()
     dlse = dout.astype(np.float32).sum(-1).swapaxes(1, 2)
     dlse = np.where(np.isneginf(exact.lse), np.float32(0), dlse)
     nothing = np.zeros_like(dout)
     with contained():
-        program = _gradients.lower(attend, query, key, value, nothing, dlse)
+        program = _gradients.lower(attend, arrays, nothing, dlse)
     program.compile()
     with ALONE:
         added = golden(
             *(query, key, value, nothing, dlse),
+            bias=problem.bias,
             mask=problem.rules,
             scale=problem.scale,
         )
         pair = jax.device_get(
             [
-                _gradients(attend, query, key, value, *cotangents)
+                _gradients(attend, arrays, *cotangents)
                 for cotangents in ((dout, np.zeros_like(dlse)), (nothing, dlse))
             ]
         )
@@ -122,10 +124,10 @@ def read(attend: Attend, problem: Problem) -> list[Finding]:
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=NO_GRAPHS)
-def _gradients(attend, query, key, value, dout, dlse):
-    """By name; none without LSE."""
-    (out, lse), pullback = jax.vjp(attend, query, key, value)
+def _gradients(attend, arrays, dout, dlse):
+    """By name, none of a bias; none without LSE."""
+    (out, lse), pullback = jax.vjp(attend, *arrays)
     if lse is None:
         return {}
     found = pullback((dout.astype(out.dtype), dlse.astype(lse.dtype)))
-    return dict(zip(GRADIENTS, found, strict=True))
+    return dict(zip(GRADIENTS, found[: len(GRADIENTS)], strict=True))

@@ -33,6 +33,7 @@ from attn_jax.audit.measure import Outcome, Runner, measured
 from attn_jax.audit.merge import GOLDEN_LIMIT, merge_audit
 from attn_jax.audit.probability import in_fp32, of_probabilities, probabilities
 from attn_jax.audit.problem import (
+    MASKS,
     SYMBOLS,
     TENSORS,
     TOGETHER,
@@ -131,12 +132,19 @@ def of_read(
     return found
 
 
-def probe(target: Target, problem: Problem, *, gradients: bool = True) -> Iterator[Row]:
-    """One row for each identity."""
+def probe(
+    target: Target,
+    problem: Problem,
+    *,
+    masks: Iterable[str] = MASKS,
+    gradients: bool = True,
+) -> Iterator[Row]:
+    """One row for each identity; of keys that `masks` hide, of these masks."""
     attend, left_out = target.on(problem), _LeftOut("probes")
     for result in probes.probe(
         *(attend, problem),
         attend_of=target.on,
+        masks=masks,
         refused=left_out.add,
         gradients=gradients,
     ):

@@ -12,14 +12,20 @@ from attn_jax.audit.problem import MASKS, Problem
 
 
 class Group(NamedTuple):
-    """Problems of one compiled program: families of inputs of a shape under a mask."""
+    """Problems of one compiled program: families of inputs of a shape under a mask,
+    whose logits are scaled by `scale_factor` / sqrt(H)."""
 
     shape: Shape
     mask: str
     families: tuple[str, ...]
+    scale_factor: float = 1.0
 
     def problems(self, dtype: str) -> list[Problem]:
-        return [Problem(self.shape, dtype, name, self.mask) for name in self.families]
+        rest = {"mask": self.mask, "scale_factor": self.scale_factor}
+        return [Problem(self.shape, dtype, name, **rest) for name in self.families]
+
+    def has(self, problem: Problem) -> bool:
+        return problem in self.problems(problem.dtype)
 
     @property
     def logits_bytes(self) -> int:
@@ -32,6 +38,7 @@ class Group(NamedTuple):
         return (
             f"{s.query_length} x {s.key_length} keys, {s.heads} x {s.key_heads} heads "
             f"of {s.head_dim}, batch {s.batch}, {self.mask}"
+            + (f", scale {self.scale_factor:g}" if self.scale_factor != 1 else "")
         )
 
 
@@ -42,7 +49,8 @@ _FEW = ("normal", "uniform")
 _MORE = {"full": FAMILIES, "causal": (*_FEW, "lse-130")}
 # The first is measured under all masks, and compared with recipes.
 _ON_A_CPU = (
-    Shape(2, 256, 256, 4, 2, 64),
+    # Three query heads for each of two: n // 3, n // 2 and n % 2 are not the same.
+    Shape(2, 256, 256, 6, 2, 64),
     # Lengths that no tile divides, one key head, and a scale that is no power of two:
     # 1 / sqrt(48) is 1.3e-3 of itself off in BF16, that of 80, 96 and 128 a tenth.
     Shape(1, 200, 333, 4, 1, 48),
@@ -56,16 +64,19 @@ _ON_A_GPU = (
 )
 
 
-# Under masks that are tried at one length beside, by that.
+# What masks are tried beside as, with fewer queries than keys where they may be.
 _RAGGED = {
-    "window": "wide window",
-    "lengths": "lengths",
-    "packed": "packed",
-    "bias": "bias",
+    "causal": ("causal", True),
+    "window": ("wide window", False),
+    "lengths": ("lengths", False),
+    "packed": ("packed", False),
+    "bias": ("bias", True),
 }
 # What a length is to be shorter by, so that the last tile of any size is a partial one,
 # and keys that are enough for several tiles.
 _SHORTER, _ENOUGH = 27, 1024
+# A scale that nobody has by default, and no power of two.
+_OTHER_SCALE = 0.75
 
 
 def plan(
@@ -96,17 +107,30 @@ def plan(
     ]
 
 
-def ragged(groups: Sequence[Group], shards: int = 1) -> list[Group]:
-    """What masks of the first shape are looked at beside, as a length that tiles divide
-    hides what the last one does, and a window in one tile what others do: as many keys
-    as queries, which no tile divides, but the devices that they are cut between; a
-    window that is wider. One family, and no cells of a report."""
+def ragged(
+    groups: Sequence[Group], shards: int = 1, *, takes_scale: bool = False
+) -> list[Group]:
+    """What masks of the first shape are looked at beside, since a length that tiles
+    divide hides what the last one does, a window in one tile what others do, the usual
+    scale that another is not taken, and as many queries as keys which is which.
+
+    Lengths that no tile divides, but the devices that they are cut between; a window
+    that is wider; another scale, if it `takes_scale`; under a causal mask and a bias
+    fewer queries than keys, if any of the groups has so. One family, and no cells of a
+    report.
+    """
     shape, parts = groups[0].shape, 2 * shards if shards > 1 else 1
     length = min(shape.key_length, _ENOUGH)
     length = (length - min(_SHORTER, length // 4)) // parts * parts
+    fewer = 2 * length // 3 // parts * parts
     if not length:
         return []
-    square = dataclasses.replace(shape, query_length=length, key_length=length)
+    unequal = any(x.shape.query_length != x.shape.key_length for x in groups)
     masks = dict.fromkeys(x.mask for x in groups if x.shape == shape)
-    found = [Group(square, _RAGGED[x], _FEW[:1]) for x in masks if x in _RAGGED]
+    found = []
+    for mask, may_differ in (_RAGGED[x] for x in masks if x in _RAGGED):
+        queries = fewer if may_differ and unequal and fewer else length
+        lengths = {"query_length": queries, "key_length": length}
+        of = dataclasses.replace(shape, **lengths), mask, _FEW[:1]
+        found.append(Group(*of, scale_factor=_OTHER_SCALE if takes_scale else 1.0))
     return [x for x in found if x not in groups]

@@ -9,7 +9,7 @@ times `noise.ROWS`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from attn_jax.audit.magnitudes import magnitudes
 from attn_jax.audit.noise import rms_of_rounding
 from attn_jax.audit.problem import DTYPES, Problem
 from attn_jax.audit.programs import run, run_forward
+from attn_jax.audit.refusal import is_refusal
 from attn_jax.audit.target import Attend
 from attn_jax.audit.tiers import at, lse_result, noise_of, pair_tiers, steps
 from attn_jax.audit.visible import counted, key_classes, shuffled
@@ -329,13 +330,14 @@ def probe(
     problem: Problem,
     *,
     attend_of: AttendOf | None = None,
+    masks: Iterable[str] = HIDDEN_BY,
     refused: Callable[[str, Exception], None] | None = None,
     gradients: bool = True,
 ) -> Iterator[ProbeResult]:
     """The results of all `PROBES` and, if there is an `attend_of` other problems, of
-    `half_a_tile` and `hidden_keys`; without `gradients`, what needs none of them.
-    `refused` is told the name of one and what the target raises of it, but for a mask
-    that it refuses; without it that is raised."""
+    `half_a_tile` and, under those of `masks` that hide keys, of `hidden_keys`; without
+    `gradients`, what needs none of them. `refused` is told the name of one and what the
+    target raises of it, but for a mask that it refuses; without it that is raised."""
     beside = {"gradients": gradients}
     every = {
         name: functools.partial(each, attend, **(beside if each in _BESIDE else {}))
@@ -345,7 +347,7 @@ def probe(
     if attend_of is not None:
         probe_of = functools.partial(half_a_tile, attend_of, **beside)
         every["half a tile at extremes"] = probe_of
-        for mask in HIDDEN_BY:
+        for mask in (x for x in HIDDEN_BY if x in masks):
             probe_of = functools.partial(hidden_keys, attend_of, mask=mask, **beside)
             every[f"{LARGE_HIDDEN}{mask}"] = probe_of
     for name, each in every.items():
@@ -354,8 +356,7 @@ def probe(
         except Exception as error:  # A function of somebody's may raise anything.
             if refused is None:
                 raise
-            refuses = isinstance(error, NotImplementedError | ValueError)
-            if not (refuses and name.startswith(LARGE_HIDDEN)):
+            if not (is_refusal(error) and name.startswith(LARGE_HIDDEN)):
                 # What refuses a mask its own problems say.
                 refused(name, error)
             continue

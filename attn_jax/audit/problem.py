@@ -142,13 +142,14 @@ def made_of(mask: str) -> tuple[str, ...]:
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """A cell of an audit. `dtype`: of Q, K, V and dO, a name of `DTYPES`; `mask`: a
-    name of `MASKS` or of `TOGETHER`; the scale is 1 / sqrt(H)."""
+    name of `MASKS` or of `TOGETHER`; the scale is `scale_factor` / sqrt(H)."""
 
     shape: Shape
     dtype: str = "bfloat16"
     family: str = "normal"
     mask: str = "full"
     seed: int = 0
+    scale_factor: float = 1.0
 
     def __post_init__(self):
         for name, known in (
@@ -168,9 +169,11 @@ class Problem:
         heads = f"{s.heads}"
         if s.key_heads != s.heads:
             heads += f" query, {s.key_heads} key"
+        scale = f"{self.scale_factor:g} / sqrt({s.head_dim})"
         return (
             f"{self.family}, {self.mask}, {lengths} keys, {heads} heads of "
             f"{s.head_dim}, batch {s.batch}, {self.dtype}"
+            + (f", scale {scale}" if self.scale_factor != 1 else "")
         )
 
     @property
@@ -179,7 +182,7 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        return self.shape.head_dim**-0.5
+        return self.scale_factor * self.shape.head_dim**-0.5
 
     @property
     def rules(self) -> Mask:
@@ -229,9 +232,9 @@ class Problem:
         """`reference.golden` on the inputs, dLSE = 0: in FP64, whatever the mode."""
 
         def make() -> Golden:
-            arrays, bias = self.inputs, self.bias
+            rules = {"bias": self.bias, "mask": self.rules, "scale": self.scale}
             with ALONE:
-                found = golden(*arrays, bias=bias, mask=self.rules, absolute=absolute)
+                found = golden(*self.inputs, **rules, absolute=absolute)
             return _read_only(found)
 
         return _KEPT((self, absolute), make)

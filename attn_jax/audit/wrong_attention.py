@@ -43,6 +43,16 @@ def _(s: Setting):
     yield from _scaled(s, s.attention.scale**2)
 
 
+@ATTENTION.add(
+    "scale not taken",
+    "the scale asked for is not taken",
+    "pass it on; here it is 1 / sqrt(H)",
+)
+def _(s: Setting):
+    if s.problem.scale_factor != 1:
+        yield from _scaled(s, s.problem.shape.head_dim**-0.5)
+
+
 def padded_head_dims(s: Setting) -> list[int]:
     """What kernels may pad the head dim to, which it is not."""
     H = s.problem.shape.head_dim
