@@ -444,13 +444,12 @@ def without_mean(mask: Mask, leak=0.0, of_all=0.0):
 
 @pytest.mark.parametrize(
     ("fault", "is_found"),
-    [({}, False), (dict(leak=1e-8), True), (dict(of_all=0.01), True)],
+    [({}, False), (dict(leak=1e-8), True), (dict(of_all=0.001), True)],
     ids=["none", "of its own", "of all"],
 )
 def test_what_a_mean_of_all_keys_passes_on_is_rounding(fault, is_found):
-    """Some 1e-9 of each. Far less of a hidden key's own is found, and a share that is
-    more than row sums of dS can come to: 2^-9 of their terms, a hundredth here over
-    144 keys."""
+    """Of a hidden key's own any amount is found, and of a share one that is more than
+    row sums of dS in BF16 can come to, 1.1e-4 here."""
     problem = Problem(SHAPE)
     records = invariance.invariances(
         without_mean(Mask(), **fault),
