@@ -86,6 +86,24 @@ def test_what_both_calls_have_is_said_once():
     assert found(by_call(HALF_BLIND, HALF_BLIND)) == []
 
 
+def test_what_is_poor_in_one_call_and_worse_in_the_usual_one_is_said_once():
+    """The other way round it is said: a call that is worse has something of its own."""
+
+    def of_dquery(by):
+        def gradients(grads, scale):
+            return (grads[0] * (1 + by), *grads[1:])
+
+        return planted.honest(block=32, gradients=gradients)
+
+    # Some 2.0 and 2.8 units: 1.5 times `ALLOWED`, which is still poor, is 2.4.
+    poor, worse = of_dquery(0.0025), of_dquery(0.004)
+    assert found(by_call(worse, poor)) == []
+    (finding,) = found(by_call(poor, worse))
+    assert (finding.kind, finding.tensors) == (verdict.WORSE, ("dquery",))
+    (finding,) = found(by_call(HONEST, poor))
+    assert (finding.kind, finding.tensors) == (verdict.POOR, ("dquery",))
+
+
 def test_another_honest_algorithm_is_not_accused():
     exact = planted.honest(narrow=same, delta_from="unrounded out")
     for function in (

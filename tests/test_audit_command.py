@@ -318,6 +318,14 @@ def test_the_help_has_a_text_for_every_option(capsys):
             ["xla", "--rename", "is_causal=causal"],
             "xla has no argument 'causal' for is_causal; there are query, key, value",
         ),
+        (
+            ["xla", "--rename", "scale=is_causal"],
+            "'is_causal' would be given both scale and is_causal: rename them to",
+        ),
+        (
+            ["reference", "--rename", "mask=bias", "bias=bias"],
+            "'bias' would be given both bias and mask",
+        ),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -356,6 +364,31 @@ def test_what_does_not_run_at_all_is_no_verdict(name, says, tmp_path, capsys):
         said = capsys.readouterr()
         (line,) = said.err.strip().splitlines()
         assert says in line and not said.out
+
+
+def any_arguments(*arrays, **rules):
+    return (lambda query, key, value, *, scale: query)(*arrays, **rules)
+
+
+def any_but_scale(*arrays, **rules):
+    return (lambda query, key, value: query)(*arrays, **rules)
+
+
+def test_what_has_no_lse_behind_any_arguments_is_told_the_option(tmp_path, capsys):
+    sys.modules.setdefault(__name__, sys.modules[wrong.__module__])
+
+    def said(name: str, *options: str) -> str:
+        options = (*options, *OPTIONS, "--out", str(tmp_path / name))
+        with pytest.raises(SystemExit) as ended:
+            main([f"{__name__}:{name}", *options])
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        return line
+
+    line = said("any_arguments")
+    assert "'return_residual'" in line and "--lse never" in line
+    line = said("any_but_scale", "--lse", "never")
+    assert "'scale'" in line and "--scale none" in line and "--lse" not in line
 
 
 def test_a_file_is_no_folder(tmp_path, capsys):

@@ -414,6 +414,56 @@ def test_lengths_that_are_not_heeded_are_found():
     assert ("hidden keys", "wrong wiring") in found
 
 
+def without_mean(mask: Mask, leak=0.0, of_all=0.0):
+    """An honest attention of keys without their mean, differentiated; `leak`: dK that
+    hidden keys get of their own, `of_all`: what all get alike."""
+
+    @jax.custom_vjp
+    def leaky(key):
+        return key
+
+    def backward(key, dkey):
+        off = of_all + leak * jnp.sign(key)
+        return ((dkey.astype(jnp.float32) + off).astype(key.dtype),)
+
+    leaky.defvjp(lambda key: (key, key), backward)
+
+    def target(q, k, v):
+        q, k, v = (x.astype(jnp.float32) for x in (q, leaky(k), v))
+        k = k - k.mean(1, keepdims=True)
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+        logits = q.shape[-1] ** -0.5 * jnp.einsum("btnh,bsnh->bnts", q, k)
+        visible = mask.materialise(*logits.shape[2:])
+        if visible is not None:
+            logits = jnp.where(visible, logits, -jnp.inf)
+        p = jax.nn.softmax(logits)
+        return jnp.einsum("bnts,bsnh->btnh", p, v).astype(jnp.bfloat16), None
+
+    return target
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_found"),
+    [({}, False), (dict(leak=1e-8), True), (dict(of_all=0.001), True)],
+    ids=["none", "of its own", "of all"],
+)
+def test_what_a_mean_of_all_keys_passes_on_is_rounding(fault, is_found):
+    """Of a hidden key's own any amount is found, and of a share one that is more than
+    row sums of dS in BF16 can come to, 1.1e-4 here."""
+    problem = Problem(SHAPE)
+    records = invariance.invariances(
+        without_mean(Mask(), **fault),
+        problem,
+        attend_of=lambda mask: without_mean(mask, **fault),
+    )
+    (record,) = (r for r in records if (r.name, r.tensor) == ("hidden keys", "dkey"))
+    assert not record.bit_equal and (record.finding is not None) == is_found
+    assert (record.measured > record.bound) == is_found
+    if not is_found:
+        # Sums are in FP32, and what BF16 allows is far more.
+        assert record.measured < 1e-2 < 1 < record.bound
+
+
 def test_block_sizes_are_compared():
     variants = {"64": attend(Mask()), "16": attend(Mask(), "last tile dropped")}
     records = invariance.invariances(variants["64"], Problem(SHAPE), attends=variants)

@@ -1,6 +1,8 @@
 """What a target raises outside of the problems that are measured: a refusal, or a fault
 that was once called one."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,7 +10,8 @@ import pytest
 from attn_jax.audit import audit_attention, more, verdict
 from attn_jax.audit.finding import Finding
 from attn_jax.audit.inputs import Shape
-from attn_jax.audit.problem import Problem
+from attn_jax.audit.measure import Runner
+from attn_jax.audit.problem import MASKS, Problem
 from attn_jax.audit.raised import WrongResultError
 from attn_jax.audit.refusal import is_excused, is_refusal
 from attn_jax.audit.target import Adapter, Target
@@ -110,6 +113,61 @@ def test_an_array_of_another_trace_in_a_loop_over_layers_is_no_fault():
     assert not is_refusal(WrongResultError("3 results"))
 
 
+def plain(query, key, value, *, scale=None, is_causal=False):
+    return honest()(query, key, value, scale=scale, is_causal=is_causal)
+
+
+def passes_on(*arrays, **rules):
+    return plain(*arrays, **rules)
+
+
+def without_causal(*arrays, **rules):
+    def bare(query, key, value, *, scale=None):
+        return plain(query, key, value, scale=scale)
+
+    return bare(*arrays, **rules)
+
+
+@pytest.mark.parametrize(
+    ("function", "taken"),
+    [(passes_on, {"full", "causal"}), (without_causal, {"full"})],
+)
+def test_what_passes_on_whatever_it_is_given_refuses_by_a_type_error(function, taken):
+    """The function within says which argument it has not. Once each is enough, and no
+    mask is said to be passed by such an argument."""
+    report = audit_attention(
+        function,
+        shapes=[(1, 32, 32, 2, 2, 16)],
+        families=["normal"],
+        gradients=False,
+        against=[],
+        adapter=Adapter(lse=None),
+    )
+    assert report.verdict == "trustworthy", report.findings
+    status = {cell.mask: cell.status for cell in report.cells}
+    assert status == {x: "measured" if x in taken else "not taken" for x in MASKS}
+    assert set(report.settings["mask_arguments"]) == taken - {"full"}
+    said = [finding.says for finding in report.findings]
+    for why in {row.reason for row in report.cells} - {""}:
+        assert len([says for says in said if says.endswith(why)]) == 1, why
+
+
+def test_without_a_mask_a_type_error_is_a_fault():
+    def asks_for_more(query, key, value):
+        return plain(query, key, value, factor=1)
+
+    for mask, status in (("full", "failed"), ("bias", "not taken")):
+        problem = Problem(PROBLEM.shape, mask=mask)
+        of = target(lambda *arrays, **rules: asks_for_more(*arrays), lse=None)
+        assert Runner(of.on(problem))(problem).status == status
+
+
+def test_an_error_of_its_own_under_a_mask_is_a_fault():
+    problem = Problem(PROBLEM.shape, mask="window")
+    of = target(raising(TypeError("unsupported operand"), lambda query: True), lse=None)
+    assert Runner(of.on(problem))(problem).status == "failed"
+
+
 @pytest.mark.parametrize("name", ["jax.nn", "keys repeated for every query head"])
 def test_honest_functions_raise_nothing(name):
     of = target(HONEST[name], lse=None)
@@ -124,6 +182,12 @@ def test_what_a_problem_has_said_is_not_said_of_its_parts():
     (found,) = verdict.together([known], [same], [cell()])
     assert found.where == ("P",)
     other = Finding("fails", "P under x failed", "P under x failed: E: oh no", (), ())
+    assert verdict.together([known], [other], [cell()]) == [known, other]
+    says = "not taken on 1 of 2 problems, such as x: E: no"
+    known = Finding("not taken", "not taken", says)
+    same = Finding("not taken", "LSE under x not run", "LSE under x not run: E: no")
+    assert verdict.together([known], [same], [cell()]) == [known]
+    other = dataclasses.replace(same, says="LSE under x not run: E: oh no")
     assert verdict.together([known], [other], [cell()]) == [known, other]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from attn_jax.audit import verdict
 from attn_jax.audit.finding import Finding
-from attn_jax.audit.judge import WORSE
+from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.measure import Outcome, Runner, measured
 from attn_jax.audit.plan import Group
 from attn_jax.audit.problem import Problem
@@ -158,8 +158,10 @@ def _judged(
 
 
 def _says(known: Finding, finding: Finding) -> bool:
-    """Whether what is known of the usual call is what was found of another."""
-    if known.kind != finding.kind or not set(finding.tensors) <= set(known.tensors):
+    """Whether what is known of the usual call is what was found of another. A result
+    that is known to be worse is poor, too, wherever luck makes it a little better."""
+    kinds = {known.kind} | ({POOR} if known.kind == WORSE else set())
+    if finding.kind not in kinds or not set(finding.tensors) <= set(known.tensors):
         return False
     return finding.kind != "wrong wiring" or finding.cause == known.cause
 

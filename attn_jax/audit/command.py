@@ -258,6 +258,19 @@ def _report(
     )
 
 
+def _hint(reason: str, adapter: Adapter) -> str:
+    """What to say to a function that passes on whatever it is given to one that has no
+    argument for LSE, or for the scale, which no signature told."""
+    without = {adapter.lse: "--lse never"}
+    if adapter.scale == "keyword":
+        scale = adapter.renamed.get("scale", "scale")
+        without[scale] = "--scale none, if it scales by itself"
+    for name, option in without.items():
+        if f"unexpected keyword argument {name!r}" in reason:
+            return f" (without {name}: {option})"
+    return ""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     made = parser()
@@ -309,6 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts.unlink(missing_ok=True)
         reason = next(cell.reason for cell in report.cells)
         said = f"{report.target} does not run under jax.jit here: {reason}"
+        said += _hint(reason, adapter)
         made.exit(2, f"{made.prog}: {printable(said)}\n")
     try:
         print_report(report, sys.stdout)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from attn_jax.audit import programs
+from attn_jax.audit.error import in_units
 from attn_jax.audit.finding import (
     DEPENDS,
     HIDDEN_BY_LENGTHS,
@@ -16,8 +17,8 @@ from attn_jax.audit.finding import (
     Finding,
 )
 from attn_jax.audit.inputs import Inputs
-from attn_jax.audit.judge import by_keys, by_lse, by_rows
-from attn_jax.audit.noise import Noise, rounding_noise
+from attn_jax.audit.judge import by_keys, by_lse, by_rows, root_mean_square_bound
+from attn_jax.audit.noise import Noise, rms_of_rounding, rounding_noise
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem, Results
 from attn_jax.audit.refusal import LAYERS, MAPPING
 from attn_jax.audit.target import Attend
@@ -76,7 +77,9 @@ def invariances(
     mapping         the last of two under `jax.vmap`
     scale           half of it for twice the query, by a power of two
     padded queries  more queries, with dO = 0
-    padded keys     more keys, hidden by their lengths; dK and dV there must be 0
+    padded keys     more keys, hidden by their lengths; dV there must be 0, and dK, but
+                    for what rounding leaves of the sum over all keys in each one's
+                    share, where their mean was taken off
     block size      each of `attends`, variants of one target, against the first
 
     `attend_of(mask)` makes the target for another mask. Without it there are no padded
@@ -114,7 +117,7 @@ def invariances(
             refused(name, error)
             continue
         if hidden := results.pop("hidden keys", None):
-            records += _hidden(hidden)
+            records += _hidden(hidden, first, noise, problem)
         entries = {n: x[: len(results["out"])] for n, x in first.items()}
         records += _compare(name, entries, results, noise, problem)
     if attends:
@@ -371,12 +374,19 @@ def _bit_by_bit(record: Invariance, says: str) -> Invariance:
     return dataclasses.replace(record, finding=finding)
 
 
-def _hidden(results: Results) -> list[Invariance]:
+def _hidden(
+    results: Results, seen: Results, noise: Noise, problem: Problem
+) -> list[Invariance]:
+    """`results` of hidden keys; `seen`: of the others, without them."""
     records = []
     for tensor, x in results.items():
         largest = float(np.abs(x.astype(np.float64)).max())
-        finding = None
-        if largest != 0:
+        finding, measured, bound = None, largest, 0.0
+        if largest != 0 and tensor == "dkey":
+            measured, bound = _of_centre(x, seen[tensor], noise, problem)
+        # NaN is not at most anything.
+        if largest != 0 and not measured <= bound:
+            measured, bound = largest, 0.0
             finding = Finding(
                 "wrong wiring",
                 "hidden keys get a gradient",
@@ -388,9 +398,37 @@ def _hidden(results: Results) -> list[Invariance]:
         zero = np.zeros_like(x)
         ulps = largest_ulps(x, zero)
         records.append(
-            Invariance("hidden keys", tensor, largest == 0, ulps, largest, 0.0, finding)
+            Invariance(
+                "hidden keys", tensor, largest == 0, ulps, measured, bound, finding
+            )
         )
     return records
+
+
+def _of_centre(
+    x: np.ndarray, seen: np.ndarray, noise: Noise, problem: Problem
+) -> tuple[float, float]:
+    """RMS of dK of hidden keys in units of what rounding allows those who take the mean
+    of all keys off, and its bound; inf in units of it where keys do not all have the
+    same, as only that mean gives each.
+
+    The mean passes sum_j dK_j = scale sum_i (sum_j dS_ij) q_i on to all keys alike. It
+    is 0 but for the row sums of dS (`Noise.row_sum`) and the rounding of each dK_j.
+    """
+    if not (x == x[:, :1]).all():
+        return np.inf, 0.0
+    of_rows = (noise.row_sum + noise.row_sum_of_o)[..., None]
+    query = problem.inputs.query[:, noise.rows].astype(np.float64)
+    T, S = problem.inputs.query.shape[1], seen.shape[1]
+    by_head = (of_rows * query**2).sum(1) * T / len(noise.rows)
+    groups = by_head.reshape(len(x), seen.shape[2], -1, seen.shape[3]).sum(2)
+    rounded = (rms_of_rounding(seen.astype(np.float64), problem.format) ** 2).sum(1)
+    variance = (problem.scale**2 * groups + rounded).sum() / (S + x.shape[1]) ** 2
+    size = np.square(x[:, 0].astype(np.float64)).sum()
+    # As `judge.by_keys`: for rows that were sampled half as much again.
+    sampled = 1.5 if T > len(noise.rows) else 1.0
+    bound = sampled * root_mean_square_bound(noise.seen.size)
+    return in_units(size**0.5, variance**0.5), bound
 
 
 def same_bits(x: np.ndarray, y: np.ndarray) -> bool:

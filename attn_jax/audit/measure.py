@@ -10,7 +10,7 @@ from attn_jax.audit import programs
 from attn_jax.audit.error import Errors, in_units, measure, signed_bias
 from attn_jax.audit.noise import logit_extent
 from attn_jax.audit.problem import Problem, Results
-from attn_jax.audit.raised import said, text_of
+from attn_jax.audit.raised import names_an_argument, said, text_of
 from attn_jax.audit.target import Attend
 from attn_jax.formats import BF16, FP16, FP32, FP64, NumberFormat
 
@@ -29,9 +29,9 @@ class Outcome(NamedTuple):
     """What became of a target on a problem.
 
     Attributes:
-      status: "not taken", it has no argument for this, or cannot cut such lengths
-        between its devices; "failed", it raised or gave something that is no attention;
-        "out of memory".
+      status: "not taken", it has no argument for this, or refuses it, or cannot cut
+        such lengths between its devices; "failed", it raised or gave something that is
+        no attention; "out of memory".
       reason: why, in one line; "" where it was measured.
       results: what it gave.
       no_gradients: why there are no gradients though they were wanted; "" otherwise.
@@ -127,6 +127,9 @@ def _refusal(error: Exception, problem: Problem, shards: int) -> tuple[Status, s
     refusable = problem.mask not in ("full", "causal")
     refusable = refusable or not problem.shape.is_cut(shards)
     refuses = refusable and isinstance(error, ValueError)
+    # One that takes any argument lets what it calls say which it has not, a causal mask
+    # among them; without a mask none is given that it could do without.
+    refuses |= problem.mask != "full" and names_an_argument(error)
     if refuses or isinstance(error, NotImplementedError):
         return "not taken", reason
     return "failed", reason

@@ -40,7 +40,7 @@ from attn_jax.audit.problem import (
     Problem,
     made_of,
 )
-from attn_jax.audit.raised import said
+from attn_jax.audit.raised import names_an_argument, said
 from attn_jax.audit.refusal import is_excused, is_refusal
 from attn_jax.audit.target import Attend, Target
 from attn_jax.mask import Mask
@@ -69,7 +69,8 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
             found = probabilities(target.on(problem), query, key)
         except Exception as error:  # A function of somebody's may raise anything.
             # What refuses a mask, which `measure` says of the mask's own problems.
-            if not isinstance(error, NotImplementedError | ValueError):
+            refuses = problem.mask != "full" and names_an_argument(error)
+            if not (refuses or isinstance(error, NotImplementedError | ValueError)):
                 left_out.add(f"under {problem.mask}", error)
             continue
         right, where = exact(problem), (str(whole),)

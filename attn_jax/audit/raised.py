@@ -5,6 +5,9 @@ from collections.abc import Iterator
 
 from attn_jax.audit.interrupt import is_ours
 
+# How Python says that a function has not, or wants, an argument.
+_ARGUMENTS = "unexpected keyword argument", "required positional argument"
+_ARGUMENTS += "required keyword-only argument", "positional arguments but"
 # Characters of an exception's line that are repeated.
 _MOST_SAID = 500
 
@@ -15,6 +18,14 @@ class NotTakenError(NotImplementedError):
 
 class WrongResultError(TypeError):
     """The target returned something that is no attention of these arguments."""
+
+
+def names_an_argument(error: Exception) -> bool:
+    """Whether it is Python's TypeError for an argument that a function does not have,
+    or has to be given: so does one refuse that passes on whatever it is given."""
+    if isinstance(error, WrongResultError) or not isinstance(error, TypeError):
+        return False
+    return any(x in text_of(error) for x in _ARGUMENTS)
 
 
 def said(error: Exception) -> str:

@@ -3,13 +3,10 @@
 import jax
 
 from attn_jax.audit.measure import is_out_of_memory
-from attn_jax.audit.raised import WrongResultError, text_of
+from attn_jax.audit.raised import WrongResultError, names_an_argument, text_of
 
 # Changes of `invariance` that call the target inside a transformation of JAX.
 LAYERS, MAPPING = "layers", "mapping"
-# How Python says that a function has not, or wants, an argument.
-_ARGUMENTS = "unexpected keyword argument", "required positional argument"
-_ARGUMENTS += "required keyword-only argument", "positional arguments but"
 
 
 def is_refusal(error: Exception) -> bool:
@@ -22,9 +19,7 @@ def is_refusal(error: Exception) -> bool:
         return False
     if isinstance(error, NotImplementedError | ValueError | MemoryError):
         return True
-    if isinstance(error, TypeError):
-        return any(x in text_of(error) for x in _ARGUMENTS)
-    return is_out_of_memory(error)
+    return names_an_argument(error) or is_out_of_memory(error)
 
 
 def is_excused(name: str, error: Exception) -> bool:

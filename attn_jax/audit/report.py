@@ -12,7 +12,8 @@ result rounded once, so 1 is the best a result in its format can do. Names of re
     settings        object of what a second audit has to have alike to go on with this
                     one: target, code (`fingerprint`), adapter, dtype, groups (of
                     problems: shape, mask, families), recipes, gradients, looks, x64;
-                    and mask_arguments, object of str: what each mask was passed by
+                    and mask_arguments, object of str: what each mask that was
+                    taken was passed by
     canaries        [str], the canaries that passed before anything was measured
     cells           [object], the problems in the order they were tried:
       family, mask, dtype           str, names of `inputs.FAMILIES`, `problem.MASKS`

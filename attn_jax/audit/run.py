@@ -266,7 +266,7 @@ def _report(audit: Audit, result: Result, canaries: Sequence[str], began) -> Rep
             "x64": settings["x64"],
             "command": " ".join(sys.orig_argv),
         },
-        settings=settings | {"mask_arguments": _mask_arguments(audit)},
+        settings=settings | {"mask_arguments": _mask_arguments(audit, result.cells)},
         canaries=list(canaries),
         cells=[_cell(cell, settings["x64"]) for cell in result.cells],
         findings=result.findings,
@@ -280,8 +280,11 @@ def _report(audit: Audit, result: Result, canaries: Sequence[str], began) -> Rep
     )
 
 
-def _mask_arguments(audit: Audit) -> dict[str, str]:
-    masks = dict.fromkeys(group.mask for group in audit.groups)
+def _mask_arguments(audit: Audit, cells: Iterable[verdict.Judged]) -> dict[str, str]:
+    """But for masks that turned out not to be taken: one that passes on whatever it is
+    given seems to have every argument."""
+    cells = [cell for cell in cells if cell.outcome.status != "not taken"]
+    masks = dict.fromkeys(cell.problem.mask for cell in cells)
     return {mask: by for mask in masks if (by := audit.target.said_by(mask))}
 
 

@@ -140,8 +140,9 @@ class Target:
         return self.arguments is None or name in self.arguments
 
     def check_renamed(self) -> None:
-        """Raises TargetError if the adapter renames what is never passed, or to what
-        the function does not have."""
+        """Raises TargetError if the adapter renames what is never passed, to what the
+        function does not have, or to what another argument is passed by: one of the two
+        would be lost."""
         for name, theirs in self.adapter.renamed.items():
             if name not in RENAMEABLE:
                 raise TargetError(
@@ -153,6 +154,16 @@ class Target:
                     f"{self.name} has no argument {theirs!r} for {name}; there are "
                     f"{', '.join(self.arguments or ()) or 'none'}"
                 )
+        passed: dict[str, str] = {}
+        for name in RENAMEABLE:
+            theirs = self.adapter.renamed.get(name, name)
+            if theirs in passed:
+                raise TargetError(
+                    f"{theirs!r} would be given both {passed[theirs]} and {name}: "
+                    "rename them to different arguments, or audit a function that has "
+                    "them"
+                )
+            passed[theirs] = name
 
     def check_given(self) -> None:
         """Raises TargetError if arguments for every call are some that the audit gives

@@ -178,10 +178,9 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
     explains nothing, and what is wrong with P alone is so with out.
     """
     none: set[str] = set()
-    if finding.kind == known.kind == "fails" and _says_why(known, finding):
-        return _of(finding)
     if finding.kind in ("fails", "not taken"):
-        return none
+        same = finding.kind == known.kind and _says_why(known, finding)
+        return _of(finding) if same else none
     if finding.where == (MERGE,) and _is_of_other_weights(known, cells):
         return _of(finding)
     every, shared = _of(finding), _of(finding) & set(known.tensors)
