@@ -68,7 +68,11 @@ class Audit:
         """What is looked at, and no cell of a report."""
         if "ragged" not in self.looks:
             return ()
-        shards, takes = self.target.adapter.shards, self.target.takes_scale
+        try:
+            takes = self.target.takes_scale
+        except Exception:  # An object may raise anything, and does so on its problems.
+            takes = False
+        shards = self.target.adapter.shards
         return tuple(ragged(self.groups, shards, takes_scale=takes))
 
     @property
