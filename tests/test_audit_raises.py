@@ -62,6 +62,32 @@ def test_what_is_no_refusal_at_another_batch_size_is_a_fault(error, kind):
     assert said(rows) == {f"invariances batch size {word}: {name}: {error}": kind}
 
 
+@pytest.mark.parametrize(
+    ("error", "kinds"),
+    [
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: x"), ["not taken"]),
+        (IndexError("no entry 1"), ["fails"]),
+        # The mask's own problems say that it is not taken.
+        (ValueError("no causal mask"), []),
+        (TypeError("f() got an unexpected keyword argument 'is_causal'"), []),
+    ],
+)
+def test_what_is_no_refusal_of_a_mask_is_said_of_its_probe(error, kinds):
+    """That memory did not hold it was not."""
+
+    def of(function, *arrays, is_causal=False, **rules):
+        if is_causal:
+            raise error
+        return function(*arrays, **rules)
+
+    rows = more.probe(
+        target(wrapped(of), lse=None), PROBLEM, masks=["causal"], gradients=False
+    )
+    found = said(rows)
+    assert [*found.values()] == kinds
+    assert all("large hidden keys, causal" in says for says in found)
+
+
 def test_no_tile_for_a_length_is_a_fault():
     def of(function, query, *arrays, **rules):
         tile = 128 * (query.shape[1] != 320)

@@ -1,6 +1,7 @@
 """README and docs/: examples run, commands are understood, links lead somewhere."""
 
 import contextlib
+import csv
 import dataclasses
 import io
 import json
@@ -8,6 +9,7 @@ import posixpath
 import re
 import shlex
 import unicodedata
+from collections import defaultdict
 from pathlib import Path
 
 import jax
@@ -16,7 +18,7 @@ import pytest
 
 from analysis.__main__ import main as analysis_main
 from attn_jax import RECIPES, dot_product_attention
-from attn_jax.audit.inputs import Shape, make_inputs
+from attn_jax.audit.inputs import FAMILIES, Shape, make_inputs
 from attn_jax.reference import golden
 from tools import recipe_table
 
@@ -152,6 +154,37 @@ def test_figure_of_the_readme_is_that_of_its_tables(tmp_path, capsys, monkeypatc
     assert [Path(path).suffix for path in files] == [".csv", ".json", ".png"]
     committed = ROOT / "results" / "speed" / "nvidia-h200-backward.csv"
     assert stem.with_suffix(".csv").read_text() == committed.read_text()
+
+
+@pytest.mark.parametrize("page", ["docs/accuracy.md", "results/README.md"])
+def test_tables_of_accuracy_are_those_of_the_rows(page):
+    """They were written by hand, and stayed what they were when rows were renewed."""
+    largest = defaultdict(float)
+    for preset in ("full", "masks", "lengths"):
+        path = ROOT / "results" / "accuracy" / f"nvidia-h200-{preset}.csv"
+        with path.open() as file:
+            rows = [r for r in csv.DictReader(file) if r["dtype"] == "bfloat16"]
+        for row in rows:
+            name = row["implementation"]
+            of = f"{name}, {preset}" if name == "pallas" else name
+            for tensor in ("out", "dq", "dk", "dv"):
+                key = of, row["family"], tensor
+                largest[key] = max(largest[key], float(row[tensor] or 0))
+
+    def cell(x: float) -> str:
+        if x == 0:
+            return "0"
+        return f"{x:.2f}" if x < 9.995 else f"{x:.1f}" if x < 99.95 else f"{x:.0f}"
+
+    columns = "pallas, full", "pallas, masks", "cudnn", "xla"
+    text = (ROOT / page).read_text()
+    for family in FAMILIES:
+        cells = [
+            cell(largest[of, family, tensor])
+            for of in columns
+            for tensor in ("out", "dq", "dk", "dv")
+        ]
+        assert f"| {family} | {' | '.join(cells)} |\n" in text
 
 
 def test_table_of_recipes_has_all_of_them():

@@ -33,19 +33,15 @@ def look(
     group = groups[0]
     problem = Problem(group.shape, dtype, "normal", group.mask)
     plain, of = problem.unbiased, {"gradients": gradients}
-    of_masks = dict.fromkeys(
-        dataclasses.replace(problem, mask=x.mask).unbiased
-        for x in groups
-        if x.shape == group.shape
-    )
+    here = [x.mask for x in groups if x.shape == group.shape]
+    with_bias = [dataclasses.replace(problem, mask=mask) for mask in here]
+    of_masks = dict.fromkeys(x.unbiased for x in with_bias)
     # Where its other results are looked at.
     beside = {x.mask: x.shape for x in ragged(groups, target.adapter.shards)}
     pairs = [
         dataclasses.replace(x, shape=beside.get(x.mask, x.shape))
         for x in plain.together(x.mask for x in of_masks)
     ]
-    here = [x.mask for x in groups if x.shape == group.shape]
-    with_bias = [dataclasses.replace(problem, mask=x) for x in here]
     called = [x.problems(dtype)[0] for x in calls.called(groups)]
     looks = {
         "P": lambda: more.read(target, of_masks),

@@ -40,8 +40,8 @@ from attn_jax.audit.problem import (
     Problem,
     made_of,
 )
-from attn_jax.audit.raised import names_an_argument, said
-from attn_jax.audit.refusal import is_excused, is_refusal
+from attn_jax.audit.raised import said
+from attn_jax.audit.refusal import is_excused, is_refusal, refuses_arguments
 from attn_jax.audit.target import Attend, Target
 from attn_jax.mask import Mask
 from attn_jax.store import Row
@@ -69,8 +69,7 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
             found = probabilities(target.on(problem), query, key)
         except Exception as error:  # A function of somebody's may raise anything.
             # What refuses a mask, which `measure` says of the mask's own problems.
-            refuses = problem.mask != "full" and names_an_argument(error)
-            if not (refuses or isinstance(error, NotImplementedError | ValueError)):
+            if not refuses_arguments(error):
                 left_out.add(f"under {problem.mask}", error)
             continue
         right, where = exact(problem), (str(whole),)
@@ -261,7 +260,7 @@ def through_lse(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
             findings = lse_gradient.read(target.on(problem), problem)
         except Exception as error:  # A function of somebody's may raise anything.
             # What refuses a mask its own problems say.
-            if not isinstance(error, NotImplementedError | ValueError):
+            if not refuses_arguments(error):
                 left_out.add(f"under {problem.mask}", error)
             continue
         yield {"findings": _rows(findings)}

@@ -29,7 +29,7 @@ from attn_jax.audit.magnitudes import magnitudes
 from attn_jax.audit.noise import rms_of_rounding
 from attn_jax.audit.problem import DTYPES, Problem
 from attn_jax.audit.programs import run, run_forward
-from attn_jax.audit.refusal import is_refusal
+from attn_jax.audit.refusal import refuses_arguments
 from attn_jax.audit.target import Attend
 from attn_jax.audit.tiers import at, lse_result, noise_of, pair_tiers, steps
 from attn_jax.audit.visible import counted, key_classes, shuffled
@@ -356,7 +356,7 @@ def probe(
         except Exception as error:  # A function of somebody's may raise anything.
             if refused is None:
                 raise
-            if not (is_refusal(error) and name.startswith(LARGE_HIDDEN)):
+            if not (refuses_arguments(error) and name.startswith(LARGE_HIDDEN)):
                 # What refuses a mask its own problems say.
                 refused(name, error)
             continue

@@ -3,10 +3,17 @@
 import jax
 
 from attn_jax.audit.measure import is_out_of_memory
-from attn_jax.audit.raised import WrongResultError, names_an_argument, text_of
+from attn_jax.audit.raised import names_an_argument, text_of
 
 # Changes of `invariance` that call the target inside a transformation of JAX.
 LAYERS, MAPPING = "layers", "mapping"
+
+
+def refuses_arguments(error: Exception) -> bool:
+    """Whether it says that the target does not take what it was given, however much
+    memory there is: so do its own problems."""
+    refuses = isinstance(error, NotImplementedError | ValueError)
+    return refuses or names_an_argument(error)
 
 
 def is_refusal(error: Exception) -> bool:
@@ -15,11 +22,9 @@ def is_refusal(error: Exception) -> bool:
     NotImplementedError, ValueError, or an argument that the function does not have; and
     where memory does not hold it nothing is known.
     """
-    if isinstance(error, WrongResultError):
-        return False
-    if isinstance(error, NotImplementedError | ValueError | MemoryError):
+    if refuses_arguments(error):
         return True
-    return names_an_argument(error) or is_out_of_memory(error)
+    return isinstance(error, MemoryError) or is_out_of_memory(error)
 
 
 def is_excused(name: str, error: Exception) -> bool:
