@@ -126,6 +126,25 @@ def test_what_differs_from_run_to_run_is_not_blamed_on_the_mode():
     assert {f["cause"] for f in row["findings"]} == {"x64 mode"}
 
 
+def test_what_fails_in_the_other_mode_under_another_mask_is_said():
+    """Only the first mask was tried there."""
+
+    def attend(query, key, value, is_causal=False):
+        if is_causal:
+            # The carry would follow the mode.
+            step, zero = jnp.arange(1)[0], jnp.int32(0)
+            n = jax.lax.fori_loop(0, 3, lambda i, n: n + step, zero)
+            query = query + n.astype(query.dtype)
+        return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal)
+
+    target = Target("planted", attend, Adapter(lse=None))
+    masks = ["full", "causal", "window"]  # It has no argument for the last one.
+    (row,) = more.other_mode(target, PROBLEM, masks, gradients=True)
+    (found,) = row["findings"]
+    assert (found["kind"], found["cause"]) == ("fails", "x64 mode")
+    assert found["says"].startswith("under causal it fails with jax_enable_x64 on")
+
+
 def test_a_program_is_compiled_once_for_all_who_want_it():
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(

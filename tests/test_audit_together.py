@@ -9,7 +9,13 @@ import pytest
 from attn_jax.audit import more
 from attn_jax.audit.finding import HIDDEN_PAIRS, SEES_NO_KEY, Finding
 from attn_jax.audit.inputs import Shape
-from attn_jax.audit.problem import MASKS, TOGETHER, Problem, made_of
+from attn_jax.audit.problem import (
+    HIDING_BIAS,
+    MASKS,
+    TOGETHER,
+    Problem,
+    made_of,
+)
 from attn_jax.audit.target import Adapter, Target
 from tests.planted import honest
 from tests.planted_masks import broadcast
@@ -22,7 +28,7 @@ def read(function) -> dict[str, list[str]]:
     """Causes by mask."""
     target = Target("planted", function, Adapter(lse="return_residual"))
     masks = [problem.mask for problem in PLAIN]
-    rows = [*more.read(target, [*PLAIN, *PLAIN[0].together(masks)])]
+    rows = [*more.read(target, [*PLAIN, *PLAIN[0].together(MASKS)])]
     names = [row["mask"] for row in rows if "mask" in row]
     assert names == [*masks, *TOGETHER]
     return {
@@ -71,6 +77,16 @@ def not_a_number_without_keys(*arrays, key_value_seq_lengths=None, **rules):
     return out, lse
 
 
+def clipped_bias(*arrays, bias=None, **rules):
+    bias = None if bias is None else jnp.maximum(bias, -6)
+    return honest()(*arrays, bias=bias, **rules)
+
+
+def test_pairs_that_a_bias_hides_carry_no_weight():
+    """P was read without a bias alone, and no bias was beyond some 8."""
+    assert read(clipped_bias) == {HIDING_BIAS: [HIDDEN_PAIRS]}
+
+
 def test_out_without_keys_is_read_too():
     assert read(not_a_number_without_keys) == {"no keys": [SEES_NO_KEY]}
 
@@ -104,7 +120,7 @@ def test_masks_together_need_both():
 
 def test_masks_may_come_one_by_one():
     """As the audit gives them. Only the first of those together was read."""
-    one_by_one = (problem.mask for problem in PLAIN)
+    one_by_one = (mask for mask in MASKS)
     assert [p.mask for p in PLAIN[0].together(one_by_one)] == [*TOGETHER]
 
 

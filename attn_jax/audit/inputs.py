@@ -48,6 +48,9 @@ class Inputs(NamedTuple):
     dout: np.ndarray
 
 
+# What is below it is a logit of -inf to any softmax: so is FP16's least number.
+HIDES = -1e4
+
 # Lengths of the documents of a packed sequence, in 64ths of it.
 _DOCUMENTS = (24, 16, 10, 6, 4, 2, 1, 1)
 
@@ -78,13 +81,33 @@ def make_inputs(
     return Inputs(*(x.astype(np.float32).astype(dtype) for x in arrays))
 
 
-def make_bias(seed: int, shape: Shape, dtype=ml_dtypes.bfloat16) -> np.ndarray:
+def make_bias(
+    seed: int, shape: Shape, dtype=ml_dtypes.bfloat16, *, hides: bool = False
+) -> np.ndarray:
     """A bias ~ 2 N(0, 1) as an array [1, N, T, S] of `dtype`, the same for the whole
-    batch, so that its gradient sums over that."""
+    batch, so that its gradient sums over that.
+
+    `hides`: of each query a quarter of the keys, and of every third the first half of
+    them, which are whole tiles, in turn by -inf and by the least finite number of the
+    format; the last key none does not see.
+    """
     # Not the inputs' numbers.
     rng = np.random.Generator(np.random.Philox([seed, 1]))
-    size = 1, shape.heads, shape.query_length, shape.key_length
-    return (2 * rng.standard_normal(size, np.float32)).astype(dtype)
+    size = _, _, T, S = 1, shape.heads, shape.query_length, shape.key_length
+    bias = (2 * rng.standard_normal(size, np.float32)).astype(dtype)
+    if hides:
+        hidden = rng.random(size, np.float32) < 0.25
+        hidden[:, :, ::3, : S // 2] = True
+        hidden[..., -1] = False
+        by = np.where(np.arange(T) % 2, ml_dtypes.finfo(dtype).min, -np.inf)
+        bias = np.where(hidden, by.astype(dtype)[:, None], bias)
+    return bias
+
+
+def most_of_a_bias(bias: np.ndarray) -> float:
+    """The largest absolute value of those that do not hide what they are added to."""
+    shows = bias > HIDES
+    return float(np.abs(bias[shows].astype(np.float64)).max(initial=0.0))
 
 
 def _normal(rng, shape: Shape):

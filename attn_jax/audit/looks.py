@@ -40,13 +40,13 @@ def look(
     beside = {x.mask: x.shape for x in ragged(groups, target.adapter.shards)}
     pairs = [
         dataclasses.replace(x, shape=beside.get(x.mask, x.shape))
-        for x in plain.together(x.mask for x in of_masks)
+        for x in plain.together(here)
     ]
     called = [x.problems(dtype)[0] for x in calls.called(groups)]
     looks = {
         "P": lambda: more.read(target, of_masks),
         "P together": lambda: more.read(target, pairs),
-        "x64": lambda: more.other_mode(target, problem, **of),
+        "x64": lambda: more.other_mode(target, problem, here, **of),
         "probes": lambda: more.probe(target, plain, masks=here, **of),
         "invariances": lambda: more.vary(target, plain, **of),
         "merging": lambda: more.merge(target, plain, **of),

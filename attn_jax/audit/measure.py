@@ -8,6 +8,7 @@ import numpy as np
 
 from attn_jax.audit import programs
 from attn_jax.audit.error import Errors, in_units, measure, signed_bias
+from attn_jax.audit.inputs import most_of_a_bias
 from attn_jax.audit.noise import logit_extent
 from attn_jax.audit.problem import Problem, Results
 from attn_jax.audit.raised import names_an_argument, said, text_of
@@ -150,10 +151,7 @@ def measured(problem: Problem, results: Results) -> dict[str, Measured]:
 def _honest_lse(problem: Problem, fmt: NumberFormat) -> float:
     """What FP32 logits and sums leave in LSE (`noise.Extent`), and its own rounding, in
     units of that: RMS over rows."""
-    largest = 0.0
-    if problem.bias is not None:
-        bias = problem.bias.astype(np.float64)
-        largest = float(np.abs(np.where(np.isfinite(bias), bias, 0.0)).max())
+    largest = 0.0 if problem.bias is None else most_of_a_bias(problem.bias)
     noise = logit_extent(problem.inputs, problem.rules, problem.scale, largest)
     unit = problem.yardstick("lse", fmt).unit
     size = np.sqrt(np.mean(noise.shift[noise.seen] ** 2)) if noise.seen.any() else 0.0

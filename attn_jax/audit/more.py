@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from attn_jax.audit import lse_gradient, probes
+from attn_jax.audit import lse_gradient, probes, programs
 from attn_jax.audit.exact import exact
 from attn_jax.audit.finding import (
     BLIND_WEIGHTS,
@@ -28,6 +28,7 @@ from attn_jax.audit.finding import (
     SEES_NO_KEY,
     Finding,
 )
+from attn_jax.audit.inputs import HIDES
 from attn_jax.audit.invariance import invariances, same_bits
 from attn_jax.audit.measure import Outcome, Runner, measured
 from attn_jax.audit.merge import GOLDEN_LIMIT, merge_audit
@@ -64,9 +65,9 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
     left_out = _LeftOut("P")
     for whole in problems:
         problem = _short(whole, target.adapter.shards)
-        query, key, _, _ = (jnp.asarray(x) for x in problem.inputs)
+        query, key, _, _, *bias = (jnp.asarray(x) for x in problem.arrays)
         try:
-            found = probabilities(target.on(problem), query, key)
+            found = probabilities(target.on(problem), query, key, *bias)
         except Exception as error:  # A function of somebody's may raise anything.
             # What refuses a mask, which `measure` says of the mask's own problems.
             if not refuses_arguments(error):
@@ -74,7 +75,7 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
             continue
         right, where = exact(problem), (str(whole),)
         findings = of_probabilities(
-            *(found, right.probability, right.visible, problem.format),
+            *(found, right.probability, right.logits > HIDES, problem.format),
             where=where,
             of_logits=in_fp32(right),
         )
@@ -269,8 +270,11 @@ def through_lse(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
     yield left_out.row()
 
 
-def other_mode(target: Target, problem: Problem, *, gradients: bool) -> Iterator[Row]:
-    """Findings of the other x64 mode."""
+def other_mode(
+    target: Target, problem: Problem, masks: Iterable[str] = (), *, gradients: bool
+) -> Iterator[Row]:
+    """Findings of the other x64 mode; under other `masks`, whether it gets as far as to
+    be compiled."""
     here = bool(jax.config.read("jax_enable_x64"))
 
     def runner() -> Runner:
@@ -284,6 +288,12 @@ def other_mode(target: Target, problem: Problem, *, gradients: bool) -> Iterator
     if before.status != "measured":
         return
     findings = []
+    for other in (dataclasses.replace(problem, mask=x) for x in masks):
+        with jax.enable_x64(not here):
+            fails = _not_lowered(target, other, gradients)
+        if other != problem and fails and not _not_lowered(target, other, gradients):
+            says = f"under {other.mask} it fails {mode}, and not without: {fails}"
+            findings.append(Finding("fails", "x64 mode", says, (), (str(other),)))
     lost = after.reason or after.no_gradients
     if after.status != "measured" or lost and not before.no_gradients:
         says = f"it fails {mode}, and not without: {lost}"
@@ -320,6 +330,16 @@ def other_mode(target: Target, problem: Problem, *, gradients: bool) -> Iterator
                 places = (str(problem),)
                 findings.append(Finding(kind, "x64 mode", says, (tensor,), places))
     yield {"findings": _rows(findings)}
+
+
+def _not_lowered(target: Target, problem: Problem, gradients: bool) -> str:
+    """Why it cannot be compiled in the mode that this thread is in, or ""."""
+    try:
+        types = programs.types_of(problem.arrays)
+        programs.lowered(target.on(problem), gradients, *types)
+    except Exception as error:  # A function of somebody's may raise anything.
+        return said(error)
+    return ""
 
 
 def again(

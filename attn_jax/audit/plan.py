@@ -8,7 +8,7 @@ import jax
 
 from attn_jax.audit import attribution
 from attn_jax.audit.inputs import Shape
-from attn_jax.audit.problem import MASKS, Problem
+from attn_jax.audit.problem import HIDING_BIAS, MASKS, Problem
 
 
 class Group(NamedTuple):
@@ -70,7 +70,7 @@ _RAGGED = {
     "window": ("wide window", False),
     "lengths": ("lengths", False),
     "packed": ("packed", False),
-    "bias": ("bias", True),
+    "bias": (HIDING_BIAS, True),
 }
 # What a length is to be shorter by, so that the last tile of any size is a partial one,
 # and keys that are enough for several tiles.

@@ -37,9 +37,10 @@ def probabilities(
     attend: Callable,
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
+    *bias: Float[Array, "1 N T S"],
     width: int | None = None,
 ) -> Float[np.ndarray, "B N T S"]:
-    """P as `attend(query, key, value) -> (out, lse)` applies it, in FP64.
+    """P as `attend(query, key, value[, bias]) -> (out, lse)` applies it, in FP64.
 
     Column h of V is 1 for key `start + h` and 0 for all others, so that column h of the
     output is that key's column of P, rounded as outputs are. One call for `width` keys
@@ -51,7 +52,8 @@ def probabilities(
     for start in range(0, S, width):
         ones = np.arange(S)[:, None] == start + np.arange(width)
         value = np.broadcast_to(ones[None, :, None], (B, S, K, width))
-        out = run_forward(attend, query, key, jnp.asarray(value, key.dtype))["out"]
+        arrays = query, key, jnp.asarray(value, key.dtype), *bias
+        out = run_forward(attend, *arrays)["out"]
         columns.append(out.astype(np.float64).swapaxes(1, 2))
     return np.concatenate(columns, -1)[..., :S]
 

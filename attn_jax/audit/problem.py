@@ -117,10 +117,13 @@ def _wide_window(shape: Shape) -> Mask:
     return Mask(window=(max(2 * s // 5, 2), max(s // 3, 1)))
 
 
+# A bias may say a mask, by -inf or by the least number of its format.
+HIDING_BIAS = "bias that hides"
+
 # Rules that are right one by one may be wrong together, where a length is 0, of keys
-# or queries alone, where queries and keys have not the same, or where a window is wider
-# than a tile. Beside each are the names of the `MASKS` that it is made of. On the first
-# shape only P is read under them.
+# or queries alone, where queries and keys have not the same, where a window is wider
+# than a tile, or where a bias is not small. Beside each are the names of the `MASKS`
+# that it is made of. On the first shape only P is read under them.
 TOGETHER: dict[str, tuple[Callable[[Shape], Mask], tuple[str, ...]]] = {
     **{
         f"causal+{name}": (_causal(name), ("causal", name))
@@ -131,6 +134,7 @@ TOGETHER: dict[str, tuple[Callable[[Shape], Mask], tuple[str, ...]]] = {
     "query lengths": (_query_lengths, ("lengths",)),
     "packed apart": (_packed_apart, ("packed",)),
     "wide window": (_wide_window, ("window",)),
+    HIDING_BIAS: (MASKS["bias"], ("bias",)),
 }
 
 
@@ -206,16 +210,17 @@ class Problem:
 
     @property
     def has_bias(self) -> bool:
-        return self.mask == "bias"
+        return "bias" in made_of(self.mask)
 
     @property
     def bias(self) -> np.ndarray | None:
         """[1, N, T, S] of `dtype`, added to the scaled logits. Read only."""
         if not self.has_bias:
             return None
-        key = "bias", self.seed, self.shape, self.dtype
-        make = functools.partial(make_bias, self.seed, self.shape, DTYPES[self.dtype])
-        return _KEPT(key, lambda: _read_only([make()]))[0]
+        hides = self.mask == HIDING_BIAS
+        key = self.seed, self.shape, DTYPES[self.dtype]
+        make = functools.partial(make_bias, *key, hides=hides)
+        return _KEPT(("bias", hides, *key), lambda: _read_only([make()]))[0]
 
     @property
     def arrays(self) -> list[np.ndarray]:

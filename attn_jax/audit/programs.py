@@ -32,7 +32,7 @@ def run(attend: Attend, arrays: Arrays, *, gradients: bool = True) -> Results:
     if begun is not None:
         concurrent.futures.wait([begun])
     else:
-        lowered(attend, gradients, *_types(arrays)).compile()
+        lowered(attend, gradients, *types_of(arrays)).compile()
     with ALONE:
         return jax.device_get(_results(attend, gradients, *map(jnp.asarray, arrays)))
 
@@ -45,15 +45,15 @@ def run_compiled(
     gradients: bool = True,
 ) -> Results:
     """What `run` gives, compiled by itself with XLA's `options`."""
-    program = lowered(attend, gradients, *_types(arrays))
+    program = lowered(attend, gradients, *types_of(arrays))
     compiled = program.compile(compiler_options=dict(options))
     with ALONE:
         return jax.device_get(compiled(*map(jnp.asarray, arrays)))
 
 
-def run_forward(attend: Attend, query, key, value) -> Results:
+def run_forward(attend: Attend, query, key, value, *bias) -> Results:
     """out, and lse if there is one, of a call that is not differentiated."""
-    return run(attend, (query, key, value, query), gradients=False)
+    return run(attend, (query, key, value, query, *bias), gradients=False)
 
 
 def begin(
@@ -66,7 +66,7 @@ def begin(
     """Traces the program and has it compiled in the pool, for `run` to find it there.
     What that raises `run` will raise again."""
     with contextlib.suppress(Exception):
-        program = lowered(attend, gradients, *_types(arrays))
+        program = lowered(attend, gradients, *types_of(arrays))
         _begun[attend, gradients] = pool.submit(program.compile)
 
 
@@ -76,7 +76,7 @@ def wait() -> None:
     concurrent.futures.wait(_begun.values())
 
 
-def _types(arrays: Arrays) -> list[jax.ShapeDtypeStruct]:
+def types_of(arrays: Arrays) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
 
 

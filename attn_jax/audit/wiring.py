@@ -239,7 +239,8 @@ def _size(name: str, problem: Problem) -> float:
     of_logits = abs(right.scale) * terms
     if right.bias is not None:
         of_logits = of_logits + abs(right.bias)
-    of_logits = (right.probability * of_logits).sum(-1)
+    seen = right.probability > 0  # A bias of -inf is in no sum.
+    of_logits = (right.probability * np.where(seen, of_logits, 0.0)).sum(-1)
     return _rms(abs(right.lse) + of_logits)
 
 

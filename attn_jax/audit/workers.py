@@ -29,7 +29,7 @@ from attn_jax.audit.raised import contained, in_one_line
 # held 6.2, exact results among it.
 _BYTES = 2 * 2**30
 _MATRICES = 5
-_MOST = 6
+_MOST = 8
 # What a process takes over that its environment does not say.
 _MODES = "jax_enable_x64", "jax_num_cpu_devices"
 # Seconds that one may take to end when it is told to.

@@ -27,7 +27,9 @@ def _times(s: Setting, factor: float, detail: str = "") -> Iterator[Wrong]:
     """x = scale Q K^T + factor bias; dbias is dS, or its factor is not forgotten."""
     if s.attention.bias is None or math.isclose(factor, 1.0):
         return
-    x = s.attention.replaced(bias=factor * s.attention.bias)
+    bias = s.attention.bias
+    bias = np.where(np.isneginf(bias), bias, factor * bias)  # Hidden, whatever it is.
+    x = s.attention.replaced(bias=bias)
     wrong = whole(x, detail)
     yield wrong
     yield wrong._replace(results={**wrong.results, "dbias": lambda: factor * x.dbias})
