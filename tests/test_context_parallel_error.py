@@ -21,7 +21,8 @@ from tests.parallel_runs import both_passes, sharded, simulated
 
 LENGTH, HEAD_DIM, SEEDS = 512, 32, 3
 GATE = {"out": 1.05, "dq": 1.05, "dk": 1.20, "dv": 1.05}
-# Two numbers are rounded in each of up to log2(64) = 6 levels of sums, W = 1 rounds one.
+# Two numbers are rounded in each of log2(64) = 6 levels of sums, or fewer; W = 1 rounds
+# one.
 LSE_GATE = 3.2
 
 
@@ -79,9 +80,7 @@ def test_by_default_lse_does_not_grow_either():
     assert merged["lse"] > 1.05
 
 
-@pytest.mark.parametrize(
-    "shards", [16, pytest.param(64, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("shards", [16, pytest.param(64, marks=pytest.mark.thorough)])
 def test_a_carried_maximum_and_sum_keep_lse(shards):
     """Beside one device that visits as many blocks: those of the shards. Merged by LSE,
     16 shards have 1.4 times its error, 32 have 2.0."""

@@ -87,8 +87,13 @@ def masks():
 
 
 # Each setting meets each mask once, and each mask each kind of further input.
+# By default each setting meets a dense mask, under which all further inputs are, and
+# another.
 CASES = [
-    (setting, mask, ("plain", "sinks and bias", "everything")[(i + j) % 3])
+    pytest.param(
+        *(setting, mask, ("plain", "sinks and bias", "everything")[(i + j) % 3]),
+        marks=[pytest.mark.thorough] * ((i + j) % 6 == 3 and mask != "dense"),
+    )
     for i, setting in enumerate(EXACT)
     for j, mask in enumerate(masks())
     if (i + j) % 3 == 0 or mask == "dense"
