@@ -150,6 +150,8 @@ def test_one_shard_is_the_plain_implementation(strategy, plain):
     chex.assert_trees_all_equal(got, want)
 
 
+# With a bias that is so in FP64 (test_context_parallel_bias).
+@pytest.mark.thorough
 def test_heads_may_be_gathered_a_few_at_a_time():
     given = arrays((B, S, N, H), KEY, jnp.bfloat16)
     runs = (
