@@ -115,22 +115,29 @@ def test_lowers(backward, dtype, head_dim, is_causal, x64):
     ],
     ids=lambda sizes: "-".join(f"{name}{size}" for name, size in sizes.items()),
 )
-def test_lowers_any_length(sizes):
+@pytest.mark.parametrize(
+    ("is_causal", "backward"),
+    [
+        (False, None),
+        pytest.param(True, None, marks=pytest.mark.thorough),
+        (True, "fused"),
+    ],
+)
+def test_lowers_any_length(sizes, is_causal, backward):
     query, key, value = _arrays(**sizes, H=64, dtype=jnp.bfloat16)
-    for is_causal, backward in ((False, None), (True, None), (True, "fused")):
-        options = {"mask": Mask(is_causal=is_causal), "backward": backward}
-        one_pass = backward == "fused" and sizes["T"] == sizes["S"]
-        if backward == "fused" and not one_pass:
-            # As lowered just now.
-            found = _kernels_and_results(query, key, value, **options)
-            without = _kernels_and_results(query, key, value, mask=options["mask"])
-            assert found == without and len(found[0]) == 5
-            continue
-        # Query heads of a key head that are dealt in parts fill the card.
-        in_parts = backward is None and not is_causal and sizes["N"] > sizes["K"]
-        lowered = _lowered(query, key, value, **options)
-        kernels = 4 if one_pass or in_parts else 5
-        _check(lowered, query, key, query.dtype, kernels=kernels)
+    options = {"mask": Mask(is_causal=is_causal), "backward": backward}
+    one_pass = backward == "fused" and sizes["T"] == sizes["S"]
+    if backward == "fused" and not one_pass:
+        # As lowered without being asked for.
+        found = _kernels_and_results(query, key, value, **options)
+        without = _kernels_and_results(query, key, value, mask=options["mask"])
+        assert found == without and len(found[0]) == 5
+        return
+    # Query heads of a key head that are dealt in parts fill the card.
+    in_parts = backward is None and not is_causal and sizes["N"] > sizes["K"]
+    lowered = _lowered(query, key, value, **options)
+    kernels = 4 if one_pass or in_parts else 5
+    _check(lowered, query, key, query.dtype, kernels=kernels)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ def _table(path):
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
+def done(tmp_path_factory, shared_programs):
+    """Programs are kept for the call that goes on."""
     out = tmp_path_factory.mktemp("training")
     assert main([*COMMAND, "--arms", "re-run", "pallas", "--out", str(out)]) == 0
     return out
