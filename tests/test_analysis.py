@@ -1,6 +1,9 @@
 """The experiments: figures, files and exit codes, at toy size."""
 
+import contextlib
 import csv
+import functools
+import io
 import json
 import os
 import subprocess
@@ -29,7 +32,7 @@ TOY_OPTIONS = {
         *("--implementations", "emulated", "reference"),
     ],
     "emulator-speed": ["--lengths", "512", "2048", "--heads", "1"],
-    "memory": ["--lengths", "256", "512", "--heads", "2", "--head-dim", "32"],
+    "memory": ["--lengths", "512", "1024", "2048", "--heads", "1", "--head-dim", "16"],
 }
 
 
@@ -90,11 +93,23 @@ def test_every_experiment_has_a_test():
     assert TOY_OPTIONS.keys() | elsewhere == EXPERIMENTS.keys()
 
 
+@pytest.fixture(scope="module")
+def at_toy_size(tmp_path_factory):
+    """What an experiment says last when it is run with its `TOY_OPTIONS`, once."""
+
+    @functools.cache
+    def run(name: str) -> dict:
+        out, said = tmp_path_factory.mktemp(name), io.StringIO()
+        with contextlib.redirect_stdout(said):
+            assert main([name, *TOY_OPTIONS[name], "--out", str(out)]) == 0
+        return json.loads(said.getvalue().splitlines()[-1])
+
+    return run
+
+
 @pytest.mark.parametrize("name", TOY_OPTIONS)
-def test_every_experiment_runs_and_records_itself(name, tmp_path, capsys):
-    options = [name, *TOY_OPTIONS[name], "--out", str(tmp_path)]
-    assert main(options) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_every_experiment_runs_and_records_itself(name, at_toy_size):
+    result = at_toy_size(name)
     table, described = (path for path in result["files"])
     with open(table) as file:
         assert len(list(csv.DictReader(file))) == result["rows"] > 0
@@ -106,19 +121,15 @@ def test_every_experiment_runs_and_records_itself(name, tmp_path, capsys):
     assert not {"profile", "attention", "mesh"} & environment.keys()
 
 
-def test_emulator_memory_grows_no_faster_than_the_length(tmp_path, capsys):
-    options = ["emulator-speed", *TOY_OPTIONS["emulator-speed"], "--out", str(tmp_path)]
-    assert main(options) == 0
-    with open(json.loads(capsys.readouterr().out.splitlines()[-1])["files"][0]) as file:
+def test_emulator_memory_grows_no_faster_than_the_length(at_toy_size):
+    with open(at_toy_size("emulator-speed")["files"][0]) as file:
         short, long = (float(row["megabytes"]) for row in csv.DictReader(file))
     # A T x S array would grow by (2048 / 512)**2 = 16.
     assert long <= 4.1 * short
 
 
-def test_memory_tells_a_whole_matrix_of_logits_from_blocks(tmp_path, capsys):
-    options = ["--lengths", "512", "1024", "2048", "--heads", "1", "--head-dim", "16"]
-    assert main(["memory", *options, "--out", str(tmp_path)]) == 0
-    with open(json.loads(capsys.readouterr().out.splitlines()[-1])["files"][0]) as file:
+def test_memory_tells_a_whole_matrix_of_logits_from_blocks(at_toy_size):
+    with open(at_toy_size("memory")["files"][0]) as file:
         rows = list(csv.DictReader(file))
     grown = {}
     for row in rows:

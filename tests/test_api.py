@@ -282,7 +282,10 @@ CAUSAL = jnp.bfloat16, 64, 256, Mask(is_causal=True)
     [
         (64, {}, declared_recipe(jnp.bfloat16, 64, 256, target="hopper", pairs=34)),
         (64, dict(is_causal=True), declared_recipe(*CAUSAL, target="hopper", pairs=34)),
-        (96, {}, declared_recipe(jnp.bfloat16, 96, 256, target="hopper")),
+        pytest.param(
+            *(96, {}, declared_recipe(jnp.bfloat16, 96, 256, target="hopper")),
+            marks=pytest.mark.thorough,
+        ),
         (48, {}, ATTN_JAX),
         (
             64,

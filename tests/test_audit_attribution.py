@@ -21,6 +21,9 @@ from tests.knobs import Knobs, attention, bfloat16, scaled_query
 
 SHAPE = Shape(2, 192, 192, 4, 2, 64)
 PROBLEMS = tuple(Problem(SHAPE, family=family) for family in FAMILIES)
+GROUPS_OF_4 = tuple(
+    Problem(Shape(1, 384, 192, 8, 2, 96), family=family) for family in FAMILIES
+)
 CANDIDATES = attribution.candidates(BF16)
 # Recipes that round at the same steps, or nearly: a scale of 1 / 8 rounds no query.
 ALMOST = [
@@ -94,8 +97,7 @@ def _sum_of_rounded(x, key_heads: int):
 def test_gradients_that_query_heads_round_are_recognised(apart):
     """A group of 4. In fewer tiles of queries sums that are kept in 16 bits throughout
     ("dk_accumulator") have as many roundings."""
-    shape = Shape(1, 384, 192, 8, 2, 64)
-    problems = tuple(Problem(shape, family=family) for family in FAMILIES)
+    problems = GROUPS_OF_4
     knobs = Knobs(group=_sum_of_rounded) if apart else Knobs()
 
     def attend(query, key, value):
@@ -128,8 +130,7 @@ _SCALED_APART = "query rounded after scaling, gradients by query head"
 )
 def test_a_query_rounded_after_scaling_is_recognised(knobs, scaled, what):
     """At head dim 96: a power of two, as of 64, rounds nothing."""
-    shape = Shape(1, 384, 192, 8, 2, 96)
-    problems = tuple(Problem(shape, family=family) for family in FAMILIES)
+    problems = GROUPS_OF_4
     function = functools.partial(attention, knobs)
     if scaled:
         function = functools.partial(scaled_query, function)
@@ -189,12 +190,14 @@ def _measured(function, problems):
     )
 
 
+@functools.cache
+def _prediction(name, problems):
+    found = attribution.predict(CANDIDATES[name], problems, gradients=True)
+    return attribution.profile(dict(zip(FAMILIES, found, strict=True)))
+
+
 def _predicted(names, problems):
-    predictions = {}
-    for name in sorted(names):
-        found = attribution.predict(CANDIDATES[name], problems, gradients=True)
-        predictions[name] = attribution.profile(dict(zip(FAMILIES, found, strict=True)))
-    return predictions
+    return {name: _prediction(name, problems) for name in sorted(names)}
 
 
 def test_a_group_of_one_has_nothing_to_tell_apart():

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.metadata
 import sys
 
 import jax
@@ -9,6 +10,15 @@ import pytest
 
 from attn_jax.audit.fingerprint import fingerprint
 from attn_jax.audit.target import Target, resolve
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_installed_meanwhile(monkeypatch):
+    """Which packages there are takes most of the time, once for every fingerprint."""
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", DISTRIBUTIONS)
+
+
+DISTRIBUTIONS = functools.cache(importlib.metadata.packages_distributions)
 
 
 @pytest.fixture

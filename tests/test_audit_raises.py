@@ -47,10 +47,15 @@ def target(function, **adapter) -> Target:
     ("error", "kind"),
     [
         (IndexError("no entry 1"), "fails"),
-        (RuntimeError("no kernel image"), "fails"),
+        pytest.param(
+            RuntimeError("no kernel image"), "fails", marks=pytest.mark.thorough
+        ),
         (TypeError("unsupported operand"), "fails"),
         (ValueError("even batches only"), "not taken"),
-        (NotImplementedError("even batches only"), "not taken"),
+        pytest.param(
+            *(NotImplementedError("even batches only"), "not taken"),
+            marks=pytest.mark.thorough,
+        ),
         (TypeError("f() got an unexpected keyword argument 'x'"), "not taken"),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: x"), "not taken"),
     ],

@@ -59,8 +59,14 @@ CASES = [
     for at, layout in enumerate(LAYOUTS)
     for more in (0, 1)
 ]
+# By default each strategy and layout has one of them, but for those strategies whose
+# parts are in others, which have one or two in all.
+FURTHER = {("all_gather+ring", "contiguous"), ("all_gather+ring", "striped")}
+FURTHER |= {("ring+ulysses", "contiguous")}
 CASES = [
-    pytest.param(*case, marks=pytest.mark.thorough) if number % 2 else case
+    pytest.param(*case, marks=pytest.mark.thorough)
+    if number % 2 or case[:2] in FURTHER
+    else case
     for number, case in enumerate(CASES)
 ]
 
@@ -100,13 +106,11 @@ def test_parts_that_a_bias_hides_may_be_merged(merge, x64):
     chex.assert_trees_all_close(got, exact(given, bias), rtol=BOUND, atol=BOUND)
 
 
+# Without a bias that is so by default, and by default a bias is right in each.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("strategy", "layout"),
-    [
-        ("ring", "zigzag"),
-        ("all_gather", "zigzag"),
-        pytest.param("all_gather+ring", "striped", marks=pytest.mark.thorough),
-    ],
+    [("ring", "zigzag"), ("all_gather", "zigzag"), ("all_gather+ring", "striped")],
 )
 def test_a_simulation_has_the_devices_bits(strategy, layout):
     given = arrays((B, S, N, H), KEY, jnp.bfloat16)
@@ -132,13 +136,11 @@ def test_a_ring_has_the_bits_of_the_emulators():
     chex.assert_trees_all_equal(got[2:], want[2:])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:4])
-@pytest.mark.parametrize("rows", [S, 1])
-def test_one_shard_is_the_plain_implementation(strategy, rows):
+@functools.cache
+def plain(rows: int):
+    """Inputs with a bias of so many rows, and the results of the emulator alone."""
     given = arrays((B, S, N, H), KEY, jnp.bfloat16)
     bias = a_bias((1, N, rows, S), jnp.bfloat16)
-    options = dict(recipe=ATTN_JAX, is_causal=True)
-    got = both_passes(sharded(1, strategy, "zigzag", **options))(*given, bias)
 
     def attend(query, key, value, bias):
         mask = Mask(is_causal=True)
@@ -146,7 +148,32 @@ def test_one_shard_is_the_plain_implementation(strategy, rows):
             query, key, value, recipe=ATTN_JAX, bias=bias, mask=mask
         )
 
-    want = both_passes(attend)(*given, bias)
+    return *given, bias, both_passes(attend)(*given, bias)
+
+
+# Gradients of a bias of one row have a test of their own, too.
+@pytest.mark.parametrize(
+    ("rows", "strategy"),
+    [
+        (S, "ring"),
+        (S, "all_gather"),
+        (1, "all_gather+ring"),
+        (1, "ulysses"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                (1, "ring"),
+                (1, "all_gather"),
+                (S, "all_gather+ring"),
+                (S, "ulysses"),
+            )
+        ),
+    ],
+)
+def test_one_shard_is_the_plain_implementation(rows, strategy):
+    *given, bias, want = plain(rows)
+    options = dict(recipe=ATTN_JAX, is_causal=True)
+    got = both_passes(sharded(1, strategy, "zigzag", **options))(*given, bias)
     assert got[5].dtype == bias.dtype and got[5].shape == bias.shape
     chex.assert_trees_all_equal(got, want)
 

@@ -244,9 +244,16 @@ def test_no_dq_exceeds_its_bound(step, changes):
             assert max(excess(found, limits).values()) <= 1, kind
 
 
-@pytest.mark.parametrize("ring_size", [1, 4])
 @pytest.mark.parametrize(
-    "exponent", [0, 16, pytest.param(24, marks=pytest.mark.thorough)]
+    ("exponent", "ring_size"),
+    [
+        (0, 1),
+        (16, 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in ((0, 4), (16, 1), (24, 1), (24, 4))
+        ),
+    ],
 )
 def test_rows_far_below_the_largest_are_bounded(exponent, ring_size):
     """Of dO, and of dLSE. Row by row, or golden's own error of the largest would hide

@@ -350,7 +350,18 @@ def test_the_public_function_passes_the_key_to_the_emulator_alone():
 # ---------------------------------------------------------------- named recipes
 
 
-@pytest.mark.parametrize("name", [n for n in RECIPES if n != "exact_fp64"])
+# The others are held against the oracle by default, too (test_oracle), within less.
+BY_DEFAULT = {"te_ring", "flash1_paper", "flash3", "flash4_fp8"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name not in BY_DEFAULT))
+        for name in RECIPES
+        if name != "exact_fp64"
+    ],
+)
 def test_each_named_recipe_runs_forward_and_backward(name):
     recipe = RECIPES[name]
     q, k, v = (drawn(i, 1, 64, 4, 16) for i in range(3))

@@ -70,20 +70,31 @@ def _check(
     assert len(calls) == kernels
 
 
+# Each value of one with each of every other.
+PROBLEMS = [
+    ("bfloat16", 64, False, False),
+    ("bfloat16", 128, True, True),
+    ("float16", 64, True, True),
+    ("float16", 128, False, True),
+    ("float16", 128, True, False),
+]
+# By default each backward pass has one: what else there is is compiled besides
+# (test_kernels_compile).
+DEFAULT = {("two_kernels", "float16", 64), ("fused", "bfloat16", 128)}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "is_causal", "x64"),
-    # Each value of one with each of every other.
+    ("backward", "dtype", "head_dim", "is_causal", "x64"),
     [
-        # Compiled besides (test_kernels_compile).
-        pytest.param("bfloat16", 64, False, False, marks=pytest.mark.thorough),
-        ("bfloat16", 128, True, True),
-        ("float16", 64, True, True),
-        pytest.param("float16", 128, False, True, marks=pytest.mark.thorough),
-        pytest.param("float16", 128, True, False, marks=pytest.mark.thorough),
+        pytest.param(
+            *(backward, *problem),
+            marks=[pytest.mark.thorough] * ((backward, *problem[:2]) not in DEFAULT),
+        )
+        for backward in ("two_kernels", "fused")
+        for problem in PROBLEMS
     ],
 )
-@pytest.mark.parametrize("backward", ["two_kernels", "fused"])
-def test_lowers(dtype, head_dim, is_causal, x64, backward):
+def test_lowers(backward, dtype, head_dim, is_causal, x64):
     # The fused kernel takes causal masks where T = S.
     sizes = GQA | ({"S": GQA["T"]} if is_causal else {})
     query, key, value = _arrays(**sizes, H=head_dim, dtype=dtype)
@@ -104,31 +115,38 @@ def test_lowers(dtype, head_dim, is_causal, x64, backward):
     ],
     ids=lambda sizes: "-".join(f"{name}{size}" for name, size in sizes.items()),
 )
-def test_lowers_any_length(sizes):
+@pytest.mark.parametrize(
+    ("is_causal", "backward"),
+    [
+        (False, None),
+        pytest.param(True, None, marks=pytest.mark.thorough),
+        (True, "fused"),
+    ],
+)
+def test_lowers_any_length(sizes, is_causal, backward):
     query, key, value = _arrays(**sizes, H=64, dtype=jnp.bfloat16)
-    for is_causal, backward in ((False, None), (True, None), (True, "fused")):
-        options = {"mask": Mask(is_causal=is_causal), "backward": backward}
-        one_pass = backward == "fused" and sizes["T"] == sizes["S"]
-        if backward == "fused" and not one_pass:
-            # As lowered just now.
-            found = _kernels_and_results(query, key, value, **options)
-            without = _kernels_and_results(query, key, value, mask=options["mask"])
-            assert found == without and len(found[0]) == 5
-            continue
-        # Query heads of a key head that are dealt in parts fill the card.
-        in_parts = backward is None and not is_causal and sizes["N"] > sizes["K"]
-        lowered = _lowered(query, key, value, **options)
-        kernels = 4 if one_pass or in_parts else 5
-        _check(lowered, query, key, query.dtype, kernels=kernels)
+    options = {"mask": Mask(is_causal=is_causal), "backward": backward}
+    one_pass = backward == "fused" and sizes["T"] == sizes["S"]
+    if backward == "fused" and not one_pass:
+        # As lowered without being asked for.
+        found = _kernels_and_results(query, key, value, **options)
+        without = _kernels_and_results(query, key, value, mask=options["mask"])
+        assert found == without and len(found[0]) == 5
+        return
+    # Query heads of a key head that are dealt in parts fill the card.
+    in_parts = backward is None and not is_causal and sizes["N"] > sizes["K"]
+    lowered = _lowered(query, key, value, **options)
+    kernels = 4 if one_pass or in_parts else 5
+    _check(lowered, query, key, query.dtype, kernels=kernels)
 
 
 @pytest.mark.parametrize(
     ("architecture", "head_dim", "value_dim", "kernels"),
     # On Ampere dK and dV have a kernel each where registers do not hold both.
     [
-        ("hopper", 192, 96, 5),
+        pytest.param("hopper", 192, 96, 5, marks=pytest.mark.thorough),
         ("hopper", 64, 256, 5),
-        ("ampere", 128, 96, 3),
+        pytest.param("ampere", 128, 96, 3, marks=pytest.mark.thorough),
         ("ampere", 256, 96, 4),
     ],
 )
@@ -150,8 +168,10 @@ def test_lowers_to_float32_output():
     _check(lowered, query, key, jnp.float32, kernels=5)
 
 
+CAUSAL_BIAS = ((2, 4, 1000, 1100), "float16", {"mask": Mask(is_causal=True)}, True)
 WITH_A_BIAS = [
-    ((2, 4, 1000, 1100), "float16", {"mask": Mask(is_causal=True)}, True),
+    # Such a one is compiled besides (test_kernels_compile).
+    pytest.param(*CAUSAL_BIAS, marks=pytest.mark.thorough),
     ((2, 1, 1, 1100), "float32", {"soft_cap": 30.0}, False),
     pytest.param(
         *((1, 1, 1, 1), "float64", {"mask": Mask(window=(5, None))}, True),
@@ -170,7 +190,7 @@ def test_lowers_with_a_bias(shape, dtype, options, x64):
     _lowers_with_a_bias("hopper", shape, dtype, options, x64, kernels=6)
 
 
-@pytest.mark.parametrize(("shape", "dtype", "options", "x64"), WITH_A_BIAS[:1])
+@pytest.mark.parametrize(("shape", "dtype", "options", "x64"), [CAUSAL_BIAS])
 def test_ampere_lowers_with_a_bias(shape, dtype, options, x64):
     _lowers_with_a_bias("ampere", shape, dtype, options, x64, kernels=4)
 
@@ -202,7 +222,7 @@ def _lowers_with_a_bias(architecture, shape, dtype, options, x64, kernels):
 @pytest.mark.parametrize(
     ("sizes", "dtype", "head_dim", "is_causal", "x64"),
     [
-        (GQA, "bfloat16", 64, False, True),
+        pytest.param(GQA, "bfloat16", 64, False, True, marks=pytest.mark.thorough),
         (dict(T=1, S=1, N=1, K=1), "float16", 64, True, False),
         (dict(T=3, S=2000, N=8, K=1), "bfloat16", 128, True, True),
         (GQA, "float16", 128, False, False),

@@ -175,7 +175,7 @@ def _compiled(case: Case, x64: bool) -> Program:
     [
         (Case(2, 512, 8, 64), False),
         (Case(2, 504, 4, 128, dtype="float16"), True),
-        (Case(1, 520, 1, 256), False),
+        pytest.param(Case(1, 520, 1, 256), False, marks=pytest.mark.thorough),
         pytest.param(Case(2, 520, 3, 192, "wide"), False, marks=pytest.mark.thorough),
     ],
     ids=str,

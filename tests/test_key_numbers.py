@@ -203,7 +203,11 @@ def _exchange(kernel: Kernel) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "x64"), [((1, 16384, 16, 128), False), ((16, 1024, 32, 64), True)]
+    ("shape", "x64"),
+    [
+        ((1, 16384, 16, 128), False),
+        pytest.param((16, 1024, 32, 64), True, marks=pytest.mark.thorough),
+    ],
 )
 def test_compiles_for_some_ctas_a_multiprocessor(shape, x64):
     pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")

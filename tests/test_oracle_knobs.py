@@ -169,7 +169,8 @@ _CHAINED = "chained sums"
 _FURTHER_KNOBS = {"exp2, scale on the logits", "row sum of rounded", "E4M3 saturating"}
 _FURTHER_KNOBS |= {"o", "o_hi_lo", "o_f32", "centre mean", "centre keys"}
 _FURTHER_KNOBS |= {"gradient scale on the logits", "dS of dQ in FP16"}
-_FURTHER_KNOBS |= {"ring, lse", "ring, centre keys"}
+_FURTHER_KNOBS |= {"ring, lse", "ring, centre keys", "ring, by query head"}
+_FURTHER_KNOBS |= {"ring, two_pass", "gradients by query head"}
 
 
 def _knob(name: str):
@@ -182,6 +183,8 @@ def test_every_knob_on_random_numbers(name):
     _check_knob(name, jit=False)
 
 
+# In exact arithmetic chains are in test_oracle_steps.
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fully_optimised")
 def test_chained_sums_on_random_numbers():
     _check_knob(_CHAINED, jit=True)

@@ -184,7 +184,11 @@ _TRUNCATED = "row_max", "probability", "accumulator", "output", "dlogits", "grad
 @pytest.mark.parametrize(
     "name, rounding",
     [(name, Rounding.NEAREST_EVEN) for name in SINGLE_STEPS if name not in _CHAINED]
-    + [(name, Rounding.TOWARD_ZERO) for name in _TRUNCATED],
+    # Toward zero all at once by default, in test_oracle_knobs.
+    + [
+        pytest.param(name, Rounding.TOWARD_ZERO, marks=pytest.mark.thorough)
+        for name in _TRUNCATED
+    ],
 )
 def test_each_step_rounds_where_the_recipe_says(name, rounding):
     check_single_step(name, rounding, jit=False)

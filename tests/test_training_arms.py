@@ -16,7 +16,8 @@ from analysis.paired import snapshots
 
 STEPS = 4
 CHANGES = ("batch_size=4", "model.width=64", "model.depth=1", "data.resolution=16")
-COMMAND = ["training", "--steps", str(STEPS), "--seeds", "2", "--change", *CHANGES]
+COMMAND = ["training", "--steps", str(STEPS), "--seeds", "2", "--captions", "4"]
+COMMAND += ["--change", *CHANGES]
 
 
 def _table(path):
@@ -25,7 +26,8 @@ def _table(path):
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
+def done(tmp_path_factory, shared_programs):
+    """Programs are kept for the call that goes on."""
     out = tmp_path_factory.mktemp("training")
     assert main([*COMMAND, "--arms", "re-run", "pallas", "--out", str(out)]) == 0
     return out
@@ -54,7 +56,7 @@ def test_every_comparison_of_every_arm_and_seed_is_there(done):
     last = [row for row in runs if row["step"] == str(STEPS)]
     assert all(float(row["held_out_loss"]) > 0 for row in last)
     assert all(0 <= float(row["accuracy"]) <= 1 for row in last)
-    assert all(row["captions"] == "64" for row in last)
+    assert all(row["captions"] == "4" for row in last)
     assert (done / "training.png").read_bytes().startswith(b"\x89PNG")
     every = polars.read_parquet(done / "weights.parquet")
     assert every.filter(polars.col("kind") == "all").height == len(weights)

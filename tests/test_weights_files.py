@@ -369,6 +369,7 @@ def test_speed_is_measured_against_scipy(tmp_path, capsys):
     assert json.loads((tmp_path / "cpu.json").read_text())["rows"] == rows
     assert main(["weights-speed", "--size", "0"]) == 2
     assert main(["weights-speed", "--parameters", "0"]) == 2
+    assert "must be at least 1" in capsys.readouterr().err
 
 
 def test_trees_are_compared_where_they_lie(tmp_path, capsys, monkeypatch):

@@ -46,7 +46,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     Raises:
       UsageError: a number is below 1, or the table cannot be written.
     """
-    if min(options.size, options.repeats, options.parameters or 1) < 1:
+    parameters = 1 if options.parameters is None else options.parameters
+    if min(options.size, options.repeats, parameters) < 1:
         raise UsageError("--size, --repeats and --parameters must be at least 1")
     from scipy.stats import wasserstein_distance
 
