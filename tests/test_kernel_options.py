@@ -384,9 +384,14 @@ def _kernel_names(changes: dict | None, backward=None, out_dtype=None) -> list[s
             ["key_numbers", "forward", "row_sums", "fused"],
         ),
         (NO_CURES, "fused", ["forward", "row_sums", "fused"]),
-        (NO_CURES, None, ["forward", "dq", "dkv"]),
+        pytest.param(
+            *(NO_CURES, None, ["forward", "dq", "dkv"]), marks=pytest.mark.thorough
+        ),
         (NONE, "fused", ["key_numbers", "forward", "row_sums", "fused"]),
-        (NONE, None, ["key_numbers", "forward", "row_sums", "dq", "dkv"]),
+        pytest.param(
+            *(NONE, None, ["key_numbers", "forward", "row_sums", "dq", "dkv"]),
+            marks=pytest.mark.thorough,
+        ),
         (MEAN, None, ["key_numbers", "forward", "row_sums", "dq", "dkv"]),
         (ROW, None, ["forward", "delta", "forward", "dq", "dkv"]),
         (NO_CURES | dict(delta_source="p_dp"), "fused", ["forward", "delta", "fused"]),
