@@ -484,7 +484,8 @@ def test_a_target_runs_in_the_users_mode(x64, tmp_path):
         assert query.dtype == jnp.bfloat16
         return query * jnp.asarray(scale, query.dtype)
 
-    options = SMALL | dict(gradients=False, against=[FLASH2])
+    options = SMALL | dict(families=["normal"], masks=["full"])
+    options |= dict(gradients=False, against=[FLASH2])
     with jax.enable_x64(x64):
         report = audit_attention(watched, **options)
     assert report.environment["x64"] is x64

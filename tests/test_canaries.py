@@ -45,6 +45,8 @@ def test_certified_op_by_op():
     assert not canaries.certify(jit=False).jit
 
 
+# So they are in `test_audit_command`, in an audit under x64.
+@pytest.mark.thorough
 @pytest.mark.usefixtures("x64")
 def test_certified_with_x64_on():
     assert canaries.certify().x64

@@ -54,7 +54,10 @@ def _scheduled(strategy: str) -> str:
     return hlo[hlo.index("\nENTRY") :]
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather+ring"])
+# Of the second the backward pass is the first's.
+@pytest.mark.parametrize(
+    "strategy", ["ring", pytest.param("all_gather+ring", marks=pytest.mark.thorough)]
+)
 def test_messages_of_the_ring_travel_while_kernels_run(strategy):
     """XLA has one message on its way at a time. What it made of two at a time, and of
     keys that nothing kept from going round at once, were messages that it waits for: on

@@ -55,10 +55,10 @@ def test_it_takes_a_bias(strategy, simulated, rows, x64):
 @pytest.mark.parametrize(
     ("strategy", "layout", "shards", "rules"),
     [
-        ("ring", "zigzag", 4, dict(zip(LAST + NAMES, LENGTHS + IDS))),
-        ("ring+ulysses", "zigzag", 8, dict(zip(LAST[1:], LENGTHS[1:]))),
+        ("ring", "zigzag", 2, dict(zip(LAST + NAMES, LENGTHS + IDS))),
+        ("ring+ulysses", "zigzag", 4, dict(zip(LAST[1:], LENGTHS[1:]))),
         ("ulysses", "contiguous", 2, dict(zip(NAMES, IDS))),
-        ("all_gather", "striped", 8, dict(zip(LAST[:1], LENGTHS[:1]))),
+        ("all_gather", "striped", 4, dict(zip(LAST[:1], LENGTHS[:1]))),
     ],
 )
 def test_it_is_attention(strategy, layout, shards, rules, x64):

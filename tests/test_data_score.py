@@ -20,8 +20,15 @@ def scenes(resolution, family="all", split="val"):
     return images, [example["caption"] for example in examples]
 
 
-@pytest.mark.parametrize("resolution", [32, 64])
-@pytest.mark.parametrize("split", ["val", "novel"])
+@pytest.mark.parametrize(
+    ("split", "resolution"),
+    [
+        ("val", 32),
+        ("novel", 64),
+        pytest.param("val", 64, marks=pytest.mark.thorough),
+        pytest.param("novel", 32, marks=pytest.mark.thorough),
+    ],
+)
 def test_true_captions_pass(resolution, split):
     images, captions = scenes(resolution, split=split)
     rates = score_batch(images, captions)

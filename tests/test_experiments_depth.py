@@ -128,7 +128,17 @@ def test_activations_keep_their_size_at_every_depth(layers):
     assert 0.2 < sizes[0] / sizes[1] < 5
 
 
-@pytest.mark.parametrize("name", libraries.LIBRARIES)
+# How these two differ from the others changes no inputs.
+FURTHER = "flash2", "issue_42"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name in FURTHER))
+        for name in libraries.LIBRARIES
+    ],
+)
 def test_inputs_as_they_are_change_nothing_for_numbers_of_their_format(name):
     """On BF16 numbers the roundings left out are none; one more in `llama3` moves dK
     and dV by the 16-bit sums' own error, not by more."""
@@ -141,8 +151,12 @@ def test_inputs_as_they_are_change_nothing_for_numbers_of_their_format(name):
                 variant, *inputs, shards=4, out_dtype=jnp.bfloat16
             )[0]
 
-        out, pullback = jax.vjp(attend, q, k, v)
-        return out, *pullback(dout.astype(jnp.bfloat16))
+        @jax.jit
+        def both(q, k, v, dout):
+            out, pullback = jax.vjp(attend, q, k, v)
+            return out, *pullback(dout.astype(jnp.bfloat16))
+
+        return both(q, k, v, dout)
 
     variant = libraries.LIBRARIES[name]
     pairs = zip(
@@ -175,7 +189,7 @@ def measured(tmp_path, capsys):
 def test_attentions_are_told_apart(measured):
     names = "rounded", "attn_jax", "flash2", "ring_flash_attn"
     rows, claims = measured(
-        *("--variants", *names, "--settings", "hard", "--layers", "3"),
+        *("--variants", *names, "--settings", "hard", "--layers", "2"),
     )
 
     def error(variant: str, tensor: str, shards: int, inputs: str = "fp32") -> float:

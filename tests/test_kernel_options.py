@@ -31,6 +31,7 @@ from tests.child_process import in_child_process
 from tests.gpu_compiler import Program, compiled
 from tests.test_residuals import equations
 
+THOROUGH = pytest.mark.thorough
 TIME_LIMIT = 120  # seconds; a case takes three to seven alone on a core
 # ATTN_JAX has dS in the inputs' format for dQ, too.
 NO_CURES = dict(dq_centre="none", delta_source="o")
@@ -296,16 +297,13 @@ def _compiled(
         (dict(rescale_threshold=8.0), 128, False, ["forward"]),
         (FINE, 128, True, ["forward", "key_numbers"]),
         pytest.param(
-            *(ROW, 64, False, ["delta", "dq", "forward", "forward"]),
-            marks=pytest.mark.thorough,
+            *(ROW, 64, False, ["delta", "dq", "forward", "forward"]), marks=THOROUGH
         ),
         pytest.param(
-            *(dict(rescale_threshold=8.0), 64, True, ["forward"]),
-            marks=pytest.mark.thorough,
+            dict(rescale_threshold=8.0), 64, True, ["forward"], marks=THOROUGH
         ),
         pytest.param(
-            *(dict(repeated_max_factor=2.0), 128, True, ["forward"]),
-            marks=pytest.mark.thorough,
+            *(dict(repeated_max_factor=2.0), 128, True, ["forward"]), marks=THOROUGH
         ),
     ],
 )
@@ -384,7 +382,7 @@ def _kernel_names(changes: dict | None, backward=None, out_dtype=None) -> list[s
             ["key_numbers", "forward", "row_sums", "fused"],
         ),
         (NO_CURES, "fused", ["forward", "row_sums", "fused"]),
-        (NO_CURES, None, ["forward", "dq", "dkv"]),
+        pytest.param(NO_CURES, None, ["forward", "dq", "dkv"], marks=THOROUGH),
         (NONE, "fused", ["key_numbers", "forward", "row_sums", "fused"]),
         (NONE, None, ["key_numbers", "forward", "row_sums", "dq", "dkv"]),
         (MEAN, None, ["key_numbers", "forward", "row_sums", "dq", "dkv"]),

@@ -135,8 +135,17 @@ def _audited() -> str:
     return partitioned(program, query, query, query, query).hlo
 
 
+# Slices of an operand, of what a loop carries, and of a message. `_simulated` and
+# `_audited` have the first two again.
 @pytest.mark.parametrize(
-    "program", [_slices_of_one_array, _layers_in_a_loop, _simulated, _ring, _audited]
+    "program",
+    [
+        _slices_of_one_array,
+        _layers_in_a_loop,
+        pytest.param(_simulated, marks=pytest.mark.thorough),
+        _ring,
+        pytest.param(_audited, marks=pytest.mark.thorough),
+    ],
 )
 def test_results_that_begin_as_operands_are_in_no_fusion(program):
     """In one (JAX 0.11.2) they begin as whatever memory holds: rows of out were zero on

@@ -100,18 +100,19 @@ class Results(NamedTuple):
 # partner (T > S, T < S under a causal mask), grouped heads, FP32 output, scale < 0,
 # queries that leave a warpgroup idle in a tile that is not the only one.
 CASES = [
-    Case("normal", 128, 128, 1, 1, 64, False, backward="two_kernels"),
-    Case("uniform", 200, 200, 2, 1, 64, True, backward="two_kernels"),
     Case("offset", 70, 190, 2, 1, 64, False, "float16", backward="two_kernels"),
     Case("lse-130", 150, 100, 1, 1, 128, True),
-    Case("outlier", 40, 160, 2, 2, 128, True, out_dtype="float32"),
     Case("wide", 130, 250, 1, 1, 128, False, scale=-0.05, backward="two_kernels"),
     Case("offset", 70, 190, 1, 1, 128, False, scale=-0.05, backward="fused"),
     Case("own_means", 270, 300, 1, 1, 64, False, out_dtype="float32"),
-    Case("drift", 330, 330, 1, 1, 64, True),
+    Case("drift", 200, 330, 1, 1, 64, True),
 ]
-# More of the one-pass kernel, which has tests of its own.
+# What these have is in others, too; the one-pass kernel has tests of its own.
 FURTHER = [
+    Case("normal", 128, 128, 1, 1, 64, False, backward="two_kernels"),
+    Case("uniform", 200, 200, 2, 1, 64, True, backward="two_kernels"),
+    Case("outlier", 40, 160, 2, 2, 128, True, out_dtype="float32"),
+    Case("drift", 330, 330, 1, 1, 64, True),
     Case("normal", 1, 129, 4, 2, 64, False, backward="fused"),
     Case("uniform", 200, 200, 2, 1, 64, True, backward="fused"),
 ]
@@ -235,30 +236,28 @@ def test_kernels_are_as_good_as_correctly_rounded(architecture, case):
     ("architecture", "backward", "scale"),
     [
         ("hopper", "two_kernels", 2e6),
-        ("hopper", "fused", 2e6),
-        ("hopper", "two_kernels", 2e7),
+        pytest.param("hopper", "fused", 2e6, marks=pytest.mark.thorough),
+        pytest.param("hopper", "two_kernels", 2e7, marks=pytest.mark.thorough),
         ("hopper", "fused", 2e7),
         ("hopper", None, 5e8),
         ("ampere", None, 2e7),
     ],
 )
-def test_large_logits_leave_no_infinity(architecture, backward, scale):
+def test_large_logits_leave_no_infinity_and_the_largest_all_weight(
+    architecture, backward, scale
+):
     """Trainings that lost their hold had logits of 5e7, each with one key that has all
     the weight. There FP32 numbers lie 4 apart, and with a maximum rounded down by 2 a
     weight of 4 times 2^15 was an infinite FP16 number; in the backward pass LSE is
     rounded more often, and P may be 2^20. Where they lie 128 apart no key at all had
-    weight in a training whose logits came to 1.2e9."""
+    weight in a training whose logits came to 1.2e9; on Hopper it has to 1e10, where
+    they lie 1024 apart: what is rounded may not decide."""
     case = Case("normal", 130, 250, 1, 1, 64, False, scale=scale, backward=backward)
     results = in_child_process(_kernels, architecture, case, seconds=TIME_LIMIT)
     for name, x in results._asdict().items():
         assert np.isfinite(np.asarray(x, np.float32)).all(), name
-
-
-@pytest.mark.parametrize("scale", [2e6, 2e7, 5e8])
-def test_of_large_logits_the_largest_has_all_weight(scale):
-    """To 1e10, where FP32 numbers lie 1024 apart: what is rounded may not decide."""
-    case = Case("normal", 130, 250, 1, 1, 64, False, scale=scale)
-    results = in_child_process(_kernels, "hopper", case, seconds=TIME_LIMIT)
+    if architecture == "ampere":
+        return
     query, key, value, *_ = (np.asarray(x, np.float64)[0, :, 0] for x in case.inputs())
     logits = scale * query @ key.T
     assert logits.max() > 25 * scale
@@ -301,18 +300,23 @@ def test_a_scale_of_0_takes_sinks():
     )
 
 
-def _tiled_as_long_ones(case: Case) -> Results:
+def _tiled_as_long_ones(case: Case) -> np.ndarray:
+    def forward(query, key, value):
+        mask = Mask(is_causal=case.is_causal)
+        return attention(query, key, value, scale=case.logit_scale(), mask=mask)[0]
+
     short = tuning.SHORT["forward", case.is_causal]["hopper"]
     with patch.dict(short, clear=True), fresh_programs():
-        return _kernels("hopper", case)
+        with made_for("hopper"), interpreted():
+            return jax.device_get(jax.jit(forward)(*case.inputs()[:3]))
 
 
 @pytest.mark.parametrize(
     "is_causal", [True, pytest.param(False, marks=pytest.mark.thorough)]
 )
 def test_tiling_for_many_keys_is_as_good(is_causal):
-    case = Case("normal", 200, 390, 2, 1, 64, is_causal, backward="two_kernels")
-    out = in_child_process(_tiled_as_long_ones, case, seconds=TIME_LIMIT).out
+    case = Case("normal", 200, 390, 2, 1, 64, is_causal)
+    out = in_child_process(_tiled_as_long_ones, case, seconds=TIME_LIMIT)
     assert unit_error(out, _golden(case).out, BF16) <= 1.7
 
 

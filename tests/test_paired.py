@@ -37,10 +37,16 @@ def weights(training: paired.Training):
 
 
 @pytest.fixture(scope="module")
-def trained():
+def rings(request):
+    """For the suite's time one of them."""
+    return RINGS if request.config.getoption("--thorough") else RINGS[:1]
+
+
+@pytest.fixture(scope="module")
+def trained(rings):
     """By step, of every arm: weights, losses, and the step at which it diverged."""
     names = "re-run", "ulp", "graph", "pallas", "order", "init", "mesh-2"
-    arms = [*map(find, (*names, *OPTIONS, *RINGS)), WILD]
+    arms = [*map(find, (*names, *OPTIONS, *rings)), WILD]
     return {
         step: {
             name: (weights(t), list(t.losses), t.diverged) for name, t in every.items()
@@ -87,9 +93,9 @@ def test_a_nudge_is_seen_by_the_network(seen):
     assert y < x < 0 and y == np.nextafter(x, np.asarray(-np.inf, x.dtype))
 
 
-def test_arms_differ_in_what_they_say_alone(trained):
+def test_arms_differ_in_what_they_say_alone(trained, rings):
     first = {name: of[0] for name, of in trained[0].items()}
-    for name in ("pallas", *OPTIONS, *RINGS, "order", "mesh-2", "wild"):
+    for name in ("pallas", *OPTIONS, *rings, "order", "mesh-2", "wild"):
         chex.assert_trees_all_equal(first[name], first[REFERENCE])
     one = {name: of[1][0] for name, of in trained[1].items()}
     # At first the gates of attention are closed: all arms have the loss of the same
@@ -99,7 +105,7 @@ def test_arms_differ_in_what_they_say_alone(trained):
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=2.0**-9)
     # Other roundings than the default's, and as near.
-    for name in (*OPTIONS, *RINGS):
+    for name in (*OPTIONS, *rings):
         other = trained[STEPS][name][1]
         assert other not in losses
         assert other == pytest.approx(losses[1], rel=2.0**-9)

@@ -44,7 +44,11 @@ def test_is_the_sum(length, axis):
         )
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 64, 1000])
+@pytest.mark.parametrize(
+    "length",
+    [1, pytest.param(2, marks=pytest.mark.thorough), 7]
+    + [pytest.param(64, marks=pytest.mark.thorough), 1000],
+)
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_is_the_running_sum(length, axis):
     shape = [3, 5, 2]

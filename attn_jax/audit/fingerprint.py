@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,23 @@ def _installed(path: Path) -> bool:
 
 def _versions(names: set[str]) -> dict[str, str]:
     found = {"attn_jax": importlib.import_module("attn_jax").__version__}
-    installed = importlib.metadata.packages_distributions()
+    installed = _distributions(tuple((x, _changed(x)) for x in sys.path))
     for name in names:
         for package in installed.get(name, ()):
             found[package] = importlib.metadata.version(package)
     return found
+
+
+@functools.lru_cache(maxsize=1)
+def _distributions(folders: tuple[tuple[str, int], ...]) -> Mapping[str, list[str]]:
+    """To look through all that is installed takes longer than many a part of an audit,
+    so once until something is installed or removed."""
+    del folders
+    return importlib.metadata.packages_distributions()
+
+
+def _changed(folder: str) -> int:
+    try:
+        return Path(folder).stat().st_mtime_ns
+    except OSError:
+        return 0
