@@ -11,9 +11,6 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from analysis.notebook import committed, where
-from analysis.record import Row
-
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # What a cell holds besides imports: a measurement, a table, a picture. All else belongs
@@ -87,54 +84,6 @@ def test_notebooks_that_are_named_exist():
             assert (ROOT / notebook).exists(), f"{name}: {notebook}"
 
 
-# Those whose sweeps and trainings run under --thorough alone. What these measure, at
-# the same size, `test_experiments_*` and `test_paired` look at.
-SWEEPS = ["01_deviation_sweeps", "03_weight_deviation", "04_ring"]
-
-
-def of_committed(name: str, *options: str) -> list[Row]:
-    """In place of `sweep`: what it measured when the results were committed."""
-    rows = committed(f"{name}/default.parquet")
-    columns = {"--families": "family", "--shards": "shards"}
-    wanted: dict[str, list] = {}
-    for option in options:
-        if option.startswith("--"):
-            column = columns[option]
-            wanted[column] = []
-        else:
-            wanted[column].append(int(option) if option.isdigit() else option)
-    return where(rows, **wanted)
-
-
-@pytest.mark.parametrize("name", SWEEPS)
-@pytest.mark.usefixtures("as_users_call_it")
-def test_cells_run_on_committed_results(name, monkeypatch, capsys):
-    """All names there are, all columns, tables and pictures."""
-
-    def of_training(arms, steps, *changes):
-        rows = committed("training/weights-tiny/weights.parquet")
-        return where(rows, arm=list(arms), kind="all")
-
-    monkeypatch.setattr("analysis.notebook.sweep", of_committed)
-    monkeypatch.setattr("analysis.notebook.train", of_training)
-    notebook, space, pictures = read(name), {}, 0
-    for cell in notebook.cells:
-        if cell.cell_type != "code":
-            continue
-        *most, last = ast.parse(cell.source).body
-        exec(compile(ast.Module(most, []), name, "exec"), space)
-        if not isinstance(last, ast.Expr):
-            exec(compile(ast.Module([last], []), name, "exec"), space)
-            continue
-        value = eval(compile(ast.Expression(last.value), name, "eval"), space)
-        if value is not None:
-            assert value._repr_png_().startswith(b"\x89PNG")
-            pictures += 1
-    assert pictures == len(pictures_of(notebook))
-    printed = capsys.readouterr().out
-    assert len(printed.splitlines()) > 20
-
-
 @pytest.fixture
 def run(monkeypatch):
     """Runs a notebook at its toy size, and then one more cell, whose last line is an
@@ -159,7 +108,6 @@ def run(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_deviation_sweeps(run):
     rows = run("01_deviation_sweeps", "where(formats, format='bf16', family='uniform')")
     largest = {row["recipe"]: row["max_over_baseline"] for row in rows}
@@ -178,7 +126,6 @@ def test_backward(run):
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_weight_deviation(run):
     rows = run("03_weight_deviation", "few")
     assert {(row["arm"], row["step"]) for row in rows} == {
@@ -188,7 +135,6 @@ def test_weight_deviation(run):
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_ring(run):
     rows = run("04_ring", "where(live, shards=8)")
     found = {(row["variant"], row["tensor"]): row["rms_ratio"] for row in rows}
