@@ -207,7 +207,7 @@ def test_there_are_as_many_as_cores_and_memory_allow(monkeypatch):
     assert groups[-1].logits_bytes == 2**31  # Two heads of 16384 keys.
     parts = [*(x.logits_bytes for x in groups), *[groups[0].logits_bytes] * 6]
     # Three quarters of cards of 80, 40 and 24 GB.
-    assert [found(x, 16, parts) for x in (59, 29, 18)] == [6, 3, 1]
+    assert [found(x, 16, parts) for x in (59, 29, 18)] == [8, 3, 1]
     assert [found(59, x, parts) for x in (1, 2, 8)] == [1, 1, 4]
     # All problems are as long as those of which two have room.
     assert found(29, 16, [2**31] * 9) == 2
