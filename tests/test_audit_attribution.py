@@ -30,7 +30,8 @@ ALMOST = [
     {"flash2", "flash3", "flash4", "flash2 (dq_accumulator)", "flash2 (delta)"}
     | {"flash2 (query rounded after scaling)"},
     {"flash1_paper", "flash2_op_by_op"},
-    {"eager_op_by_op", "qiu_yao", "eager_op_by_op (query rounded after scaling, too)"},
+    {"eager_op_by_op", "qiu_yao", "eager_op_by_op (query rounded after scaling, too)"}
+    | {"eager_op_by_op (gradients by query head, softmax in 16 bits)"},
 ]
 
 

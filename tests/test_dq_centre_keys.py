@@ -193,9 +193,8 @@ def test_x64_mode_changes_no_bit_and_neither_does_the_carrier_of_c():
         cores = dataclasses.replace(
             cores, dq_centre="keys", dot_chunk=4, gradient=Step(BF16)
         )
-        shape = dataclasses.replace(SHAPE, query_length=8, heads=1)
-        arrays = make_inputs("offset", 0, shape)
-        Outcome(cores, arrays, random_dlse(shape)).check_bits(("dquery",))
+        arrays = make_inputs("offset", 0, SHAPE)
+        Outcome(cores, arrays, random_dlse(SHAPE)).check_bits(("dquery",))
 
 
 def test_another_name_gets_one_line(as_users_call_it):
@@ -247,26 +246,8 @@ CHANGES = {
 }
 
 
-# Each change, mask and family, the masks that a change could mind among them.
-DRAWN = [
-    ("alone", "lengths", "wide"),
-    ("ring", "causal", "offset"),
-    ("FP16 dS", "none", "lse-130"),
-    ("FP8 dS and K'", "causal", "uniform"),
-    ("FP16", "lengths", "offset"),
-    ("FP8", "none", "uniform"),
-    ("K' alone", "causal", "wide"),
-]
-
-
-@pytest.mark.parametrize(("changes", "mask", "family"), DRAWN)
-def test_no_dq_exceeds_its_bound(changes, mask, family):
-    check_bound(changes, mask, family, seed=len(family))
-
-
-@pytest.mark.thorough
 @hypothesis.settings(
-    max_examples=40, deadline=None, derandomize=True, database=None,
+    max_examples=12, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )  # fmt: skip
@@ -276,11 +257,7 @@ def test_no_dq_exceeds_its_bound(changes, mask, family):
     family=st.sampled_from(["uniform", "offset", "wide", "lse-130"]),
     seed=st.integers(0, 1000),
 )
-def test_no_dq_exceeds_its_bound_whatever_is_drawn(changes, mask, family, seed):
-    check_bound(changes, mask, family, seed)
-
-
-def check_bound(changes: str, mask: str, family: str, seed: int) -> None:
+def test_no_dq_exceeds_its_bound(changes, mask, family, seed):
     recipe = dataclasses.replace(KEYS, **CHANGES[changes])
     inputs = make_inputs(family, seed, FEW, np.float32)
     held = {FP16: np.float16, BF16: ml_dtypes.bfloat16}.get(
