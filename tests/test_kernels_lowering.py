@@ -165,7 +165,8 @@ def test_lowers_with_a_head_dim_of_values_own(
 def test_lowers_to_float32_output():
     query, key, value = _arrays(**GQA, H=128, dtype=jnp.bfloat16)
     lowered = _lowered(query, key, value, out_dtype=jnp.dtype("float32"))
-    _check(lowered, query, key, jnp.float32, kernels=5)
+    # In one pass: query heads of a key head are dealt in parts.
+    _check(lowered, query, key, jnp.float32, kernels=4)
 
 
 CAUSAL_BIAS = ((2, 4, 1000, 1100), "float16", {"mask": Mask(is_causal=True)}, True)
