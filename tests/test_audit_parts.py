@@ -138,7 +138,8 @@ def test_what_fails_in_the_other_mode_under_another_mask_is_said():
         return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal)
 
     target = Target("planted", attend, Adapter(lse=None))
-    masks = ["full", "causal", "window"]  # It has no argument for the last one.
+    # The problem's own is looked at as a whole; it has no argument for the last one.
+    masks = ["full", "causal", "window"]
     (row,) = more.other_mode(target, PROBLEM, masks, gradients=True)
     (found,) = row["findings"]
     assert (found["kind"], found["cause"]) == ("fails", "x64 mode")

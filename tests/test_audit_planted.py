@@ -49,15 +49,10 @@ LOOKS = {
 }
 
 
-# Nearly all do without those of a row sum.
-FEWER = {name: recipe for name, recipe in FEW.items() if "row_sum" not in name}
-
-
 @pytest.fixture(autouse=True)
 def recipes(request, monkeypatch):
     if not request.config.getoption("--thorough"):
-        some = FEW if "row sum" in request.node.name else FEWER
-        monkeypatch.setattr(sys.modules[__name__], "RECIPES", some)
+        monkeypatch.setattr(sys.modules[__name__], "RECIPES", FEW)
 
 
 def audit(function, group: Group, *looks: str):

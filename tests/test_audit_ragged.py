@@ -4,15 +4,24 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
 
 from attn_jax.audit import attribution, verdict
 from attn_jax.audit.audit import Audit, carry_out
-from attn_jax.audit.inputs import Shape
+from attn_jax.audit.inputs import Shape, most_of_a_bias
 from attn_jax.audit.measure import measured
 from attn_jax.audit.parts import Parts
 from attn_jax.audit.plan import Group, plan, ragged
-from attn_jax.audit.problem import HIDING_BIAS, MASKS, TOGETHER, Problem, made_of
+from attn_jax.audit.problem import (
+    DTYPES,
+    HIDING_BIAS,
+    MASKS,
+    TOGETHER,
+    Problem,
+    made_of,
+)
 from attn_jax.audit.target import Target
 from attn_jax.audit.wiring import recognise
 from attn_jax.formats import BF16
@@ -203,6 +212,17 @@ def test_windows_there_are_wider_than_a_tile():
         window = group.problems("bfloat16")[0].rules.window
         assert window is not None and min(window) > 64 and window[0] != window[1]
         assert max(window) < group.shape.key_length // 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias_hides_in_every_format(dtype):
+    """Whole tiles of some queries, both ways, and the last key from none."""
+    bias = Problem(SHAPE, dtype, mask=HIDING_BIAS).bias
+    assert bias is not None and bias.dtype == DTYPES[dtype]
+    for least in (-np.inf, ml_dtypes.finfo(bias.dtype).min):
+        hidden = bias == least
+        assert hidden[..., :TILE].all(-1).any() and not hidden[..., -1].any()
+    assert 4 < most_of_a_bias(bias) < 20
 
 
 def audit(function, mask: str):

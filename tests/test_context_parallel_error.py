@@ -21,8 +21,7 @@ from tests.parallel_runs import both_passes, sharded, simulated
 
 LENGTH, HEAD_DIM, SEEDS = 512, 32, 3
 GATE = {"out": 1.05, "dq": 1.05, "dk": 1.20, "dv": 1.05}
-# Two numbers are rounded in each of log2(64) = 6 levels of sums, or fewer; W = 1 rounds
-# one.
+# Two numbers are rounded in each of log2(64) = 6 levels of sums, W = 1 rounds one.
 LSE_GATE = 3.2
 
 
@@ -56,12 +55,10 @@ def growth(family: str, shards: int, how=simulated, **options):
         pytest.param("normal", 2, sharded, marks=pytest.mark.thorough),
         pytest.param("normal", 4, sharded, marks=pytest.mark.thorough),
         pytest.param(CANCELLING, 8, sharded, marks=pytest.mark.thorough),
-        # What grew by 1.05 for each doubling would be beyond every gate.
-        ("normal", 32, simulated),
-        pytest.param("normal", 64, simulated, marks=pytest.mark.thorough),
-        pytest.param(CANCELLING, 2, simulated, marks=pytest.mark.thorough),
+        ("normal", 64, simulated),
+        (CANCELLING, 2, simulated),
         (CANCELLING, 8, simulated),
-        pytest.param(CANCELLING, 64, simulated, marks=pytest.mark.thorough),
+        (CANCELLING, 64, simulated),
         pytest.param("sink", 8, simulated, marks=pytest.mark.thorough),
         pytest.param("sink", 64, simulated, marks=pytest.mark.thorough),
         pytest.param("own_means", 64, simulated, marks=pytest.mark.thorough),
@@ -80,28 +77,24 @@ def test_by_default_lse_does_not_grow_either():
     assert merged["lse"] > 1.05
 
 
-@pytest.mark.parametrize("shards", [16, pytest.param(64, marks=pytest.mark.thorough)])
-def test_a_carried_maximum_and_sum_keep_lse(shards):
-    """Beside one device that visits as many blocks: those of the shards. Merged by LSE,
-    16 shards have 1.4 times its error, 32 have 2.0."""
-    block = LENGTH // shards
-    recipe = dataclasses.replace(ATTN_JAX, ring_merge="carry", block_kv=block)
-    alone, found = (errors("normal", n, recipe=recipe) for n in (1, shards))
+def test_a_carried_maximum_and_sum_keep_lse():
+    """Beside one device that visits as many blocks: those of 64 shards of 8 keys."""
+    recipe = dataclasses.replace(ATTN_JAX, ring_merge="carry", block_kv=8)
+    alone, found = (errors("normal", n, recipe=recipe) for n in (1, 64))
     assert {k: v for k, v in GATE.items() if found[k] > v * alone[k]} == {}
     assert found["lse"] <= 1.05 * alone["lse"]
 
 
 def test_16_bit_partial_results_cost_one_step():
-    """What fails where the gates hold: they can tell. Of one step for each of the four
-    doublings, as of the sums below, 1.3^4 = 2.9 would be left at last."""
+    """What fails where the gates hold: they can tell."""
     first = growth("normal", 2, partials="16-bit")
     assert min(first["dk"], first["dv"]) > 1.10
-    last = growth("normal", 16, partials="16-bit")
+    last = growth("normal", 64, partials="16-bit")
     assert max(last[name] for name in GATE) < 1.5
     assert growth(CANCELLING, 8, partials="16-bit")["dq"] > 1.5
 
 
 def test_a_16_bit_wire_costs_more_with_every_device():
-    found = growth("normal", 32, wire="16-bit")
-    assert min(found["dk"], found["dv"]) > 2  # 3.1 and 2.9; at 16 devices 2.2 and 2.0
+    found = growth("normal", 64, wire="16-bit")
+    assert min(found["dk"], found["dv"]) > 2
     assert max(found["out"], found["dq"]) <= 1.05

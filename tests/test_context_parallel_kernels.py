@@ -361,8 +361,7 @@ def _wide_gradients(head_dim: int, bias_dtype: str | None) -> Program:
     ("head_dim", "bias_dtype"),
     [
         (128, None),
-        # The kernels with a bias are compiled by test_kernels_compile, too.
-        pytest.param(128, "bfloat16", marks=pytest.mark.thorough),
+        (128, "bfloat16"),
         pytest.param(64, None, marks=pytest.mark.thorough),
         pytest.param(64, "float32", marks=pytest.mark.thorough),
     ],

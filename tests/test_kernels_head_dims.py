@@ -155,9 +155,7 @@ def test_longest_heads_are_as_good_one_tile_after_the_other():
     _check(LONGEST, results)
 
 
-@pytest.mark.parametrize(
-    "architecture", ["hopper", pytest.param("ampere", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("architecture", ["hopper", "ampere"])
 def test_v_of_its_own_head_dim_follows_the_recipe(architecture):
     """As tests/test_kernels_interpret.py has it, 2**-8 of all results at the most."""
     case = MLA

@@ -101,8 +101,7 @@ def test_pairs_seen_are_those_of_the_mask():
         np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
 
 
-@pytest.mark.parametrize("most", [1, pytest.param(2, marks=pytest.mark.thorough)])
-def test_the_centre_is_the_one_that_the_kernels_subtract(most):
+def test_the_centre_is_the_one_that_the_kernels_subtract():
     kinds = {"all": 0, "causal": 0, "ids": 0, "interval": 0}
     for number in range(60):
         program = cases.program(0, number, 200)
@@ -110,7 +109,7 @@ def test_the_centre_is_the_one_that_the_kernels_subtract(most):
         if program.rules > program.is_causal or program.bias:
             kind = "ids" if program.ids else "interval"
         kinds[kind] += 1
-        if kinds[kind] > most:
+        if kinds[kind] > 2:
             continue
         drawn = [cases.case(0, n, program) for n in range(cases.BATCH)]
         batch = cases.batch(0, program, drawn)
@@ -128,7 +127,7 @@ def test_the_centre_is_the_one_that_the_kernels_subtract(most):
             found = found.repeat(tiling.rows, 1)[:, : program.T]
         centre, error = case_check.kernel_centre(program, batch)
         assert (np.abs(found - centre) <= error).all(), program
-    assert min(kinds.values()) >= most
+    assert min(kinds.values()) >= 2
 
 
 def test_a_ratio_is_infinite_for_nan_and_zero_without_a_bound():
@@ -222,24 +221,24 @@ def test_what_the_emulator_gives_passes():
 def test_sound_attention_passes_and_a_second_call_goes_on(
     tmp_path, capsys, monkeypatch
 ):
-    assert main(command("--seed", "5", "--cases", "12", out=tmp_path)) == 0
+    assert main(command("--seed", "5", "--cases", "20", out=tmp_path)) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out.splitlines()[-1])
-    assert result["rows"] == 12 and result["failed"] == result["refused"] == 0
+    assert result["rows"] == 20 and result["failed"] == result["refused"] == 0
     assert "Largest error in units of its bound" in captured.err
     with open(result["files"][0]) as file:
         rows = list(csv.DictReader(file))
-    assert [int(row["case"]) for row in rows] == list(range(12))
+    assert [int(row["case"]) for row in rows] == list(range(20))
     for name in ("out", "dq", "dk", "dv"):
         # Neither exceeded nor far from what happens.
         assert 0.2 < max(float(row[f"{name}_ratio"] or 0) for row in rows) <= 1
     with open(result["files"][1]) as file:
         described = json.load(file)
-    assert len(described["programs"]) == 2 and described["settings"]["seed"] == 5
+    assert len(described["programs"]) == 3 and described["settings"]["seed"] == 5
     monkeypatch.setattr(case_check, "compiled", lambda *_: pytest.fail("measured"))
-    assert main(command("--seed", "5", "--cases", "12", out=tmp_path)) == 0
+    assert main(command("--seed", "5", "--cases", "20", out=tmp_path)) == 0
     capsys.readouterr()
-    assert main(command("--seed", "5", "--cases", "13", out=tmp_path)) == 2
+    assert main(command("--seed", "5", "--cases", "21", out=tmp_path)) == 2
     assert "other settings" in capsys.readouterr().err
 
 

@@ -125,6 +125,7 @@ def _distributions(folders: tuple[tuple[str, int], ...]) -> Mapping[str, list[st
 
 
 def _changed(folder: str) -> int:
+    """When; 0 if there is no such folder, which `sys.path` may name all the same."""
     try:
         return Path(folder).stat().st_mtime_ns
     except OSError:

@@ -93,7 +93,8 @@ def make_bias(
     """
     # Not the inputs' numbers.
     rng = np.random.Generator(np.random.Philox([seed, 1]))
-    size = _, _, T, S = 1, shape.heads, shape.query_length, shape.key_length
+    T, S = shape.query_length, shape.key_length
+    size = 1, shape.heads, T, S
     bias = (2 * rng.standard_normal(size, np.float32)).astype(dtype)
     if hides:
         hidden = rng.random(size, np.float32) < 0.25
