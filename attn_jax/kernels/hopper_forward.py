@@ -135,8 +135,10 @@ def forward(
         )
     ]
     # Blocks in a link of the sum, and whether there can be more than one link.
-    link_blocks = hopper_links.KEYS // columns
+    link_blocks = pl.cdiv(hopper_links.KEYS, columns)
     in_links = max(counts) > link_blocks
+    # Of out, which then has no place of its own.
+    by_key = tiling.out_by_key and not (wide_out or carries)
 
     pairs = None
     if mask is not None:
@@ -225,6 +227,14 @@ def forward(
             def k_of(step):
                 return k_smem.at[slot(step)].transpose((1, 0))
 
+            def release_k(step):
+                """The tile's last block is kept, and one more barrier counts who has
+                read it."""
+                place = slot(step)
+                if by_key:
+                    place = jnp.where(step == tile_last, jnp.int32(stages), place)
+                plgpu.barrier_arrive(k_free.at[place])
+
             def entry(step):
                 """What the list says of a step's block; 0 past its end."""
                 if pairs is None:
@@ -308,7 +318,7 @@ def forward(
                     return s_acc[...]
 
                 s = pl.run_scoped(first_logits, accumulator(rows, columns))
-                plgpu.barrier_arrive(k_free.at[slot(first)])
+                release_k(first)
                 state, p, _ = softmax.add(hide_first(s, first), before, floor)
                 await_k(first + 1)
 
@@ -324,7 +334,7 @@ def forward(
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
                     s = pl.run_scoped(products, accumulator(rows, columns))
-                    plgpu.barrier_arrive(k_free.at[slot(now)])
+                    release_k(now)
                     s = hide_later(s, now, listed_as)
                     state, p, correction = softmax.add(s, state)
                     # This wait between the softmax and the wait for P V keeps ptxas
@@ -387,6 +397,15 @@ def forward(
             if wide_out:
                 # Two FP32 tiles do not fit in shared memory beside K and V.
                 out_gmem[b, own_rows, n] = out
+            elif by_key:
+                place = pl.ds(pl.multiple_of(warpgroup * rows, rows), rows)
+                plgpu.barrier_wait(k_free.at[stages])
+                outputs = Outputs(
+                    out_gmem, low_gmem, k_smem.at[slot(tile_last), place], None
+                )
+                outputs.in_parts(out, b, n, own_rows, value_dim)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(k_free.at[slot(tile_last)])
             else:
                 tiles = out_smem.at[warpgroup], low_smem and low_smem.at[warpgroup]
                 outputs = Outputs(out_gmem, low_gmem, *tiles)
@@ -453,14 +472,14 @@ def forward(
                 smem_tile((warpgroups, rows, head_dim), dtype),
                 smem_tile((stages, columns, head_dim), dtype),
                 smem_tile((stages, columns, value_dim), value.dtype, columns),
-                None if wide_out else out_smem,
-                low_smem,
+                None if wide_out or by_key else out_smem,
+                None if by_key else low_smem,
             ),
             (
                 plgpu.Barrier(num_barriers=warpgroups),
                 *[plgpu.Barrier(num_barriers=stages)] * 2,
                 free(),
-                *[free(num_barriers=stages)] * 2,
+                *[free(num_barriers=stages + by_key), free(num_barriers=stages)],
             ),
         ],
         grid=(table.shape[0],),

@@ -3,7 +3,7 @@
 The tensor cores cut an accumulator off toward zero at every addition
 (`attn_jax.on_tensor_cores`): where P V adds up to something, the sum shrinks in
 proportion to the number of keys, and delta, made of it, leaves rows of dS that do not
-sum to zero. Here no more than `KEYS` keys are summed in one accumulator; the sums of
+sum to zero. Here the blocks of `KEYS` keys are summed in one accumulator; the sums of
 such links are added to nearest, in global memory, where a warpgroup has one place for
 all its tiles.
 
@@ -31,7 +31,7 @@ from attn_jax.kernels.tiles import (
     read_tile,
 )
 
-# In one accumulator.
+# In one accumulator, or as many as fill their last block.
 KEYS = 16_384
 
 

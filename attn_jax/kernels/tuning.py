@@ -76,10 +76,15 @@ class ForwardTiling(Tiling):
       stored_columns: out goes to memory by way of one buffer, in parts of at most so
         many columns; None: whole, by way of one buffer for out and one for what
         rounding drops.
+      out_by_key: out has no buffer, but goes by way of the last block of K, which
+        leaves room for longer blocks; the same warpgroups are to have read that block
+        and to read it last. V's head dim is that of K, and a block of K has a row for
+        each of the tile.
     """
 
     q_registers: bool = False
     stored_columns: int | None = None
+    out_by_key: bool = False
 
     def stored(self, value_dim: int) -> int:
         """Columns of out in shared memory at a time, a divisor of `value_dim`."""
@@ -296,7 +301,8 @@ def write(entries: list[Entry]) -> str:
 # blocks as long as registers (240 a thread of two consumer warpgroups) and shared
 # memory (227 KB) allow; in the forward kernel a multiple of `rows`, so that a causal
 # mask cuts a warpgroup's last block alone; at few keys, which are more under a causal
-# mask, four warpgroups, which hide the start and end of a tile better. The dK, dV
+# mask, four warpgroups, which hide the start and end of a tile better, or at head dim
+# 128 blocks of 128 keys, which leave less of the last one empty, than 192. The dK, dV
 # kernel splits where 64 rows of both accumulators are more than registers hold. The
 # fused kernel keeps causal sums apart from 2048 keys on, where a query sees 1024:
 # below, making and adding the second array costs more than the waits it saves.
@@ -381,19 +387,26 @@ def configuration(
     is_causal: bool,
     listed: bool,
     window: int | None = None,
+    in_parts: bool = False,
 ) -> Configuration:
     """What the table has for a problem. Blocks that come in lists (`listed`) have the
     tilings for many keys: lists take registers that four warpgroups do not have.
     `window`: of how many keys, where Hopper's forward and one-pass kernels do without
-    lists, and have what they have under a causal mask that lets a query see as many."""
+    lists, and have what they have under a causal mask that lets a query see as many.
+    `in_parts`: the sequence is longer, and others have the rest of it. Neither these
+    nor lists nor windows have a tiling in which out leaves by way of K: it is for tiles
+    whose warpgroups see the same last block, of lengths that nothing else is cut by."""
     seen = keys_seen(key_count, is_causal=is_causal)
     counts = window is not None and target == "hopper"
+    plain = not listed and window is None and not in_parts
 
     def chosen(name: KernelName) -> Tiling:
         by_itself = counts and name == "forward"
         by_mask = (is_causal or by_itself) if len(masks(name)) > 1 else None
         group = Group(target, name, head_dim, value_dim, by_mask)
         most, few, many = few_and_many(group)
+        if getattr(many, "out_by_key", False) and not plain:
+            return few
         keys = min(seen, window) if window is not None else seen
         return few if keys <= most and (by_itself or not listed) else many
 

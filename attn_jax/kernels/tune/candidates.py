@@ -163,6 +163,8 @@ def _hopper_forward_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
         tiles.append((rows, head_dim, 2))
     stored = tiling.stored(value_dim)
     buffers = 2 if stored == value_dim else 1
+    if tiling.out_by_key:
+        buffers = 0
     return Need(
         _registers(*tiles),
         hopper_forward.REGISTERS[groups][0],
@@ -182,6 +184,11 @@ def _hopper_forward_refuses(
         return "Q in registers is for two consumer warpgroups at most"
     if tiling.stored_columns is not None and tiling.stored(value_dim) == value_dim:
         return "the same as without stored_columns"
+    if tiling.out_by_key:
+        if head_dim != value_dim or tiling.columns < tiling.tile:
+            return "a block of K has no room for out"
+        if tiling.stored_columns is not None:
+            return "out by way of K needs no buffer, of so many columns or others"
     return _too_many_threads(
         tiling.warpgroups, *hopper_forward.REGISTERS[tiling.warpgroups]
     )
@@ -313,6 +320,7 @@ KERNELS: dict[Architecture, dict[KernelName, Kernel]] = {
                 "stages": (2, 3, 4),
                 "q_registers": (False, True),
                 "stored_columns": (None, 64),
+                "out_by_key": (False, True),
             },
             _hopper_forward_need,
             _hopper_forward_refuses,
