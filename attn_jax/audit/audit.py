@@ -13,8 +13,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +24,9 @@ from attn_jax.audit.error import in_units
 from attn_jax.audit.finding import Finding, in_order
 from attn_jax.audit.looks import LOOKS, OF_PROBLEMS, look
 from attn_jax.audit.measure import Outcome, Runner, measured
-from attn_jax.audit.parts import Parts
+from attn_jax.audit.parts import Asked, Parts
 from attn_jax.audit.plan import Group, ragged
+from attn_jax.audit.predictions import Beside, Predictions, Prices
 from attn_jax.audit.problem import Problem
 from attn_jax.audit.rows import (
     Found,
@@ -129,100 +129,14 @@ class Result(NamedTuple):
     findings: list[Finding]
 
 
-class _Predictions:
-    """What recipes give on groups of problems, each begun once and beside the rest."""
-
-    def __init__(self, audit: Audit, parts: Parts):
-        self._audit, self._parts = audit, parts
-        self._begun: dict[tuple[str, Group], Future[list[Row]]] = {}
-
-    def begin(self, names: Iterable[str], group: Group) -> None:
-        for name in names:
-            if (name, group) not in self._begun:
-                make = _predict(self._audit, self._audit.recipes[name], group)
-                part = self._parts.beside(f"{name} on {group}", make)
-                self._begun[name, group] = part
-
-    def of(self, names: Iterable[str], group: Group) -> dict[str, dict[str, Found]]:
-        """By recipe and family; waits for those that are not there yet."""
-        names = tuple(names)
-        self.begin(names, group)
-        return {name: found_of(self._begun[name, group].result()) for name in names}
-
-    def allowed(
-        self, names: Iterable[str], problem: Problem, found: Found
-    ) -> dict[str, float]:
-        """What the worst of some recipes comes to, by result: of those that are found
-        to be poor, for the sake of time."""
-        allowed = {tensor: m.honest for tensor, m in found.items()}
-        poor = verdict.POOR_UNITS
-        if any(m.errors.units > poor for name, m in found.items() if name != "lse"):
-            # Parts have the names of groups, which say nothing of families.
-            group = next(x for x in self._audit.measured if x.has(problem))
-            for of in self.of(names, group).values():
-                for tensor, m in of[problem.family].items():
-                    if tensor in allowed:
-                        allowed[tensor] = max(allowed[tensor], m.errors.units)
-        return allowed
-
-
-# A recipe on a problem, and without each of its steps.
-Pricing = tuple[Future[list[Row]], dict[str, Future[list[Row]]]]
-
-
-class _Prices:
-    """What steps of the recipe that fits cost on problems, each begun once and beside
-    the rest; nothing if none fits."""
-
-    def __init__(self, audit: Audit, parts: Parts, fit: Fit | None):
-        self._audit, self._parts = audit, parts
-        self._recipe = audit.recipes[fit.candidate] if fit and fit.fits else None
-        self._begun: dict[Problem, Pricing] = {}
-
-    def begin(self, problems: Iterable[Problem]) -> None:
-        if self._recipe is None:
-            return
-        recipe, better = self._recipe, attribution.better(self._recipe)
-        for problem in problems:
-            if problem not in self._begun:
-                self._parts.expect(1 + len(better))
-                self._begun[problem] = (
-                    self._part(recipe.name, recipe, problem),
-                    {
-                        step: self._part(f"{recipe.name} but for {step}", x, problem)
-                        for step, x in better.items()
-                    },
-                )
-
-    def _part(self, name: str, recipe: Recipe, problem: Problem) -> Future[list[Row]]:
-        group = Group(
-            *(problem.shape, problem.mask, (problem.family,), problem.scale_factor)
-        )
-        make = _predict(self._audit, recipe, group)
-        return self._parts.beside(f"{name} on {problem}", make)
-
-    def of(self, problems: Iterable[Problem]) -> list[tuple[Problem, list[Cost]]]:
-        """Of those that were begun; waits for what is not there yet."""
-
-        def found(part: Future[list[Row]]) -> Found:
-            (row,) = part.result()
-            return measured_of(row["found"])
-
-        def costs(whole, without) -> list[Cost]:
-            steps = {step: found(part) for step, part in without.items()}
-            return attribution.costs(found(whole), steps)
-
-        begun = self._begun
-        return [(x, costs(*begun[x])) for x in problems if x in begun]
-
-
 def carry_out(
     audit: Audit, parts: Parts, ready: Callable[[], Any] = lambda: None
 ) -> Result:
     """Does what is left of it. `ready` is called when everything is under way and
     before anything of the target is run, and what it raises ends the audit."""
     first, *others = audit.groups
-    predictions = _Predictions(audit, parts)
+    recipes = Beside(parts, audit.dtype, audit.gradients)
+    predictions = Predictions(recipes, audit.recipes, audit.measured)
     beside = audit.beside
     parts.expect(2 * len(audit.groups) + len(audit.looks) + len(audit.recipes))
     parts.expect(len(beside))
@@ -244,7 +158,7 @@ def carry_out(
     rows: dict[Group, list[Row]] = {}
 
     def measure(group: Group) -> None:
-        rows[group] = begun[group]()
+        rows[group] = begun[group].rows()
         if _is_measured(rows[group]):
             predictions.begin([SAME_FORMAT], group)
 
@@ -261,20 +175,46 @@ def carry_out(
         {name: attribution.profile(found) for name, found in predicted.items()},
     )
     fit = fits[0] if fits else None
-    prices, by_group = _Prices(audit, parts, fit), {}
+    prices, by_group = Prices(recipes, audit.recipes, fit), {}
     # It has all families, and so, mostly, the worst of all.
     prices.begin(early := _poorest(audit, {first: rows[first]}))
-    for group in begun:
-        if group not in rows:
-            measure(group)
+    # Another call may be of another algorithm.
+    of_calls = {*verdict.PLAIN, *([fit.candidate] if fit and fit.fits else [])}
+    of_groups = [x for group in audit.groups for x in group.problems(audit.dtype)]
+    looks: dict[str, list[Row]] = {}
+
+    def begin_algorithms(group: Group) -> None:
         if _is_measured(rows[group]):
             by_group[group] = _algorithms(audit, fit, group)
             predictions.begin(by_group[group], group)
-    looks = {}
+
+    for group in begun:
+        if group in rows:
+            begin_algorithms(group)
+    waiting: dict[Group | str, Asked] = {x: begun[x] for x in begun if x not in rows}
     if any(here.values()):
-        rows |= {group: finish() for group, finish in looking_beside.items()}
-        looks = {name: finish() for name, finish in looking.items()}
-    rows = {x: rows[x] for x in (*audit.groups, *beside) if x in rows}
+        waiting |= {**looking_beside, **looking}
+    unmeasured = {x for x in waiting if isinstance(x, Group)}
+    # Recipes are begun with the part that wants them, not when they are read, one
+    # after the other.
+    for part in parts.as_they_end(waiting):
+        if isinstance(part, str):
+            looks[part] = looking[part].rows()
+            for call in calls.found_on(looks[part], of_groups):
+                predictions.begin_allowed(of_calls, *call)
+            continue
+        if part in begun:
+            measure(part)
+            begin_algorithms(part)
+        else:
+            rows[part] = looking_beside[part].rows()
+            of = _beside(audit, part, rows[part])
+            predictions.begin_allowed(_algorithms(audit, fit, part), *of)
+        unmeasured.remove(part)
+        if not unmeasured:
+            prices.begin(_poorest(audit, _in_order(audit, rows)))
+    looks = {name: looks[name] for name in looking if name in looks}
+    rows = _in_order(audit, rows)
     poorest = _poorest(audit, rows)
     prices.begin(poorest)
     cells = []
@@ -286,8 +226,8 @@ def carry_out(
     # What is looked at beside is judged, and no cell of a report.
     reported = len(cells)
     for group in (x for x in beside if x in rows):
-        (row,), (problem,) = rows[group], group.problems(audit.dtype)
-        of = measured_of(row["found"])
+        problem, of = _beside(audit, group, rows[group])
+        (row,) = rows[group]
         allowed = predictions.allowed(_algorithms(audit, fit, group), problem, of)
         cells.append(Judged(problem, Outcome(**row["outcome"]), of, allowed))
     costs = prices.of(dict.fromkeys([*poorest, *early]))
@@ -304,13 +244,11 @@ def carry_out(
         for of_rows in (*rows.values(), *looks.values())
         for finding in findings_of(of_rows)
     ]
-    # Another call may be of another algorithm.
-    algorithms = {*verdict.PLAIN, *([fit.candidate] if fit and fit.fits else [])}
     more_found += calls.findings(
         looks.get("calls", ()),
         {str(cell.problem): cell for cell in cells},
         wiring,
-        functools.partial(predictions.allowed, algorithms),
+        functools.partial(predictions.allowed, of_calls),
     )
     findings = in_order(verdict.together(found, more_found, cells))
     return Result(cells[:reported], fits, costs, looks, findings)
@@ -334,6 +272,16 @@ def _wiring(rows: Mapping[Group, list[Row]]) -> list[Finding]:
                 if not (alike and known.issuperset(finding["tensors"])):
                     found.append(finding_of(finding))
     return found
+
+
+def _in_order(audit: Audit, rows: Mapping[Group, list[Row]]) -> dict[Group, list[Row]]:
+    return {group: rows[group] for group in audit.measured if group in rows}
+
+
+def _beside(audit: Audit, group: Group, rows: list[Row]) -> tuple[Problem, Found]:
+    """The one problem of a group that is looked at beside, and what was found."""
+    (row,), (problem,) = rows, group.problems(audit.dtype)
+    return problem, measured_of(row["found"])
 
 
 def _is_measured(rows: list[Row]) -> bool:
@@ -370,7 +318,7 @@ def _again(
             name,
             functools.partial(more.guarded, name, make),
             functools.partial(_died, name),
-        )()
+        ).rows()
         new += findings_of(rows)
         said |= {row["tensor"]: row["rows"] for row in rows if row.get("rows")}
     with_rows = [
@@ -382,7 +330,7 @@ def _again(
     return with_rows + new
 
 
-def _begin(audit: Audit, parts: Parts, group: Group) -> Callable[[], list[Row]]:
+def _begin(audit: Audit, parts: Parts, group: Group) -> Asked:
     return parts.of_target(
         str(group),
         functools.partial(_measure, audit, group),
@@ -390,7 +338,7 @@ def _begin(audit: Audit, parts: Parts, group: Group) -> Callable[[], list[Row]]:
     )
 
 
-def _begin_looks(audit: Audit, parts: Parts) -> dict[str, Callable[[], list[Row]]]:
+def _begin_looks(audit: Audit, parts: Parts) -> dict[str, Asked]:
     wanted = [x for x in LOOKS if x in audit.looks and x not in OF_PROBLEMS]
     of = audit.target, audit.groups, audit.dtype
     return {
@@ -435,13 +383,6 @@ def _crashed(audit: Audit, group: Group, why: str) -> list[Row]:
     outcome = Outcome("failed", why, {}, "", 0.0)._asdict()
     nothing = {"outcome": outcome, "found": {}, "wiring": [], "findings": []}
     return [{"family": p.family, **nothing} for p in group.problems(audit.dtype)]
-
-
-def _predict(audit: Audit, recipe: Recipe, group: Group) -> Iterator[Row]:
-    problems = group.problems(audit.dtype)
-    found = attribution.predict(recipe, tuple(problems), gradients=audit.gradients)
-    for problem, of_problem in zip(problems, found, strict=True):
-        yield {"family": problem.family, "found": rows_of(of_problem)}
 
 
 def _poorest(audit: Audit, rows: Mapping[Group, list[Row]]) -> list[Problem]:

@@ -108,6 +108,15 @@ def measure(
             }
 
 
+def found_on(
+    rows: Sequence[Row], problems: Sequence[Problem]
+) -> Iterator[tuple[Problem, Found]]:
+    """What other calls gave, by their `measure`, with the problem of each."""
+    by_name = {str(problem): problem for problem in problems}
+    for row in (row for row in rows if "call" in row):
+        yield by_name[row["problem"]], measured_of(row["found"])
+
+
 def findings(
     rows: Sequence[Row],
     cells: Mapping[str, Judged],

@@ -9,7 +9,7 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from attn_jax.audit.workers import DiedError, Workers
@@ -35,6 +35,14 @@ class Progress(NamedTuple):
     part: str
     done: int
     known: int
+
+
+class Asked(NamedTuple):
+    """A part of the target that was asked for: `rows()` waits for its rows, or makes
+    them; `future` is where there are workers."""
+
+    rows: Callable[[], list[Row]]
+    future: concurrent.futures.Future[list[Row]] | None = None
 
 
 class Parts(contextlib.AbstractContextManager):
@@ -96,13 +104,12 @@ class Parts(contextlib.AbstractContextManager):
 
     def of_target(
         self, name: str, make: Make, died: Callable[[str], list[Row]]
-    ) -> Callable[[], list[Row]]:
-        """What waits for the rows of a part of the target, or makes them. `make` can be
-        pickled if there are workers; `died(why)` are the rows if it takes its process
-        along."""
+    ) -> Asked:
+        """A part of the target. `make` can be pickled if there are workers; `died(why)`
+        are the rows if it takes its process along."""
         workers = self._workers
         if workers is None:
-            return lambda: self.here(name, make())
+            return Asked(lambda: self.here(name, make()))
 
         def rows() -> Iterator[Row]:
             try:
@@ -110,7 +117,18 @@ class Parts(contextlib.AbstractContextManager):
             except DiedError as why:
                 yield from died(str(why))
 
-        return workers.pool.submit(lambda: self.here(name, rows())).result
+        future = workers.pool.submit(lambda: self.here(name, rows()))
+        return Asked(future.result, future)
+
+    def as_they_end[Key](self, asked: Mapping[Key, Asked]) -> Iterator[Key]:
+        """Keys of parts of the target whose rows are there; in the order given where
+        they are made when they are asked for."""
+        if not self.apart:
+            yield from asked
+            return
+        keys = {x.future: key for key, x in asked.items() if x.future is not None}
+        for future in concurrent.futures.as_completed(keys):
+            yield keys[future]
 
     def beside(
         self, name: str, make: Iterable[Row]
