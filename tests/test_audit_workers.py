@@ -144,7 +144,11 @@ def test_what_is_interrupted_has_not_crashed(tmp_path):
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt), Workers(1) as processes:
         make = functools.partial(_lasts, tmp_path / "begun")
-        part, queued = (processes.pool.submit(processes.call, x) for x in (make, _pid))
+        part, queued = (
+            processes.turns.submit("kind", functools.partial(processes.call, x))
+            for x in (make, _pid)
+        )
+        processes.turns.start()
         while not (tmp_path / "begun").exists():
             assert time.monotonic() < begun + 50
             time.sleep(0.1)

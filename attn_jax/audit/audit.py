@@ -22,7 +22,7 @@ from attn_jax.audit import attribution, calls, more, programs, verdict
 from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.error import in_units
 from attn_jax.audit.finding import Finding, in_order
-from attn_jax.audit.looks import LOOKS, OF_PROBLEMS, look
+from attn_jax.audit.looks import LOOKS, OF_OTHER_SHAPES, OF_PROBLEMS, look
 from attn_jax.audit.measure import Outcome, Runner, measured
 from attn_jax.audit.parts import Asked, Parts
 from attn_jax.audit.plan import Group, ragged
@@ -154,6 +154,7 @@ def carry_out(
     # Long sequences, which come last, take longest, and so do recipes on them.
     begun |= {group: _begin(audit, parts, group) for group in reversed(others)}
     looking_beside = {group: _begin(audit, parts, group) for group in beside}
+    parts.start()
     ready()
     rows: dict[Group, list[Row]] = {}
 
@@ -318,6 +319,7 @@ def _again(
             name,
             functools.partial(more.guarded, name, make),
             functools.partial(_died, name),
+            problem.shape,
         ).rows()
         new += findings_of(rows)
         said |= {row["tensor"]: row["rows"] for row in rows if row.get("rows")}
@@ -335,6 +337,7 @@ def _begin(audit: Audit, parts: Parts, group: Group) -> Asked:
         str(group),
         functools.partial(_measure, audit, group),
         functools.partial(_crashed, audit, group),
+        group.shape,
     )
 
 
@@ -346,6 +349,7 @@ def _begin_looks(audit: Audit, parts: Parts) -> dict[str, Asked]:
             name,
             functools.partial(look, name, *of, gradients=audit.gradients),
             functools.partial(_died, name),
+            None if name in OF_OTHER_SHAPES else audit.groups[0].shape,
         )
         for name in wanted
     }

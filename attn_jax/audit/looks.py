@@ -16,6 +16,8 @@ LOOKS = (
 )
 # Not by `look`: they are of problems.
 OF_PROBLEMS = "again", "ragged"
+# Most of their programs are of other shapes than the first group's.
+OF_OTHER_SHAPES = "merging", "invariances"
 
 
 def look(

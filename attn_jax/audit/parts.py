@@ -9,7 +9,7 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from attn_jax.audit.workers import DiedError, Workers
@@ -103,10 +103,15 @@ class Parts(contextlib.AbstractContextManager):
         return self._workers is not None
 
     def of_target(
-        self, name: str, make: Make, died: Callable[[str], list[Row]]
+        self,
+        name: str,
+        make: Make,
+        died: Callable[[str], list[Row]],
+        kind: Hashable = None,
     ) -> Asked:
         """A part of the target. `make` can be pickled if there are workers; `died(why)`
-        are the rows if it takes its process along."""
+        are the rows if it takes its process along. Parts of a `kind` have programs in
+        common, or parts of them (`turns`); None: it has none."""
         workers = self._workers
         if workers is None:
             return Asked(lambda: self.here(name, make()))
@@ -117,8 +122,19 @@ class Parts(contextlib.AbstractContextManager):
             except DiedError as why:
                 yield from died(str(why))
 
-        future = workers.pool.submit(lambda: self.here(name, rows()))
-        return Asked(future.result, future)
+        future = workers.turns.submit(kind or name, lambda: self.here(name, rows()))
+
+        def result() -> list[Row]:
+            self.start()
+            return future.result()
+
+        return Asked(result, future)
+
+    def start(self) -> None:
+        """Begins parts of the target that were asked for, where there are workers. To
+        ask for rows does, too."""
+        if self._workers is not None:
+            self._workers.turns.start()
 
     def as_they_end[Key](self, asked: Mapping[Key, Asked]) -> Iterator[Key]:
         """Keys of parts of the target whose rows are there; in the order given where
@@ -126,6 +142,7 @@ class Parts(contextlib.AbstractContextManager):
         if not self.apart:
             yield from asked
             return
+        self.start()
         keys = {x.future: key for key, x in asked.items() if x.future is not None}
         for future in concurrent.futures.as_completed(keys):
             yield keys[future]

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from attn_jax.audit.interrupt import is_leaving
 from attn_jax.audit.raised import contained, in_one_line
+from attn_jax.audit.turns import Turns
 
 # What a process needs of the device's memory, to be one of several: its context, and a
 # few matrices of logits, of which textbook attention and its gradients have as many at
@@ -65,7 +66,7 @@ class Workers(contextlib.AbstractContextManager):
     """
 
     def __init__(self, count: int):
-        self.pool = concurrent.futures.ThreadPoolExecutor(count, "workers")
+        self.turns = Turns(count)
         # Modes of the caller's thread, not of those that start the processes.
         self._modes = {name: getattr(jax.config, name) for name in _MODES}
         self._mine = threading.local()
@@ -76,12 +77,12 @@ class Workers(contextlib.AbstractContextManager):
     def __exit__(self, *raised) -> None:
         if raised[0] is not None:
             # Threads wait for what is not wanted any more.
-            self.pool.shutdown(wait=False, cancel_futures=True)
+            self.turns.shutdown(wait=False)
             with self._lock:
                 self._stopped = True
                 for worker in self._all:
                     worker.process.terminate()
-        self.pool.shutdown(cancel_futures=True)
+        self.turns.shutdown()
         for worker in self._all:
             worker.end()
 
