@@ -54,6 +54,10 @@ def _spoilt():
     return _pid()
 
 
+def _niceness():
+    return [os.nice(0)]
+
+
 def _raises():
     raise ValueError("not this")
 
@@ -115,6 +119,13 @@ def test_a_crash_costs_its_part_alone():
     assert causal.status == "failed" and "SIGSEGV" in causal.reason
     assert report.verdict == "fails" and report.exit_code == 4
     assert any("SIGSEGV" in finding.says for finding in report.findings)
+
+
+def test_processes_give_way_to_this_one():
+    """Which others wait for."""
+    with Workers(1) as processes:
+        (there,) = processes.call(_niceness)
+    assert there == min(os.nice(0) + 10, 19)
 
 
 def test_processes_last_and_are_replaced():

@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import multiprocessing
+import os
 import pickle
 import signal
 import threading
@@ -33,6 +34,10 @@ _MATRICES = 5
 _MOST = 8
 # What a process takes over that its environment does not say.
 _MODES = "jax_enable_x64", "jax_num_cpu_devices"
+# They give way to the caller's process, where recipes are compiled in a few threads and
+# others wait for these; what tries out programs takes as many threads as there are
+# cores, in each of them.
+_NICER = 10
 # Seconds that one may take to end when it is told to.
 _PATIENCE = 10.0
 
@@ -182,6 +187,8 @@ def _deaf() -> Iterator[None]:
 def _serve(connection: Connection, modes: dict[str, Any]) -> None:
     """Until nobody is at the other end. Ctrl-C is for the caller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "nice"):  # Not every system has it.
+        os.nice(_NICER)
     for name, value in modes.items():
         if value != getattr(jax.config, name):
             jax.config.update(name, value)
