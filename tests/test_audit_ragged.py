@@ -244,3 +244,40 @@ def test_the_audit_has_them():
     # They are beside what was asked for.
     assert [cell.problem.shape for cell in result.cells] == [SHAPE]
     assert audit(planted.honest(), "packed").findings == []
+
+
+class Logged(Parts):
+    """What recipes were begun, and in the end waited for, by part."""
+
+    def __init__(self):
+        super().__init__()
+        self.log: list[tuple[str, str]] = []
+
+    def beside(self, name, make):
+        self.log.append(("begun", name))
+        part = super().beside(name, make)
+        result = part.result
+        part.result = lambda: (self.log.append(("read", name)), result())[1]
+        return part
+
+
+def test_recipes_there_are_begun_before_one_is_waited_for():
+    """At the end, one after the other, they would take as long as each together."""
+
+    def poor(query, key, value, **rules):
+        out, lse = planted.honest()(query, key, value, **rules)
+        noise = jax.random.normal(jax.random.key(0), out.shape) / 16
+        return (out * (1 + noise)).astype(out.dtype), lse
+
+    known = attribution.candidates(BF16)
+    recipes = {name: known[name] for name in verdict.PLAIN}
+    groups = tuple(Group(SHAPE, mask, ("normal",)) for mask in ("lengths", "packed"))
+    with Logged() as parts:
+        target = Target("planted", poor)
+        wanted = Audit(target, groups, "bfloat16", recipes, False, ("ragged",))
+        there = [f" on {group}" for group in wanted.beside]
+        carry_out(wanted, parts)
+    log = [(what, x) for what, x in parts.log if any(map(x.endswith, there))]
+    whats = [what for what, _ in log]
+    assert whats.count("begun") == len(there) * len(verdict.PLAIN)
+    assert whats == sorted(whats)
