@@ -149,6 +149,37 @@ def golden(
     return Golden(out, lse, dq, dk, dv, dbias, dsinks)
 
 
+def compile_golden(
+    shape: tuple[int, int, int, int],
+    *,
+    mask: Mask,
+    scale: float,
+    bias: bool,
+    absolute: bool = False,
+) -> None:
+    """Compiles what `golden` runs for [T, S, H, D], to be found there, with a bias
+    [1, N, T, S] or without one: this may be done beside what else goes on."""
+    T, S, H, D = shape
+
+    def head(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, np.float64)
+
+    def type_of(x) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    mask = _pick_mask(jax.tree_util.tree_map(np.asarray, mask), 0, 0)
+    with jax.enable_x64(True):
+        _golden_head.lower(
+            _Static(scale, None, np.dtype(np.float64)),
+            absolute,
+            *(head(1, T, 1, H), head(1, S, 1, H), head(1, S, 1, D)),
+            head(1, 1, T, S) if bias else None,
+            None,
+            jax.tree_util.tree_map(type_of, mask),
+            *(head(1, T, 1, D), head(1, 1, T)),
+        ).compile()
+
+
 def default_scale(scale: float | None, head_dim: int) -> float:
     """`scale`, or 1 / sqrt(head_dim); ValueError unless it is a finite number."""
     if scale is None:

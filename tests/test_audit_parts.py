@@ -1,5 +1,6 @@
 """Parts of an audit: where they run, what is kept, and what more runs show."""
 
+import concurrent.futures
 import dataclasses
 import itertools
 import threading
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attn_jax import emulator
-from attn_jax.audit import more, programs
+from attn_jax import emulator, reference
+from attn_jax.audit import more, problem, programs
+from attn_jax.audit.alone import ALONE
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.measure import Runner
 from attn_jax.audit.parts import Parts
@@ -64,6 +66,52 @@ def test_a_part_that_fails_beside_fails_where_it_is_read():
         part = parts.beside("part", fails())
         with pytest.raises(ValueError, match="no rows"):
             part.result()
+
+
+def test_exact_results_are_compiled_once_and_while_others_run(monkeypatch):
+    compiled = []
+
+    def compile_golden(*arguments, **options):
+        reference.compile_golden(*arguments, **options)
+        compiled.append(options["absolute"])
+        both.release()
+
+    both = threading.Semaphore(0)
+    monkeypatch.setattr(problem, "compile_golden", compile_golden)
+    shape = Shape(1, 24, 40, 2, 1, 8)
+    found = [Problem(shape, mask=m, family=f) for m, f in SHARED]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        with ALONE:
+            threads = [pool.submit(x.yardstick, "out", x.format) for x in found]
+            # One of each mask, whichever of these keeps the others waiting.
+            assert both.acquire(timeout=50)
+        yardsticks = [x.result() for x in threads]
+    assert len(compiled) == 2 * len({mask for mask, _ in SHARED})
+    for x, yardstick in zip(found, yardsticks, strict=True):
+        right = reference.golden(*x.inputs, mask=x.rules, scale=x.scale)
+        assert np.array_equal(yardstick.golden, right.out)
+
+
+SHARED = ("full", "normal"), ("full", "uniform"), ("causal", "normal")
+
+
+def test_what_is_compiled_for_exact_results_is_what_they_run():
+    """Under any mask, or a bias."""
+    compiled = []
+
+    def listener(event, seconds, **of):
+        if "backend_compile" in event and "_golden_head" in of["fun_name"]:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    for mask in ("lengths", "packed", "window", "bias"):
+        compiled.clear()
+        x = Problem(Shape(2, 24, 32, 4, 2, 8), mask=mask)
+        options = {"mask": x.rules, "scale": x.scale}
+        reference.compile_golden((24, 32, 8, 8), bias=x.has_bias, **options)
+        assert len(compiled) == 1
+        reference.golden(*x.inputs, bias=x.bias, **options)
+        assert len(compiled) == 1, mask
 
 
 def _flash2(query, key, value, *, scale, mask=None):

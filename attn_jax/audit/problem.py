@@ -21,7 +21,7 @@ from attn_jax.audit.inputs import (
 )
 from attn_jax.formats import BF16, FP16, FP32, NumberFormat
 from attn_jax.mask import Mask
-from attn_jax.reference import Golden, golden
+from attn_jax.reference import Golden, compile_golden, golden
 
 DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -242,7 +242,8 @@ class Problem:
                 found = golden(*self.inputs, **rules, absolute=absolute)
             return _read_only(found)
 
-        return _KEPT((self, absolute), make)
+        prepare = functools.partial(_compile_exact, self, absolute)
+        return _KEPT((self, absolute), make, prepare)
 
     def yardstick(self, tensor: str, fmt: NumberFormat) -> Yardstick:
         """A result of `exact` to measure against in `fmt`, 0 where it is not finite."""
@@ -255,7 +256,12 @@ class Problem:
             golden, absolute = (np.where(np.isfinite(of), x, 0.0) for x in (of, sizes))
             return _read_only(yardstick(golden, fmt, absolute))
 
-        return _KEPT((self, tensor, fmt), make)
+        def prepare() -> None:
+            self.exact()
+            if tensor != "lse":
+                self.exact(absolute=True)
+
+        return _KEPT((self, tensor, fmt), make, prepare)
 
 
 def at_extremes(problem: Problem) -> tuple[list[Inputs], float]:
@@ -285,13 +291,18 @@ def _arrays(values: Iterable) -> list[np.ndarray]:
 class _Kept:
     """The latest inputs and exact results, up to so many bytes: an audit asks for a
     problem again and again, in several threads, and each costs seconds where it is
-    large. One is made at a time, since that takes memory, too."""
+    large. One is made at a time, since that takes memory, too; what is to be done
+    before, and may be beside others, is `prepare`."""
 
     def __init__(self, most_bytes: int):
         self._most, self._lock = most_bytes, threading.RLock()
         self._kept: dict[Any, tuple[Any, int]] = {}
 
-    def __call__(self, key, make):
+    def __call__(self, key, make, prepare=lambda: None):
+        with self._lock:
+            is_kept = key in self._kept
+        if not is_kept:
+            prepare()
         with self._lock:
             found = self._kept.pop(key, None)
             if found is None:
@@ -307,3 +318,25 @@ class _Kept:
 
 
 _KEPT = _Kept(2**32)
+_COMPILING = threading.Lock()
+# By what programs of exact results depend on; held while one is compiled.
+_PROGRAMS: dict[Any, threading.Lock] = {}
+_COMPILED: set[Any] = set()
+
+
+def _compile_exact(problem: Problem, absolute: bool) -> None:
+    """Once, while other threads compile others, or run what is compiled."""
+    s = problem.shape
+    key = s, problem.mask, problem.scale_factor, absolute
+    with _COMPILING:
+        lock = _PROGRAMS.setdefault(key, threading.Lock())
+    with lock:
+        if key not in _COMPILED:
+            compile_golden(
+                (s.query_length, s.key_length, s.head_dim, s.head_dim),
+                mask=problem.rules,
+                scale=problem.scale,
+                bias=problem.has_bias,
+                absolute=absolute,
+            )
+            _COMPILED.add(key)
