@@ -1,6 +1,8 @@
 """Masks and a bias at lengths that no tile divides, and a window wider than a tile."""
 
+import concurrent.futures
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -256,9 +258,13 @@ class Logged(Parts):
     def beside(self, name, make):
         self.log.append(("begun", name))
         part = super().beside(name, make)
-        result = part.result
-        part.result = lambda: (self.log.append(("read", name)), result())[1]
-        return part
+        read = concurrent.futures.Future()
+        read.result = functools.partial(self._read, name, part)
+        return read
+
+    def _read(self, name, part, timeout=None):
+        self.log.append(("read", name))
+        return part.result(timeout)
 
 
 def test_recipes_there_are_begun_before_one_is_waited_for():
