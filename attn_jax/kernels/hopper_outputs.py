@@ -27,8 +27,8 @@ class Outputs(NamedTuple):
 
     Attributes:
       out_gmem, low_gmem: out and what rounding drops from it, or None.
-      out_smem, low_smem: tiles of the warpgroup. Of `stored` columns, for all there is,
-        where that is not the whole width.
+      out_smem, low_smem: tiles of the warpgroup, the second one or None. Of `stored`
+        columns, for all there is, where that is not the whole width.
     """
 
     out_gmem: Any
@@ -36,7 +36,14 @@ class Outputs(NamedTuple):
     out_smem: Any
     low_smem: Any
 
-    def whole(self, out: jax.Array, b, n, rows) -> None:
+    def write(self, out: jax.Array, b, n, rows, stored: int) -> None:
+        has_places = self.low_gmem is None or self.low_smem is not None
+        if stored == out.shape[1] and has_places:
+            self._whole(out, b, n, rows)
+        else:
+            self._in_parts(out, b, n, rows, stored)
+
+    def _whole(self, out: jax.Array, b, n, rows) -> None:
         """All columns at once."""
         place = b, rows, n
         # The stores of the tile before have been read out of shared memory.
@@ -50,7 +57,7 @@ class Outputs(NamedTuple):
         if self.low_gmem is not None:
             plgpu.copy_smem_to_gmem(self.low_smem, self.low_gmem.at[place])
 
-    def in_parts(self, out: jax.Array, b, n, rows, stored: int) -> None:
+    def _in_parts(self, out: jax.Array, b, n, rows, stored: int) -> None:
         """out and what rounding drops from it, by way of one small buffer."""
         height, width = out.shape
         for column in range(0, width, stored):
