@@ -1,5 +1,5 @@
 # make train   sets up .venv and trains the default text-to-image model
-# make test    sets up .venv and runs the tests (CPU)
+# make test    sets up .venv and runs the tests (CPU); all that CI runs: ARGS=--ci
 # make lint    sets up .venv and runs ruff, pyright and import-linter
 # make docs    sets up .venv and writes the documentation to site/
 # make test-next   compiles the kernels with the next JAX, in an environment of its own
@@ -39,7 +39,7 @@ test:
 
 lint:
 	@tools/environment.sh $(TEST_EXTRAS)
-	@.venv/bin/python -m pytest -q tests/test_house.py $(ARGS)
+	@.venv/bin/python -m pytest -q --ci tests/test_house.py $(ARGS)
 
 docs:
 	@tools/environment.sh docs
@@ -55,4 +55,4 @@ test-next:
 	@tools/environment.sh test,compile $(NEXT_JAX)
 	@.venv-jax-$(NEXT_JAX)/bin/python -m pytest -n auto --maxprocesses=8 \
 		--dist=worksteal $(NEXT_TESTS:%=tests/test_kernels_%.py) \
-		tests/test_context_parallel_kernels.py -k "not spill_nothing" $(ARGS)
+		tests/test_context_parallel_kernels.py --ci -k "not spill_nothing" $(ARGS)

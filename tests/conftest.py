@@ -30,7 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gpu", action="store_true", help="run the tests marked gpu, and only those"
     )
     parser.addoption(
-        "--thorough", action="store_true", help="run the cases marked thorough, too"
+        "--ci", action="store_true", help="run the tests marked ci, too, as CI does"
+    )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="run the tests marked ci and the cases marked thorough, too",
     )
 
 
@@ -78,11 +83,15 @@ def _gpu_capability() -> str | None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    if not config.getoption("--thorough"):
-        # For the suite's time: what each of them shows another case shows, too.
+    # For the suite's time: what they show others show, too, or show in part.
+    given = {name for name in ("gpu", "thorough", "ci") if config.getoption(name)}
+    for marker, options in {"thorough": {"thorough"}, "ci": given}.items():
+        if given & options:
+            continue
+        skip = pytest.mark.skip(reason=f"runs under --{marker}")
         for item in items:
-            if item.get_closest_marker("thorough"):
-                item.add_marker(pytest.mark.skip(reason="runs under --thorough"))
+            if item.get_closest_marker(marker):
+                item.add_marker(skip)
     if not config.getoption("--gpu"):
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -107,6 +107,7 @@ def at_toy_size(tmp_path_factory):
     return run
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", TOY_OPTIONS)
 def test_every_experiment_runs_and_records_itself(name, at_toy_size):
     result = at_toy_size(name)

@@ -14,6 +14,8 @@ from tests.knobs import bfloat16, same
 from tests.planted import honest
 from tests.test_audit_verdict import cell
 
+pytestmark = pytest.mark.ci
+
 IDS = "query_segment_ids", "key_value_segment_ids"
 SMALL = dict(shapes=[(1, 32, 32, 2, 2, 16)], families=["normal"], masks=["full"])
 

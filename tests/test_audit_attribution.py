@@ -50,6 +50,7 @@ SOME += ("flash2 (accumulator)", "flash2 (output cut off)", "flash2 (FP32 operan
 SOME += ("flash2 (gradients by query head)",)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("one", range(len(SOME)))
 def test_recipes_that_round_elsewhere_do_not_fit(one):
     """With a margin, so that luck does not make them fit either."""
@@ -94,6 +95,7 @@ def _sum_of_rounded(x, key_heads: int):
     return x.reshape(*x.shape[:2], key_heads, -1, x.shape[-1]).sum(3)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("apart", [True, False], ids=["by query head", "at once"])
 def test_gradients_that_query_heads_round_are_recognised(apart):
     """A group of 4. In fewer tiles of queries sums that are kept in 16 bits throughout
@@ -146,6 +148,7 @@ def test_a_query_rounded_after_scaling_is_recognised(knobs, scaled, what):
     assert attribution.suspect([nearest, *others]) == what
 
 
+@pytest.mark.ci
 def test_flax_with_its_softmax_in_fp32_is_recognised():
     """flax.linen's: for as many key heads as query heads. One batch entry, since XLA on
     a CPU adds up dK in BF16 for more."""

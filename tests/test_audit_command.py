@@ -135,6 +135,7 @@ def test_the_first_shape_is_measured_under_every_mask_and_with_a_bias():
     assert biased.shape == SHAPE and "normal" in biased.families
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "gradients", [False, pytest.param(True, marks=pytest.mark.thorough)]
 )
@@ -154,6 +155,7 @@ def test_a_bias_alone_is_audited(gradients):
         assert report.merges and report.invariances
 
 
+@pytest.mark.ci
 def test_of_what_is_exact_only_the_mode_is_said():
     """The reference is FP64 under x64. Parts of its out, in 16 bits, would merge with
     an error, which is no fault of its."""
@@ -186,6 +188,7 @@ def test_an_interrupted_audit_goes_on(tmp_path):
     assert same.cells == report.cells and same.findings == report.findings
 
 
+@pytest.mark.ci
 def test_an_edited_function_is_measured_anew(tmp_path, capsys, monkeypatch):
     """Be it in a module beside its own. One that was not is taken from the folder."""
     monkeypatch.syspath_prepend(tmp_path)

@@ -22,6 +22,8 @@ from attn_jax.context_parallel import merge, ring
 from attn_jax.formats import BF16
 from attn_jax.recipe import ATTN_JAX, RECIPES
 
+pytestmark = pytest.mark.ci
+
 W = 4
 SHAPE = Shape(2, 128, 128, 4, 2, 64)
 RAGGED = Shape(1, 100, 133, 4, 2, 64)

@@ -70,6 +70,7 @@ def test_lse_in_bf16_is_named(family):
     assert both.combination == ("bf16", "bf16")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "numbers", [(8,), pytest.param((2, 8, 64), marks=pytest.mark.thorough)], ids=str
 )

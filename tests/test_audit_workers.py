@@ -19,6 +19,8 @@ from attn_jax.audit.plan import plan
 from attn_jax.audit.target import resolve
 from attn_jax.audit.workers import DiedError, NotStartedError, Workers
 
+pytestmark = pytest.mark.ci
+
 SHAPE = Shape(1, 32, 32, 2, 1, 16)
 
 

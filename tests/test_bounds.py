@@ -117,6 +117,7 @@ MASKS = {
 BIASES = {"none": None, "full": (1, 2, 8, 12), "of keys": (1, 1, 1, 12)}
 
 
+@pytest.mark.ci
 @hypothesis.settings(
     max_examples=16, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
@@ -361,6 +362,7 @@ def other_order(recipe: Recipe, inputs, block: int) -> dict[str, np.ndarray]:
     return results
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "family", ["uniform", pytest.param("normal", marks=pytest.mark.thorough)]
 )

@@ -31,6 +31,7 @@ def fresh_programs():
     jax.clear_caches()
 
 
+@pytest.mark.ci
 def test_a_verdict_says_what_was_certified():
     verdict = canaries.certify()
     assert verdict.passed == tuple(canaries.CANARIES)

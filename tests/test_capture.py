@@ -22,7 +22,7 @@ from train.data.loader import batches
 from train.presets import PRESETS
 from train.step import draw_examples, example_losses
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("shared_programs")]
 TINY = PRESETS["tiny"]
 # Blocks are recomputed in training, which the capture has to do without.
 CONFIG = dataclasses.replace(

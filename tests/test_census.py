@@ -25,7 +25,7 @@ from tests.run_folder import write_run
 from train.config import Config, to_json
 from train.presets import PRESETS
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("shared_programs")]
 KINDS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 H = 16
 # Few shapes, since each is compiled.

@@ -237,6 +237,7 @@ def test_exact_profile_flags_are_known_to_this_xla():
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.ci
 def test_train_then_sample(tmp_path, capfd):
     folder = tmp_path / "run"
     assert main([*SMALL_RUN, f"--run-dir={folder}"]) == 0

@@ -86,6 +86,7 @@ def test_the_sequence_may_be_cut(strategy, layout, mask, x64):
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("strategy", "layout", "shards"),
     [

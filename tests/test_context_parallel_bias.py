@@ -23,6 +23,8 @@ from tests.parallel_runs import (
     simulated,
 )
 
+pytestmark = pytest.mark.ci
+
 B, T, S, N, K, H = 2, 8, 16, 4, 2, 4
 QUERY, KEY = (B, T, N, H), (B, S, K, H)
 FP64 = dataclasses.replace(

@@ -19,6 +19,8 @@ from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX
 from tests.parallel_runs import both_passes, sharded, simulated
 
+pytestmark = pytest.mark.ci
+
 LENGTH, HEAD_DIM, SEEDS = 512, 32, 3
 GATE = {"out": 1.05, "dq": 1.05, "dk": 1.20, "dv": 1.05}
 # Two numbers are rounded in each of log2(64) = 6 levels of sums, W = 1 rounds one.

@@ -30,6 +30,8 @@ from tests import gpu_compiler
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Program, h200_mesh
 
+pytestmark = pytest.mark.ci
+
 TIME_LIMIT = 240  # seconds; a case takes six to ten alone on a core
 T, N, K, H = 256, 2, 1, 64
 COLLECTIVES = (

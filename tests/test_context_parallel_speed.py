@@ -22,6 +22,7 @@ def _rows(folder):
     return list(csv.DictReader(path.open()))
 
 
+@pytest.mark.ci
 def test_it_times_each_strategy_once(tmp_path, capsys, monkeypatch):
     command = [*COMMAND, "--devices", "2", "--layouts", "zigzag", "--passes", "both"]
     command += ["--strategies", "ring", "ulysses", "--out", str(tmp_path)]

@@ -13,6 +13,8 @@ from attn_jax.mask import Mask
 from attn_jax.recipe import EXACT_FP64
 from tests.parallel_runs import arrays, both_passes, exact
 
+pytestmark = pytest.mark.ci
+
 B, T, S, N, K, H = 2, 16, 32, 4, 2, 4
 QUERY, KEY = (B, T, N, H), (B, S, K, H)
 # As in `test_context_parallel`.

@@ -36,6 +36,7 @@ def with_examples() -> list[Path]:
     return [page for page in PAGES if EXAMPLES.search(page.read_text())]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("page", with_examples(), ids=named)
 def test_examples_run(page, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -25,6 +25,8 @@ from tests.bounds_outcome import computed, errors, excess
 from tests.oracle_inputs import SHAPE, SMALL, random_dlse
 from tests.oracle_outcome import Outcome
 
+pytestmark = pytest.mark.ci
+
 KEYS = dataclasses.replace(ATTN_JAX, dq_centre="keys")
 # Nothing is rounded but the inputs, and K'.
 WIDE = dataclasses.replace(

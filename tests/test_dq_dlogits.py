@@ -20,6 +20,8 @@ from tests.oracle_inputs import SHAPE, random_dlse
 from tests.oracle_outcome import Outcome
 from tests.test_oracle import SMALL as SMALL_BLOCKS
 
+pytestmark = pytest.mark.ci
+
 SMALL = Shape(1, 24, 36, 4, 2, 16)
 
 

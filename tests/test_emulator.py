@@ -212,6 +212,7 @@ def test_narrow_state_is_bit_equal_to_a_numpy_oracle(block):
 # ---------------------------------------------------------------- transformations
 
 
+@pytest.mark.ci
 def test_transformations_change_no_bit():
     args = small_arguments(jnp.bfloat16)
     recipe = dataclasses.replace(ATTN_JAX, **SPLIT)

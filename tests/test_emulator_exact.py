@@ -141,6 +141,7 @@ def test_fp64_carrier(x64):
 
 
 # That each format is felt is in test_oracle_steps, too.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "what", ["knobs", pytest.param("formats", marks=pytest.mark.thorough)]
 )

@@ -251,6 +251,7 @@ def results(args, dout, key, recipe):
     return out, lse, *pull((dout, jnp.zeros_like(lse)))
 
 
+@pytest.mark.ci
 def test_one_key_gives_one_result_compiled_or_not_and_another_key_another():
     recipe = dataclasses.replace(
         FLASH2,

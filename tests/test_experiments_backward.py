@@ -20,6 +20,8 @@ from attn_jax.recipe import RECIPES, Step
 from attn_jax.reference import golden
 from train.config import UsageError
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(autouse=True)
 def certified(monkeypatch):

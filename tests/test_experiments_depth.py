@@ -17,6 +17,8 @@ from attn_jax.formats import BF16, FP32, FP64, round_to
 from attn_jax.mask import Mask
 from attn_jax.recipe import RECIPES
 
+pytestmark = pytest.mark.ci
+
 SHAPE = decoder.Shape(layers=3, length=16, heads=2, head_dim=8)
 HARD = depth.SETTINGS["hard"]
 

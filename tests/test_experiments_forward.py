@@ -20,6 +20,8 @@ from attn_jax.audit.inputs import Inputs
 from attn_jax.formats import BF16, FP64
 from train.config import UsageError
 
+pytestmark = pytest.mark.ci
+
 # Columns that tell the rows of an experiment apart, besides the seed.
 KEYS = {
     "precision": ["family", "format", "N", "recipe"],

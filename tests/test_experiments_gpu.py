@@ -17,7 +17,7 @@ from attn_jax.kernels import architecture
 from attn_jax.kernels.internals import interpreted
 from tests.child_process import in_child_process
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("shared_programs")]
 SQUARE = Problem(T=96, S=96, N=8, K=8, H=64, is_causal=False)
 EVEN = Problem(T=64, S=128, N=2, K=1, H=64, is_causal=False)
 

@@ -32,6 +32,7 @@ def measured(tmp_path, capsys):
     return run
 
 
+@pytest.mark.ci
 def test_wide_parts_hold_the_gate_and_narrow_ones_do_not(measured, monkeypatch):
     every = ring.variants
     kept = "attn_jax", "ring_flash_attn"

@@ -22,7 +22,7 @@ from train.figures import write_grid
 from train.loop import run
 from train.presets import PRESETS
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("shared_programs")]
 TINY = PRESETS["tiny"]
 STEPS = 2
 CONFIG = dataclasses.replace(

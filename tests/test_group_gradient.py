@@ -16,6 +16,8 @@ from tests.bounds_outcome import computed, errors, excess
 from tests.oracle_inputs import BLOCKS, SMALL, random_dlse
 from tests.oracle_outcome import FIELDS, Outcome
 
+pytestmark = pytest.mark.ci
+
 THOROUGH = pytest.mark.thorough
 _BF16 = Step(BF16)
 EIGHTS = dict.fromkeys(BLOCKS, 8)

@@ -43,6 +43,7 @@ def test_everything_is_formatted(run_module):
     assert process.returncode == 0, readable(process)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_types(run_module):
     process = run_module("pyright", "--pythonpath", sys.executable)
@@ -199,3 +200,8 @@ def test_environment_left_half_made_is_replaced(checkout):
     process = environment(checkout, "no-such-python")
     assert "Replacing .venv" in process.stderr
     assert not (checkout / ".venv").exists()
+
+
+def test_ci_runs_what_is_marked_for_it():
+    """Or nobody would: without the option they are skipped, which is no failure."""
+    assert "make test ARGS=--ci" in (ROOT / ".ci" / "run").read_text()

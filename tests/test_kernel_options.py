@@ -287,6 +287,7 @@ def _compiled(
     return compiled(program, query, key, key)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("changes", "head_dim", "is_causal", "kernels"),
     [
@@ -333,6 +334,7 @@ def _lowered(x64: bool, query, key, **options) -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "changes",
     [ROW, pytest.param(dict(dq_centre="keys"), marks=pytest.mark.thorough)],

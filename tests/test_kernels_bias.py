@@ -20,6 +20,8 @@ from attn_jax.kernels.internals import interpreted
 from attn_jax.recipe import Architecture
 from tests.child_process import in_child_process
 
+pytestmark = pytest.mark.ci
+
 TIME_LIMIT = 180  # seconds; a case takes five to ten alone on a core
 GPUS = {
     name: SimpleNamespace(compute_capability=capability, device_kind="some GPU")

@@ -21,6 +21,8 @@ from attn_jax.mask import Mask
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Gpu, Program, compiled
 
+pytestmark = pytest.mark.ci
+
 pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
 
 TIME_LIMIT = 240  # seconds; three kernels take six alone on a core

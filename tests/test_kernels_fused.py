@@ -253,6 +253,7 @@ def _compiled(head_dim: int, mask: bool | Band, plan: Plan, length: int) -> Prog
     return compiled(program, query, key, key, query, rows, rows, rows, *numbers)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("head_dim", "mask", "plan"),
     [

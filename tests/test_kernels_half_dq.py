@@ -32,6 +32,8 @@ from tests.test_kernel_options import (
     kernels,
 )
 
+pytestmark = pytest.mark.ci
+
 SHAPE = Shape(1, 70, 100, 2, 1, 64)
 DOCUMENTS = Mask(query_segment_ids=ids(150), key_value_segment_ids=ids(200))
 # With dS in BF16 dQ has 1.4 units or more.

@@ -30,6 +30,8 @@ from attn_jax.mask import Mask
 from attn_jax.recipe import Architecture
 from tests.child_process import in_child_process
 
+pytestmark = pytest.mark.ci
+
 TIME_LIMIT = 180  # seconds; a case takes four to eight alone on a core
 FORMATS = {"bfloat16": BF16, "float16": FP16}
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

@@ -17,6 +17,8 @@ from attn_jax.mask import Mask
 from tests.child_process import in_child_process
 from tests.gpu_compiler import h200_mesh, partitioned
 
+pytestmark = pytest.mark.ci
+
 pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
 
 TIME_LIMIT = 240  # seconds; a case takes some ten alone on a core

@@ -134,6 +134,7 @@ def test_masked_kernels_are_as_good_as_correctly_rounded(architecture, name):
     _check(case, results)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("architecture", "name"),
     [

@@ -23,6 +23,8 @@ from tests import gpu_compiler
 from tests.child_process import ChildFailed, in_child_process
 from tests.gpu_compiler import Program, h200_mesh
 
+pytestmark = pytest.mark.ci
+
 P = PartitionSpec
 BATCH_AND_HEADS = P("data", None, "model")
 AUTO, EXPLICIT = (AxisType.Auto,) * 2, (AxisType.Explicit,) * 2

@@ -25,6 +25,8 @@ from attn_jax.recipe import ATTN_JAX, Step
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Kernel, Program, compiled
 
+pytestmark = pytest.mark.ci
+
 RECIPE = dataclasses.replace(
     ATTN_JAX, probability=Step(FP16), probability_scale=P_SCALE
 )

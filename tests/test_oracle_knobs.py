@@ -14,6 +14,8 @@ from attn_jax.recipe import Step
 from tests.oracle_inputs import SHAPE, SMALL, random_dlse
 from tests.oracle_outcome import Outcome
 
+pytestmark = pytest.mark.ci
+
 _BF16 = Step(BF16)
 _CAUSAL, _WINDOW = Mask(is_causal=True), Mask(window=(9, 3))
 _OPEN = Mask()

@@ -36,6 +36,8 @@ from tests.oracle_inputs import (
 )
 from tests.oracle_outcome import FIELDS, Outcome, all_in, check_exact_arithmetic
 
+pytestmark = pytest.mark.ci
+
 _BF16 = Step(BF16)
 
 

@@ -16,6 +16,8 @@ from train.config import UsageError
 from train.presets import PRESETS
 from train.state import TrainState
 
+pytestmark = pytest.mark.ci
+
 STEPS = 6
 TINY = PRESETS["tiny"]
 CONFIG = dataclasses.replace(

@@ -22,7 +22,7 @@ from attn_jax.mask import Mask
 REGRESSIONS: dict[str, tuple[int, int, int]] = {}
 SMALL = 96
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("shared_programs")]
 
 
 def command(*options, out) -> list[str]:

@@ -319,6 +319,7 @@ def audited_run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.ci
 def test_run_writes_a_row_for_each_layer_and_tensor(audited_run):
     rows = rows_in(audited_run)
     assert [(row["step"], row["layer"], row["tensor"]) for row in rows] == [
@@ -343,12 +344,14 @@ def losses(folder) -> list[dict]:
     return [{key: row[key] for key in row if key != "images_per_s"} for row in rows]
 
 
+@pytest.mark.ci
 def test_run_is_the_same_without(audited_run, tmp_path):
     run(dataclasses.replace(CONFIG, shadow="none", run_dir=str(tmp_path)))
     assert losses(tmp_path) == losses(audited_run)
     assert not (tmp_path / "shadow.jsonl").exists()
 
 
+@pytest.mark.ci
 def test_resumed_run_goes_on_with_its_rows(audited_run, tmp_path, capfd):
     folder = shutil.copytree(audited_run, tmp_path / "run")
     # As if killed after the sixth step, which no checkpoint has, amid its last row.

@@ -25,7 +25,7 @@ from train.step import compile_step, make_train_step
 from train.validate import validate
 
 # Every mesh is compared with one device, in whichever worker.
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("shared_programs")]
 REPOSITORY = Path(__file__).resolve().parent.parent
 TINY = PRESETS["tiny"]
 CONFIG = dataclasses.replace(

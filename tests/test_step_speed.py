@@ -17,6 +17,8 @@ from attn_jax.timing import kernel_times
 from train.assemble import assemble
 from train.step import draw_examples, example_losses
 
+pytestmark = pytest.mark.ci
+
 
 def products(jaxpr) -> int:
     """Operations of all matrix products in a program, those inside others too."""

@@ -192,6 +192,7 @@ def test_another_run_in_the_folder_is_refused_with_the_difference(finished):
         run(at(dataclasses.replace(CONFIG, steps=4), finished))
 
 
+@pytest.mark.ci
 def test_more_steps_and_other_intervals_go_on(finished, tmp_path, capfd):
     folder = shutil.copytree(finished, tmp_path / "run")
     longer = dataclasses.replace(CONFIG, steps=11, log_every=2)
@@ -202,6 +203,7 @@ def test_more_steps_and_other_intervals_go_on(finished, tmp_path, capfd):
     assert steps == [*range(1, 9), 10, 11]
 
 
+@pytest.mark.ci
 def test_new_run_starts_from_the_weights_of_another(finished, tmp_path, capfd):
     source, folder = tmp_path / "source", tmp_path / "run"
     shutil.copytree(finished / "checkpoints", source / "checkpoints")
@@ -272,6 +274,7 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
     wait_until(path.exists, process)
 
 
+@pytest.mark.ci
 def test_terminated_killed_and_resumed_ends_with_the_same_bits(finished, tmp_path):
     """A process that gets SIGTERM, one that goes on and is killed, and one that goes on
     to the end, of which a run without interruption knows nothing."""
@@ -354,6 +357,7 @@ def test_verdicts_of_many_images_are_those_of_each_in_one_call(monkeypatch):
     assert calls == [40, 40]
 
 
+@pytest.mark.ci
 def test_digits_are_scored_by_a_classifier(tmp_path):
     digits = dataclasses.replace(
         CONFIG, steps=1, data=dataclasses.replace(CONFIG.data, name="digits")

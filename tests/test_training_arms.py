@@ -14,6 +14,8 @@ from analysis.__main__ import main
 from analysis.experiments import training
 from analysis.paired import snapshots
 
+pytestmark = pytest.mark.ci
+
 STEPS = 4
 CHANGES = ("batch_size=4", "model.width=64", "model.depth=1", "data.resolution=16")
 COMMAND = ["training", "--steps", str(STEPS), "--seeds", "2", "--captions", "4"]

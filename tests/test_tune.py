@@ -90,6 +90,7 @@ def test_what_does_not_fit_is_not_even_compiled(kernel, tiling, reason):
 
 
 # Six buffers and five barriers; the fused kernel says its own.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("group", "buffers"),
     [
@@ -436,6 +437,7 @@ def _interpreted(tiling: ForwardTiling) -> tuple[str, ...]:
     return outcome.failed
 
 
+@pytest.mark.ci
 def test_a_kernel_that_a_tiling_makes_wrong_is_found():
     limit = {"seconds": 120}
     right = ForwardTiling(rows=64, columns=64, warpgroups=1, stages=2)
