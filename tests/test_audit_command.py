@@ -312,7 +312,7 @@ def test_the_help_has_a_text_for_every_option(capsys):
         (["xla", "--lse", "nosuch"], "xla has no argument 'nosuch' to have LSE by"),
         (["xla", "--argument", "scale=2"], "'scale' is given by the audit itself"),
         (["xla", "--families", "gauss"], "invalid choice: 'gauss'"),
-        (["xla", "--rename", "is_causal"], "NAME=VALUE is wanted"),
+        (["xla", "--rename", "is_causal"], "a name, '=' and what stands"),
         (
             ["xla", "--rename", "causal=is_causal"],
             "'causal' is no argument to rename; there are bias, mask, scale, is_causal",

@@ -242,7 +242,7 @@ def test_large_keys_that_are_hidden_are_looked_at():
         return list(more.probe(target, Problem(shape), gradients=False))
 
     found = rows(with_maximum_of_all)
-    names = {f"large hidden keys, {mask}: out" for mask in ("causal", "lengths")}
+    names = {f"large hidden keys, {mask}: out" for mask in HIDDEN_BY}
     blamed = {f["cause"]: f["where"] for row in found for f in row["findings"]}
     assert {*blamed} == {HIDDEN_KEYS}
     assert {row["name"] for row in found if not row.get("passed", True)} == names

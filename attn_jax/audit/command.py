@@ -79,7 +79,8 @@ def _count(text: str) -> int:
 def _pair(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise argparse.ArgumentTypeError(f"NAME=VALUE is wanted, not {text!r}")
+        wanted = "a name, '=' and what stands for it are wanted"
+        raise argparse.ArgumentTypeError(f"{wanted}, not {text!r}")
     return name, value
 
 

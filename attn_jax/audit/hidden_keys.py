@@ -14,7 +14,7 @@ from attn_jax.audit.programs import run
 from attn_jax.audit.tiers import noise_of
 
 # Masks of `problem.MASKS` under which it is looked at.
-HIDDEN_BY = "causal", "lengths"
+HIDDEN_BY = "causal", "window", "lengths", "packed"
 # Logits of hidden keys are some hundreds, where exp in FP32 ends at 88.7; a power of
 # two, so that keys are as many numbers of their format.
 _LARGER = 128
@@ -27,27 +27,26 @@ def hidden_keys(
 
     A row's largest logit taken before the mask is applied is that of a hidden key, and
     exp of all others is nothing, or a hidden logit is above the large negative number
-    that is to hide it. Under lengths keys are hidden that lie past them; under a causal
-    mask the second half, from the first half of the queries, the only rows looked at
-    and those that have a dO. RMS as in `magnitudes`; () where there is no such row.
+    that is to hide it. Under lengths keys are hidden that lie past them; under other
+    masks those that none of the first half of the queries sees, which are the only rows
+    looked at and those that have a dO. RMS as in `magnitudes`; () where there is no
+    such row or key.
     """
     problem = dataclasses.replace(problem, mask=mask)
     attend, s = attend_of(problem), problem.shape
-    half = min(s.query_length, s.key_length) // 2
-    ends = np.full(s.batch, half)
-    inputs = problem.inputs
-    if mask != "causal":
-        ends = np.asarray(problem.rules.key_value_lengths)
-    else:
-        dout = inputs.dout.copy()
-        dout[:, half:] = 0
+    rows, inputs = s.query_length, problem.inputs
+    if mask != "lengths":
+        rows, dout = min(s.query_length, s.key_length) // 2, inputs.dout.copy()
+        dout[:, rows:] = 0
         inputs = inputs._replace(dout=dout)
     noise = noise_of(problem, inputs)
-    if mask == "causal":
-        noise = noise._replace(seen=noise.seen & (noise.rows < half)[:, None])
-    if not noise.seen.any():
+    noise = noise._replace(seen=noise.seen & (noise.rows < rows)[:, None])
+    seen = problem.rules.materialise(s.query_length, s.key_length)
+    seen = np.broadcast_to(seen, (s.batch, 1, s.query_length, s.key_length))
+    hidden = ~seen[:, 0, :rows].any(axis=1)
+    if not (noise.seen.any() and hidden.any()):
         return ()
-    large = _with_large(inputs, ends)
+    large = _with_large(inputs, hidden)
     first, second = (run(attend, x, gradients=gradients) for x in (inputs, large))
     found = []
     for tensor in ("out", *GRADIENTS) if gradients else ("out",):
@@ -67,14 +66,14 @@ def hidden_keys(
     return tuple(found)
 
 
-def _with_large(inputs: Inputs, ends: np.ndarray) -> Inputs:
-    """In pairs of opposites: a centre of all keys, or of those that a block of queries
-    sees, with which an honest dQ may be computed, is no larger for them. One that is
-    left over stays."""
+def _with_large(inputs: Inputs, hidden: np.ndarray) -> Inputs:
+    """`hidden` [B, S], in pairs of opposites: a centre of all keys, or of those that a
+    block of queries sees, with which an honest dQ may be computed, is no larger for
+    them. One that is left over stays."""
     key = inputs.key.astype(np.float32)
-    for of_batch, end in zip(key, ends, strict=True):
-        pairs = (len(of_batch) - end) // 2
-        first, second = (of_batch[end + i : end + 2 * pairs : 2] for i in (0, 1))
-        first *= _LARGER
-        second[:] = -first
+    for of_batch, is_hidden in zip(key, hidden, strict=True):
+        (places,) = np.nonzero(is_hidden)
+        first, second = places[: len(places) // 2 * 2].reshape(-1, 2).T
+        of_batch[first] *= _LARGER
+        of_batch[second] = -of_batch[first]
     return inputs._replace(key=key.astype(inputs.key.dtype))

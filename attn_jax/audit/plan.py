@@ -65,13 +65,14 @@ _ON_A_GPU = (
 
 
 # What masks are tried beside as, with fewer queries than keys where they may be.
-_RAGGED = {
-    "causal": ("causal", True),
-    "window": ("wide window", False),
-    "lengths": ("lengths", False),
-    "packed": ("packed", False),
-    "bias": (HIDING_BIAS, True),
-}
+_RAGGED = (
+    ("causal", "causal", True),
+    ("window", "wide window", False),
+    ("lengths", "lengths", False),
+    ("lengths", "no keys", False),
+    ("packed", "packed", False),
+    ("bias", HIDING_BIAS, True),
+)
 # What a length is to be shorter by, so that the last tile of any size is a partial one,
 # and keys that are enough for several tiles.
 _SHORTER, _ENOUGH = 27, 1024
@@ -115,9 +116,9 @@ def ragged(
     scale that another is not taken, and as many queries as keys which is which.
 
     Lengths that no tile divides, but the devices that they are cut between; a window
-    that is wider; another scale, if it `takes_scale`; under a causal mask and a bias
-    fewer queries than keys, if any of the groups has so. One family, and no cells of a
-    report.
+    that is wider; a batch entry without keys; another scale, if it `takes_scale`; under
+    a causal mask and a bias fewer queries than keys, if any of the groups has so. One
+    family, and no cells of a report.
     """
     shape, parts = groups[0].shape, 2 * shards if shards > 1 else 1
     length = min(shape.key_length, _ENOUGH)
@@ -126,9 +127,12 @@ def ragged(
     if not length:
         return []
     unequal = any(x.shape.query_length != x.shape.key_length for x in groups)
-    masks = dict.fromkeys(x.mask for x in groups if x.shape == shape)
+    masks = {x.mask for x in groups if x.shape == shape}
     found = []
-    for mask, may_differ in (_RAGGED[x] for x in masks if x in _RAGGED):
+    for made_of, mask, may_differ in _RAGGED:
+        # One batch entry without keys is nothing to measure.
+        if made_of not in masks or (mask == "no keys" and shape.batch == 1):
+            continue
         queries = fewer if may_differ and unequal and fewer else length
         lengths = {"query_length": queries, "key_length": length}
         of = dataclasses.replace(shape, **lengths), mask, _FEW[:1]

@@ -87,8 +87,8 @@ def _causal(name: str) -> Callable[[Shape], Mask]:
 
 
 def _no_keys(shape: Shape) -> Mask:
-    """The last batch entry has none."""
-    lengths = np.full(shape.batch, shape.key_length, np.int32)
+    """The last batch entry has none, and others not all."""
+    lengths = np.array(_lengths(shape).key_value_lengths)
     lengths[-1] = 0
     return Mask(key_value_lengths=lengths)
 
@@ -112,9 +112,10 @@ def _packed_apart(shape: Shape) -> Mask:
 
 
 def _wide_window(shape: Shape) -> Mask:
-    """Wider than a tile on either side, of sequences that have several."""
+    """Wider than a tile on either side, of sequences that have several, and one side
+    by more than a tile, so that loops with the sides exchanged miss one."""
     s = shape.key_length
-    return Mask(window=(max(2 * s // 5, 2), max(s // 3, 1)))
+    return Mask(window=(max(2 * s // 3, 2), max(s // 3, 1)))
 
 
 # A bias may say a mask, by -inf or by the least number of its format.
@@ -122,7 +123,7 @@ HIDING_BIAS = "bias that hides"
 
 # Rules that are right one by one may be wrong together, where a length is 0, of keys
 # or queries alone, where queries and keys have not the same, where a window is wider
-# than a tile, or where a bias is not small. Beside each are the names of the `MASKS`
+# than tiles, or where a bias is not small. Beside each are the names of the `MASKS`
 # that it is made of. On the first shape only P is read under them.
 TOGETHER: dict[str, tuple[Callable[[Shape], Mask], tuple[str, ...]]] = {
     **{
