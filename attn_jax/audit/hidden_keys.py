@@ -42,6 +42,7 @@ def hidden_keys(
     noise = noise_of(problem, inputs)
     noise = noise._replace(seen=noise.seen & (noise.rows < rows)[:, None])
     seen = problem.rules.materialise(s.query_length, s.key_length)
+    assert seen is not None  # The masks above hide something.
     seen = np.broadcast_to(seen, (s.batch, 1, s.query_length, s.key_length))
     hidden = ~seen[:, 0, :rows].any(axis=1)
     if not (noise.seen.any() and hidden.any()):
