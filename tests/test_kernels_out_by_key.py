@@ -4,6 +4,7 @@ import dataclasses
 from unittest.mock import patch
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,10 +13,11 @@ from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.formats import BF16
 from attn_jax.kernels import design, schedule, tuning
 from attn_jax.kernels.architecture import made_for
-from attn_jax.kernels.attention import attention
+from attn_jax.kernels.attention import attention, declared_recipe
 from attn_jax.kernels.internals import interpreted
 from attn_jax.kernels.tuning import ForwardTiling
 from attn_jax.mask import Mask
+from attn_jax.recipe import ATTN_JAX
 from attn_jax.reference import golden
 from tests.child_process import in_child_process
 
@@ -113,8 +115,25 @@ def test_only_what_has_all_keys_in_blocks_it_counts_has_long_ones(options):
     assert found.columns == 128 and not getattr(found, "out_by_key", False)
 
 
+def test_lazy_rescaling_has_short_blocks():
+    """And what the emulator is told of it is the same."""
+    lazy = dataclasses.replace(ATTN_JAX, rescale_threshold=8.0)
+    for recipe, columns in ((None, 192), (lazy, 128)):
+        problem = {"key_length": 4096, "head_dim": 128, "target": "hopper"}
+        assert declared_recipe("bfloat16", **problem, recipe=recipe).block_kv == columns
+    x = jnp.zeros((1, 4096, 1, 128), "bfloat16")
+    with (
+        made_for("hopper"),
+        patch.object(
+            design, "configuration_of", wraps=design.configuration_of
+        ) as asked,
+    ):
+        jax.eval_shape(lambda: attention(x, x, x, scale=1.0, recipe=lazy))
+    assert asked.call_args.kwargs["short_blocks"]
+
+
 def test_parts_of_a_sequence_have_blocks_that_divide_them():
     part = tuning.configuration(
-        *("hopper", 128, 128, 4096), is_causal=False, listed=False, in_parts=True
+        *("hopper", 128, 128, 4096), is_causal=False, listed=False, short_blocks=True
     )
     assert 4096 % part.forward.columns == 0

@@ -130,13 +130,14 @@ def attention(
         query, scale = jnp.zeros_like(query), 1.0
     by_itself = visibility.is_static(mask) and bias is None
     target = architecture.chosen()
-    if tilings is None:
-        shape = *_head_dims(query, value), key.shape[1]
-        has_bias = bias is not None
-        tilings = design.configuration_of(
-            *(target, *shape, mask), query_count=query.shape[1], has_bias=has_bias
-        )
     chosen = options.of_recipe(recipe)
+    if tilings is None:
+        tilings = design.configuration_of(
+            *(target, *_head_dims(query, value), key.shape[1], mask),
+            query_count=query.shape[1],
+            has_bias=bias is not None,
+            short_blocks=chosen.rescale_threshold > 0,
+        )
     static = local.Static(
         target=target,
         dtype=jnp.dtype(query.dtype),
@@ -279,10 +280,12 @@ def declared_recipe(
     inputs = local.INPUTS[jnp.dtype(dtype)]
     target = architecture.chosen() if target is None else target
     dims = head_dim, head_dim if value_dim is None else value_dim
+    chosen = options.of_recipe(recipe)
     forward, dq_tiling, *_ = design.configuration_of(
         *(target, *dims, key_length, mask),
         query_count=query_length,
         has_bias=has_bias,
+        short_blocks=chosen.rescale_threshold > 0,
     )
     declared = dataclasses.replace(
         ATTN_JAX.with_inputs(inputs),
@@ -296,7 +299,6 @@ def declared_recipe(
     )
     if pairs is None:
         pairs = ring_order.MULTIPROCESSORS
-    chosen = options.of_recipe(recipe)
     made = backward_of(
         (pairs, key_length if query_length is None else query_length, group, head_dim),
         (pairs, key_length, 1, dims[1]),

@@ -31,6 +31,7 @@ def configuration_of(
     *,
     query_count: int | None = None,
     has_bias: bool = False,
+    short_blocks: bool = False,
 ) -> Configuration:
     """The table's tilings under a mask (`tuning.configuration`). `query_count`: None,
     for as many as keys."""
@@ -41,6 +42,7 @@ def configuration_of(
         is_causal=mask.is_causal,
         listed=has_bias or not visibility.is_static(mask),
         window=None if window is None else window.width,
+        short_blocks=short_blocks,
     )
 
 

@@ -299,7 +299,7 @@ def _static(query, key, value, scale, mask, bias) -> tuple[local.Static, Rules |
         *("hopper", query.shape[-1], value.shape[-1], key.shape[1]),
         is_causal=mask.is_causal,
         listed=not by_itself,
-        in_parts=True,
+        short_blocks=True,
     )
     static = local.Static(
         target="hopper",

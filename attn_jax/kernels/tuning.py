@@ -387,18 +387,19 @@ def configuration(
     is_causal: bool,
     listed: bool,
     window: int | None = None,
-    in_parts: bool = False,
+    short_blocks: bool = False,
 ) -> Configuration:
     """What the table has for a problem. Blocks that come in lists (`listed`) have the
     tilings for many keys: lists take registers that four warpgroups do not have.
     `window`: of how many keys, where Hopper's forward and one-pass kernels do without
     lists, and have what they have under a causal mask that lets a query see as many.
-    `in_parts`: the sequence is longer, and others have the rest of it. Neither these
-    nor lists nor windows have a tiling in which out leaves by way of K: it is for tiles
-    whose warpgroups see the same last block, of lengths that nothing else is cut by."""
+    `short_blocks`: no tiling in which out leaves by way of K, which lists and windows
+    do not have either: it is for tiles whose warpgroups see the same last block. So
+    with parts of a sequence, which its blocks do not divide, and with lazy rescaling,
+    in which ptxas moves the wait for P V above the exponentials of so long a block."""
     seen = keys_seen(key_count, is_causal=is_causal)
     counts = window is not None and target == "hopper"
-    plain = not listed and window is None and not in_parts
+    plain = not listed and window is None and not short_blocks
 
     def chosen(name: KernelName) -> Tiling:
         by_itself = counts and name == "forward"
