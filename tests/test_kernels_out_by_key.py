@@ -132,6 +132,17 @@ def test_lazy_rescaling_has_short_blocks():
     assert asked.call_args.kwargs["short_blocks"]
 
 
+@pytest.mark.parametrize("head_dims", [(64, 128), (128, 32)])
+def test_v_of_its_own_head_dim_has_a_place_for_out(head_dims):
+    """The table had the tiling of head dim 128 for it, with out of K's width."""
+    query, value = (jnp.zeros((1, 2048, 1, dim), "bfloat16") for dim in head_dims)
+    with made_for("hopper"):
+        out, _ = jax.eval_shape(lambda: attention(query, query, value, scale=1.0))
+    assert out.shape == value.shape
+    found = design.configuration_of("hopper", *head_dims, 2048, Mask()).forward
+    assert not getattr(found, "out_by_key", False)
+
+
 def test_parts_of_a_sequence_have_blocks_that_divide_them():
     part = tuning.configuration(
         *("hopper", 128, 128, 4096), is_causal=False, listed=False, short_blocks=True

@@ -100,6 +100,9 @@ def test_plans_are_those_that_were_measured(head_dim, keys, is_causal, plan):
         ((128, 128), 1536, False, False, ("64 x 128", 2, "64 x 64", "64 x 64")),
         ((128, 128), 1537, False, False, ("64 x 192", 2, "64 x 64", "64 x 64")),
         ((128, 128), 1537, False, True, ("64 x 128", 2, "64 x 64", "64 x 64")),
+        # A block of K has no room for an out of other width.
+        ((64, 128), 4096, False, False, ("64 x 128", 2, "64 x 64", "64 x 64")),
+        ((128, 32), 16384, True, False, ("64 x 128", 2, "64 x 64", "64 x 64")),
         ((128, 128), 6143, True, False, ("64 x 128", 2, "64 x 64", "64 x 64")),
         ((128, 128), 6144, True, False, ("64 x 192", 2, "64 x 64", "64 x 64")),
         ((192, 128), 4096, True, False, ("64 x 128", 2, "64 x 64", "64 x 32")),

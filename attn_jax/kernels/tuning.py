@@ -363,6 +363,9 @@ def few_and_many(group: Group) -> tuple[int, Any, Any]:
     _, kernel, *dims, is_causal = group
     many = tiling(LONG[kernel, is_causal], group.architecture, *dims)
     short = SHORT[kernel, is_causal][group.architecture]
+    if getattr(many, "out_by_key", False) and group.head_dim != group.value_dim:
+        # The larger head dim's, for which a block of K is no place for out.
+        many = short[max(dims), max(dims)][1]
     return *short.get((group.head_dim, group.value_dim), (0, many)), many
 
 
