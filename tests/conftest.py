@@ -84,10 +84,10 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     # For the suite's time: what they show others show, too, or show in part.
-    given = {name for name in ("gpu", "thorough", "ci") if config.getoption(name)}
-    for marker, options in {"thorough": {"thorough"}, "ci": given}.items():
-        if given & options:
-            continue
+    left = [] if config.getoption("--thorough") else ["thorough"]
+    if not any(map(config.getoption, ("--ci", "--thorough", "--gpu"))):
+        left.append("ci")
+    for marker in left:
         skip = pytest.mark.skip(reason=f"runs under --{marker}")
         for item in items:
             if item.get_closest_marker(marker):

@@ -8,7 +8,7 @@ import jax
 
 from attn_jax.audit import attribution
 from attn_jax.audit.inputs import Shape
-from attn_jax.audit.problem import HIDING_BIAS, MASKS, Problem
+from attn_jax.audit.problem import HIDING_BIAS, MASKS, NO_KEYS, Problem
 
 
 class Group(NamedTuple):
@@ -69,7 +69,7 @@ _RAGGED = (
     ("causal", "causal", True),
     ("window", "wide window", False),
     ("lengths", "lengths", False),
-    ("lengths", "no keys", False),
+    ("lengths", NO_KEYS, False),
     ("packed", "packed", False),
     ("bias", HIDING_BIAS, True),
 )
@@ -131,7 +131,7 @@ def ragged(
     found = []
     for made_of, mask, may_differ in _RAGGED:
         # One batch entry without keys is nothing to measure.
-        if made_of not in masks or (mask == "no keys" and shape.batch == 1):
+        if made_of not in masks or (mask == NO_KEYS and shape.batch == 1):
             continue
         queries = fewer if may_differ and unequal and fewer else length
         lengths = {"query_length": queries, "key_length": length}

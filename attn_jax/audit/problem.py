@@ -120,6 +120,7 @@ def _wide_window(shape: Shape) -> Mask:
 
 # A bias may say a mask, by -inf or by the least number of its format.
 HIDING_BIAS = "bias that hides"
+NO_KEYS = "no keys"
 
 # Rules that are right one by one may be wrong together, where a length is 0, of keys
 # or queries alone, where queries and keys have not the same, where a window is wider
@@ -130,7 +131,7 @@ TOGETHER: dict[str, tuple[Callable[[Shape], Mask], tuple[str, ...]]] = {
         f"causal+{name}": (_causal(name), ("causal", name))
         for name in ("window", "lengths", "packed")
     },
-    "no keys": (_no_keys, ("lengths",)),
+    NO_KEYS: (_no_keys, ("lengths",)),
     "key lengths": (_key_lengths, ("lengths",)),
     "query lengths": (_query_lengths, ("lengths",)),
     "packed apart": (_packed_apart, ("packed",)),
