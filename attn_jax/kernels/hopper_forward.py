@@ -33,26 +33,22 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import hopper_links, hopper_loads, internals, schedule
+from attn_jax.kernels.hopper_hidden import Hidden
 from attn_jax.kernels.hopper_outputs import Carried, Outputs
 from attn_jax.kernels.hopper_softmax import LOG2_P_SCALE, Softmax
 from attn_jax.kernels.tiles import (
     LOG2_E,
     accumulator,
     along_rows,
-    capped,
-    head_of,
-    read_tile,
     smem_tile,
 )
 from attn_jax.kernels.tuning import ForwardTiling
 from attn_jax.kernels.visibility import (
     Band,
     Counted,
-    Ends,
     Pairs,
     Rules,
     block_lists,
-    hide,
     pad_to_tiles,
     whole_tiles,
 )
@@ -143,6 +139,11 @@ def forward(
     # under a causal mask, and slower without one (H200). Why is not known.
     released_late = by_key and counted.band.right is not None
 
+    # All warpgroups begin with a tile's first block, and go on to its last.
+    together = counted.band == Band(None, None) and not (whole or strips.idle)
+    ahead = tiling.ahead and together and not (by_key or wide_out or carries)
+    ahead = ahead and not in_links
+
     pairs = None
     if mask is not None:
         lists = block_lists(
@@ -166,9 +167,6 @@ def forward(
         tiling=tiling,
     )
 
-    def slot(step):
-        return lax.rem(step, jnp.int32(stages))
-
     def attention_forward(
         q_gmem, k_gmem, v_gmem, table_gmem, pairs, sinks_gmem, bias_gmem, unscale_gmem,
         before_gmem, out_gmem, low_gmem, lse_gmem, row_sum_gmem, sums_gmem, smem,
@@ -176,6 +174,10 @@ def forward(
     ):  # fmt: skip
         q_smem, k_smem, v_smem, out_smem, low_smem = smem
         q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
+        q = hopper_loads.Loaded(q_gmem, q_smem, q_ready, q_free)
+        k = hopper_loads.Loaded(k_gmem, k_smem, k_ready, k_free)
+        v = hopper_loads.Loaded(v_gmem, v_smem, v_ready, v_free)
+        steps = hopper_loads.Stages(k, v, stages)
         cta = lax.axis_index("cta")
         warpgroup = lax.axis_index("warpgroup")
         all_blocks = table_gmem[cta, table.shape[1] - 1] if chosen else key_blocks
@@ -188,39 +190,49 @@ def forward(
             start, end = (strips.first(tile + i) * rows for i in range(2))
             return blocks_seen(start, end)
 
-        def for_each_tile(work, carry):
-            """`carry = work(turn, b, n, tile, carry)` for the tiles of this CTA.
+        def k_of(step):
+            return k_smem.at[steps.slot(step)].transpose((1, 0))
 
-            `work` is a generator that pauses once, when there is something to do while
-            the next tile's number comes from memory, and registers to keep it in.
-            """
+        def v_of(step):
+            return v_smem.at[steps.slot(step)]
 
-            def take(turn, both):
-                index, carry = both
-                pair = lax.div(index, jnp.int32(tile_count))
-                tile = lax.rem(index, jnp.int32(tile_count))
-                b = lax.div(pair, jnp.int32(query_heads))
-                n = lax.rem(pair, jnp.int32(query_heads))
-                working = work(turn, b, n, tile, carry)
-                next(working)
-                following = table_gmem[cta, turn + 2]
-                return following, next(working)
-
-            turns, first = table_gmem[cta, 0], table_gmem[cta, 1]
-            return lax.fori_loop(jnp.int32(0), turns, take, (first, carry))[1]
+        for_each_tile = functools.partial(
+            hopper_loads.for_each_tile, table_gmem, cta, tile_count, query_heads
+        )
 
         def release_kept(end):
             """The last block before `end`, by way of which out has left."""
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(k_free.at[slot(end - 1)])
+            steps.release(k, end - 1)
 
-        def consume_tile(turn, b, n, tile, first_step):
-            """Attention of a warpgroup's rows; the result is the next first step."""
+        def logits_ahead(step, turn, meanwhile):
+            """Logits of a tile's first block; `meanwhile()` is done under their
+            product. After a CTA's last tile they are of what lies there, for nobody."""
+            there = turn < table_gmem[cta, 0]
+
+            @pl.when(there)
+            def _():
+                steps.await_block(k, step)
+                plgpu.barrier_wait(q_ready.at[warpgroup])
+
+            def product(s_acc):
+                plgpu.wgmma(s_acc, q_smem.at[warpgroup], k_of(step))
+                meanwhile()
+                return s_acc[...]
+
+            s = pl.run_scoped(product, accumulator(rows, columns))
+            pl.when(there)(lambda: steps.release(k, step))
+            return s
+
+        def consume_tile(turn, b, n, tile, carry):
+            """Attention of a warpgroup's rows; the result is the next first step, with
+            the logits there if they are made ahead."""
+            first_step, s_ahead = carry
             row = strips.strip(tile, warpgroup) * rows
             q_tile = q_smem.at[warpgroup]
             if pairs is None:
                 tile_first, tile_end = tile_seen(tile)
-                first, end = blocks_seen(row, row + rows)
+                listed, (first, end) = None, blocks_seen(row, row + rows)
                 if strips.idle:  # One block: what its rows get, nobody reads.
                     first = jnp.where(row < query_count, first, tile_first)
                     end = jnp.where(row < query_count, end, tile_first + 1)
@@ -232,73 +244,26 @@ def forward(
             start = first_step + (tile_end - end)
             last = first_step + (tile_end - first) - 1
 
-            def k_of(step):
-                return k_smem.at[slot(step)].transpose((1, 0))
+            hidden = Hidden(
+                *(b, n, row, counted, pairs, listed, band, first_step, start, end),
+                *(in_links, bias_gmem, scale, soft_cap),
+            )
 
             def release_k(step):
                 """The tile's last one is kept: a barrier counts who has read it."""
-                place = slot(step)
+                place = steps.slot(step)
                 if by_key:
                     place = jnp.where(step == tile_last, jnp.int32(stages), place)
                 plgpu.barrier_arrive(k_free.at[place])
-
-            def entry(step):
-                """What the list says of a step's block; 0 past its end."""
-                if pairs is None:
-                    return jnp.int32(0)
-                return listed[jnp.minimum(step - first_step + 1, tile_end)]
-
-            def hide_pairs(s, entry):
-                """What the rows do not see of a block of the list."""
-                key_start = lax.div(entry, jnp.int32(2)) * columns
-                tile = None
-                if bias_gmem is not None:
-                    tile = head_of(bias_gmem, b, n)
-                    tile = read_tile(tile, row, key_start, s.shape)
-                s, _ = capped(s, scale, soft_cap, tile)
-                if pairs is None:
-                    return s
-
-                def hide_some(s):
-                    return hide(s, pairs, band, b, n, row, key_start)
-
-                partial = lax.rem(entry, jnp.int32(2)) == 1
-                return lax.cond(partial, hide_some, lambda s: s, s)
-
-            def hide_first(s, first):
-                """What the rows do not see of a link's first block."""
-                if pairs is not None:
-                    return hide_pairs(s, entry(first))
-                s, _ = capped(s, scale, soft_cap)
-                block = end - 1 - (first - start)
-                ends = Ends(left=counted.cut_twice or in_links, right=True)
-                return counted.hide(s, row, block, ends)
-
-            def hide_later(s, step, listed_as):
-                """The same of a block that is not."""
-                s = hide_pairs(s, listed_as)
-                if not counted.is_window:
-                    return s
-                block = end - 1 - (step - start)
-                hide = functools.partial(counted.hide, row=row, block=block)
-                return lax.cond(counted.is_cut(row, block), hide, lambda s: s, s)
-
-            def skip_blocks(from_step, to_step):
-                """Blocks that only other warpgroups see."""
-
-                @pl.loop(from_step, to_step)
-                def _(step):
-                    for ready, free in ((k_ready, k_free), (v_ready, v_free)):
-                        plgpu.barrier_wait(ready.at[slot(step)])
-                        plgpu.barrier_arrive(free.at[slot(step)])
 
             def load_q():
                 """Q as a left operand, once the warpgroup's first block is next."""
                 if released_late:
                     pl.when(turn > 0)(lambda: release_kept(first_step))
                 if strips.idle or (counted.band.right is not None and warpgroups > 1):
-                    skip_blocks(first_step, start)
-                plgpu.barrier_wait(q_ready.at[warpgroup])
+                    steps.skip(first_step, start)
+                if not ahead:
+                    plgpu.barrier_wait(q_ready.at[warpgroup])
                 if not tiling.q_registers:
                     return q_tile
                 q = q_tile[...]
@@ -311,61 +276,121 @@ def forward(
             if sinks_gmem is not None and rescale_threshold:
                 floor = softmax.of_sink(sinks_gmem[0, n])
 
-            def attend(q, acc, first, last, before):
-                """(sum of P V, state) of the blocks first, ..., last, with the state
-                of those before them."""
+            def begin(q, first):
+                """Logits of a link's first block."""
+                steps.await_block(k, first)
+
+                def product(s_acc):
+                    plgpu.wgmma(s_acc, q, k_of(first))
+                    return s_acc[...]
+
+                s = pl.run_scoped(product, accumulator(rows, columns))
+                release_k(first)
+                return s
+
+            def go_on(q, acc, s, first, last, before):
+                """(state, P of the last block): all products but that one's P V of the
+                blocks first, ..., last. `before`: the state of those before them."""
 
                 def await_k(step):
                     @pl.when(step <= last)
                     def _():
-                        plgpu.barrier_wait(k_ready.at[slot(step)])
+                        steps.await_block(k, step)
 
-                await_k(first)
-
-                def first_logits(s_acc):
-                    plgpu.wgmma(s_acc, q, k_of(first))
-                    return s_acc[...]
-
-                s = pl.run_scoped(first_logits, accumulator(rows, columns))
-                release_k(first)
-                state, p, _ = softmax.add(hide_first(s, first), before, floor)
+                state, p, _ = softmax.add(hidden.first(s, first), before, floor)
                 await_k(first + 1)
 
                 def step(now, carry):
                     state, p, listed_as = carry
-                    following = entry(now + 1)
+                    following = hidden.entry(now + 1)
 
                     def products(s_acc):
                         plgpu.wgmma(s_acc, q, k_of(now))
-                        plgpu.barrier_wait(v_ready.at[slot(now - 1)])
-                        plgpu.wgmma(acc, p, v_smem.at[slot(now - 1)])
+                        steps.await_block(v, now - 1)
+                        plgpu.wgmma(acc, p, v_of(now - 1))
                         # S is ready while P V still runs under the softmax below.
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
                     s = pl.run_scoped(products, accumulator(rows, columns))
                     release_k(now)
-                    s = hide_later(s, now, listed_as)
+                    s = hidden.later(s, now, listed_as)
                     state, p, correction = softmax.add(s, state)
                     # This wait between the softmax and the wait for P V keeps ptxas
                     # from moving the latter above the exponentials.
                     await_k(now + 1)
                     plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(v_free.at[slot(now - 1)])
+                    steps.release(v, now - 1)
                     assert correction is not None
                     acc[...] = softmax.rescaled(acc[...], correction)
                     return state, p, following
 
                 state, p, _ = lax.fori_loop(
-                    first + 1, last + 1, step, (state, p, entry(first + 1))
+                    first + 1, last + 1, step, (state, p, hidden.entry(first + 1))
                 )
                 if not tiling.q_registers and not in_links:
                     plgpu.barrier_arrive(q_free)
-                plgpu.barrier_wait(v_ready.at[slot(last)])
-                plgpu.wgmma(acc, p, v_smem.at[slot(last)])
+                return state, p
+
+            def add_last(acc, p, last):
+                """Issues the last P V."""
+                steps.await_block(v, last)
+                plgpu.wgmma(acc, p, v_of(last))
+
+            def attend(q, acc, first, last, before):
+                """(sum of P V, state) of the blocks first, ..., last."""
+                s = begin(q, first)
+                state, p = go_on(q, acc, s, first, last, before)
+                add_last(acc, p, last)
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(v_free.at[slot(last)])
+                steps.release(v, last)
                 return acc[...], state
 
+            def leave(acc, state):
+                """The results of the rows."""
+                own_rows = pl.ds(row, rows)
+                if carries:
+                    unscale = 1.0
+                    if unscale_gmem is not None:
+                        unscale = unscale_gmem[b, lax.div(n, jnp.int32(group)), 0]
+                    after = Carried(lse_gmem, row_sum_gmem, out_gmem)
+                    keep = after.begin if before_gmem is None else after.add
+                    keep(acc, state, softmax, unscale, b, n, first_row + row)
+                    return
+                sink = None if sinks_gmem is None else sinks_gmem[0, n]
+                inverse, lse_gmem[b, n, own_rows] = softmax.finished(state, sink)
+                out = acc * along_rows(inverse, acc.shape)
+                if unscale_gmem is not None:
+                    out *= unscale_gmem[b, lax.div(n, jnp.int32(group)), 0]
+                if wide_out:
+                    # Two FP32 tiles do not fit in shared memory beside K and V.
+                    out_gmem[b, own_rows, n] = out
+                    return
+                tiles = (x and x.at[warpgroup] for x in (out_smem, low_smem))
+                if by_key:
+                    place = pl.ds(pl.multiple_of(warpgroup * rows, rows), rows)
+                    plgpu.barrier_wait(k_free.at[stages])
+                    tiles = k_smem.at[steps.slot(tile_last), place], None
+                Outputs(out_gmem, low_gmem, *tiles).write(out, b, n, own_rows, stored)
+                if by_key and not released_late:
+                    release_kept(tile_last + 1)
+
+            if ahead:
+                yield
+
+                def attend_ahead(acc):
+                    state, p = go_on(load_q(), acc, s_ahead, start, last, None)
+                    add_last(acc, p, last)
+
+                    def meanwhile():
+                        total = plgpu.wgmma_accumulator_load(acc, wait_n=1)
+                        steps.release(v, last)
+                        leave(total, state)
+
+                    return logits_ahead(last + 1, turn + 1, meanwhile)
+
+                s = pl.run_scoped(attend_ahead, accumulator(rows, value_dim))
+                yield tile_last + 1, s
+                return
             if in_links:
                 assert sums_gmem is not None
                 q = load_q()
@@ -386,41 +411,17 @@ def forward(
                     accumulator(rows, value_dim),
                 )
             if counted.is_window and warpgroups > 1:
-                skip_blocks(last + 1, tile_last + 1)
+                steps.skip(last + 1, tile_last + 1)
             yield
-            own_rows = pl.ds(row, rows)
-            if carries:
-                unscale = 1.0
-                if unscale_gmem is not None:
-                    unscale = unscale_gmem[b, lax.div(n, jnp.int32(group)), 0]
-                after = Carried(lse_gmem, row_sum_gmem, out_gmem)
-                keep = after.begin if before_gmem is None else after.add
-                keep(acc, state, softmax, unscale, b, n, first_row + row)
-                yield tile_last + 1
-                return
-            sink = None if sinks_gmem is None else sinks_gmem[0, n]
-            inverse, lse_gmem[b, n, own_rows] = softmax.finished(state, sink)
-            out = acc * along_rows(inverse, acc.shape)
-            if unscale_gmem is not None:
-                out *= unscale_gmem[b, lax.div(n, jnp.int32(group)), 0]
-            if wide_out:
-                # Two FP32 tiles do not fit in shared memory beside K and V.
-                out_gmem[b, own_rows, n] = out
-            else:
-                tiles = (x and x.at[warpgroup] for x in (out_smem, low_smem))
-                if by_key:
-                    place = pl.ds(pl.multiple_of(warpgroup * rows, rows), rows)
-                    plgpu.barrier_wait(k_free.at[stages])
-                    tiles = k_smem.at[slot(tile_last), place], None
-                Outputs(out_gmem, low_gmem, *tiles).write(out, b, n, own_rows, stored)
-                if by_key and not released_late:
-                    release_kept(tile_last + 1)
-            yield tile_last + 1
+            leave(acc, state)
+            yield tile_last + 1, None
 
         @pl.when(warpgroup < warpgroups)
         def consume():
             plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
-            end = for_each_tile(consume_tile, jnp.int32(0))
+            start = jnp.int32(0)
+            s_ahead = logits_ahead(start, start, lambda: None) if ahead else None
+            end, _ = for_each_tile(consume_tile, (start, s_ahead))
             if released_late:
                 pl.when(end > 0)(lambda: release_kept(end))
             plgpu.wait_smem_to_gmem(0)
@@ -436,12 +437,7 @@ def forward(
                 first, end = tile_seen(tile)
                 return end - first, lambda i: end - 1 - i
 
-            hopper_loads.load(
-                *(for_each_tile, blocks_of, strips, tiling, group),
-                hopper_loads.Loaded(q_gmem, q_smem, q_ready, q_free),
-                hopper_loads.Loaded(k_gmem, k_smem, k_ready, k_free),
-                hopper_loads.Loaded(v_gmem, v_smem, v_ready, v_free),
-            )
+            hopper_loads.load(for_each_tile, blocks_of, strips, tiling, group, q, steps)
 
     out_smem = low_smem = None
     if not (wide_out or by_key):

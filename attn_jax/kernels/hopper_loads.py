@@ -25,29 +25,73 @@ class Loaded(NamedTuple):
     free: Any
 
 
+class Stages(NamedTuple):
+    """Blocks of K and V, as many as there are stages. A step is a block of a CTA; steps
+    are counted on across its tiles."""
+
+    k: Loaded
+    v: Loaded
+    count: int
+
+    def slot(self, step):
+        return lax.rem(step, jnp.int32(self.count))
+
+    def await_block(self, of: Loaded, step) -> None:
+        plgpu.barrier_wait(of.ready.at[self.slot(step)])
+
+    def release(self, of: Loaded, step) -> None:
+        plgpu.barrier_arrive(of.free.at[self.slot(step)])
+
+    def skip(self, from_step, to_step) -> None:
+        """Blocks that only other warpgroups see."""
+
+        @pl.loop(from_step, to_step)
+        def _(step):
+            for of in (self.k, self.v):
+                self.await_block(of, step)
+                self.release(of, step)
+
+
+def for_each_tile(table, cta, tile_count: int, heads: int, work: Callable, carry):
+    """`carry = work(turn, b, n, tile, carry)` for the tiles of a CTA in the `table`.
+
+    `work` is a generator that pauses once, when there is something to do while the next
+    tile's number comes from memory, and registers to keep it in.
+    """
+
+    def take(turn, both):
+        index, carry = both
+        pair = lax.div(index, jnp.int32(tile_count))
+        tile = lax.rem(index, jnp.int32(tile_count))
+        b = lax.div(pair, jnp.int32(heads))
+        n = lax.rem(pair, jnp.int32(heads))
+        working = work(turn, b, n, tile, carry)
+        next(working)
+        following = table[cta, turn + 2]
+        return following, next(working)
+
+    turns, first = table[cta, 0], table[cta, 1]
+    return lax.fori_loop(jnp.int32(0), turns, take, (first, carry))[1]
+
+
 def load(
-    for_each_tile: Callable,
+    of_each_tile: Callable,
     blocks_of: Callable,
     strips: Strips,
     tiling: ForwardTiling,
     group: int,
     q: Loaded,
-    k: Loaded,
-    v: Loaded,
+    stages: Stages,
 ) -> None:
     """Loads what the consumers want, in their order.
 
-    `for_each_tile(work, carry)` calls work(turn, b, n, tile, carry), a generator that
-    pauses once. `blocks_of(b, n, tile)` says how many blocks of keys a tile has, and
-    which one its i-th is.
+    `of_each_tile(work, carry)`: `for_each_tile` of the CTA. `blocks_of(b, n, tile)`
+    says how many blocks of keys a tile has, and which one its i-th is.
     """
-    columns, stages = tiling.columns, tiling.stages
-
-    def slot(step):
-        return lax.rem(step, jnp.int32(stages))
+    columns, (k, v, count), slot = tiling.columns, stages, stages.slot
 
     def load_block(of: Loaded, step, b, n, block):
-        @pl.when(step >= stages)
+        @pl.when(step >= count)
         def _():
             plgpu.barrier_wait(of.free.at[slot(step)])
 
@@ -89,7 +133,7 @@ def load(
 
         yield end, b, n, block_of(end - 1)
 
-    end, *before = for_each_tile(load_tile, (jnp.int32(0),) * 4)
+    end, *before = of_each_tile(load_tile, (jnp.int32(0),) * 4)
 
     @pl.when(end > 0)
     def _():
@@ -97,7 +141,7 @@ def load(
         # Every release is awaited: no arrival may be left that nobody saw.
         plgpu.barrier_wait(q.free)
         for free in (k.free, v.free):
-            for back in range(stages, 0, -1):
+            for back in range(count, 0, -1):
 
                 @pl.when(end >= back)
                 def _():

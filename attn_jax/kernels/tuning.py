@@ -80,11 +80,14 @@ class ForwardTiling(Tiling):
         leaves room for longer blocks; the same warpgroups are to have read that block
         and to read it last. V's head dim is that of K, and a block of K has a row for
         each of the tile.
+      ahead: the first logits of a tile are made while the one before it ends, where
+        nothing is hidden but what is past the last key, and each warpgroup has rows.
     """
 
     q_registers: bool = False
     stored_columns: int | None = None
     out_by_key: bool = False
+    ahead: bool = False
 
     def stored(self, value_dim: int) -> int:
         """Columns of out in shared memory at a time, a divisor of `value_dim`."""

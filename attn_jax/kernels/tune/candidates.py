@@ -184,6 +184,8 @@ def _hopper_forward_refuses(
         return "Q in registers is for two consumer warpgroups at most"
     if tiling.stored_columns is not None and tiling.stored(value_dim) == value_dim:
         return "the same as without stored_columns"
+    if tiling.ahead and tiling.out_by_key:
+        return "the last block of K is out's place when the next tile begins"
     if tiling.out_by_key:
         if head_dim != value_dim or tiling.columns < tiling.tile:
             return "a block of K has no room for out"
@@ -299,6 +301,15 @@ def _ampere_dkv_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
 
 
 _ROWS = (64, 128)  # multiples of what four warps share
+_HOPPER_FORWARD: Grid = {
+    "rows": _ROWS,
+    "columns": (64, 128, 192, 256),
+    "warpgroups": tuple(hopper_forward.REGISTERS),
+    "stages": (2, 3, 4),
+    "q_registers": (False, True),
+    "stored_columns": (None, 64),
+    "out_by_key": (False, True),
+}
 _HOPPER_BACKWARD: Grid = {
     "rows": _ROWS,
     "columns": (32, 64, 96, 128, 192, 256),
@@ -313,17 +324,9 @@ KERNELS: dict[Architecture, dict[KernelName, Kernel]] = {
     "hopper": {
         "forward": Kernel(
             *("forward", "attention_forward", ("out", "lse")),
-            {
-                "rows": _ROWS,
-                "columns": (64, 128, 192, 256),
-                "warpgroups": tuple(hopper_forward.REGISTERS),
-                "stages": (2, 3, 4),
-                "q_registers": (False, True),
-                "stored_columns": (None, 64),
-                "out_by_key": (False, True),
-            },
-            _hopper_forward_need,
-            _hopper_forward_refuses,
+            _HOPPER_FORWARD | {"ahead": (False, True)},
+            *(_hopper_forward_need, _hopper_forward_refuses),
+            causal_grid=_HOPPER_FORWARD,
         ),
         "backward_dq": Kernel(
             *("backward_dq", "attention_backward_dq", ("dq",)),
