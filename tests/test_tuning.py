@@ -31,6 +31,10 @@ def _dq(lines):
     return next(line for line in lines if line["kernel"] == "backward_dq")
 
 
+def _few(lines):
+    return next(line for line in lines if line["keys_seen"])
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -47,6 +51,8 @@ def _dq(lines):
         (lambda lines: lines[-1].pop("is_causal"), "no entry .*'backward_fused', 128"),
         (lambda lines: lines[-1]["tiling"].update(rings=2), "number of rings"),
         (lambda lines: lines[-1]["tiling"].update(passes=0), "passes of a plan"),
+        # Of which one would never be taken.
+        (lambda lines: lines.append(_few(lines) | {"keys_seen": 9}), "entries for few"),
     ],
 )
 def test_a_damaged_table_is_refused_in_one_line(change, complaint):
@@ -97,9 +103,9 @@ def test_plans_are_those_that_were_measured(head_dim, keys, is_causal, plan):
         ((64, 64), 4097, True, False, ("64 x 64", 4, "64 x 128", "64 x 64")),
         ((64, 64), 4098, True, False, ("64 x 128", 3, "64 x 128", "64 x 64")),
         ((128, 128), 1024, True, False, ("64 x 128", 2, "64 x 64", "64 x 64")),
-        ((128, 128), 1536, False, False, ("64 x 128", 2, "64 x 64", "64 x 64")),
-        ((128, 128), 1537, False, False, ("64 x 192", 2, "64 x 64", "64 x 64")),
-        ((128, 128), 1537, False, True, ("64 x 128", 2, "64 x 64", "64 x 64")),
+        ((128, 128), 1535, False, False, ("64 x 128", 2, "64 x 64", "64 x 64")),
+        ((128, 128), 1536, False, False, ("64 x 192", 2, "64 x 64", "64 x 64")),
+        ((128, 128), 1536, False, True, ("64 x 128", 2, "64 x 64", "64 x 64")),
         # A block of K has no room for an out of other width.
         ((64, 128), 4096, False, False, ("64 x 128", 2, "64 x 64", "64 x 64")),
         ((128, 32), 16384, True, False, ("64 x 128", 2, "64 x 64", "64 x 64")),
@@ -118,6 +124,29 @@ def test_tilings_are_those_that_were_measured(
     )
     sizes = [f"{x.rows} x {x.columns}" for x in table[:3]]
     assert (sizes[0], table.forward.warpgroups, *sizes[1:]) == tilings
+
+
+@pytest.mark.parametrize(
+    "entry", tuning.ENTRIES, ids=lambda x: " ".join(map(str, x.place))
+)
+def test_every_entry_is_what_some_call_gets(entry):
+    keys = (entry.keys_seen or 2**20) * (2 if entry.is_causal else 1)
+    table = tuning.configuration(
+        *(entry.architecture, entry.head_dim, entry.value_dim, keys),
+        is_causal=bool(entry.is_causal),
+        listed=False,
+    )
+    assert getattr(table, entry.kernel) == entry.tiling
+
+
+@pytest.mark.parametrize(
+    "rest", [{"listed": True}, {"window": 512}, {"short_blocks": True}]
+)
+def test_nothing_is_made_ahead_where_blocks_are_kept_short_for_many_keys(rest):
+    table = tuning.configuration(
+        *("hopper", 128, 128, 2**14), is_causal=False, **{"listed": False} | rest
+    )
+    assert not table.forward.ahead
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,8 @@ def read(text: str) -> list[Entry]:
 
     Raises:
       ValueError: it is no such table, in one line; an entry is there twice, or one is
-        missing: a kernel needs one for any number of keys at every head dim.
+        missing: a kernel needs one for any number of keys at every head dim, and may
+        have one for few.
     """
     entries = []
     try:
@@ -268,6 +269,12 @@ def read(text: str) -> list[Entry]:
     places = {entry.place for entry in entries}
     if len(places) < len(entries):
         raise ValueError("the table of tilings has two entries for the same place")
+    few = [entry.group for entry in entries if entry.keys_seen is not None]
+    for group in few:
+        if few.count(group) > 1:
+            raise ValueError(
+                f"the table of tilings has two entries for few keys of {tuple(group)}"
+            )
     needed = {
         Group(architecture, kernel, head_dim, head_dim, is_causal)
         for architecture, head_dims in HEAD_DIMS.items()
@@ -368,8 +375,13 @@ def few_and_many(group: Group) -> tuple[int, Any, Any]:
     short = SHORT[kernel, is_causal][group.architecture]
     if getattr(many, "out_by_key", False) and group.head_dim != group.value_dim:
         # The larger head dim's, for which a block of K is no place for out.
-        many = short[max(dims), max(dims)][1]
+        many = _without_ahead(short[max(dims), max(dims)][1])
     return *short.get((group.head_dim, group.value_dim), (0, many)), many
+
+
+def _without_ahead(few: Any) -> Any:
+    """The tiling for few keys as it is taken for more, whose tiles end seldom."""
+    return dataclasses.replace(few, ahead=False)
 
 
 def fused(head_dim: int, key_count: int, *, is_causal: bool) -> Plan:
@@ -413,7 +425,7 @@ def configuration(
         group = Group(target, name, head_dim, value_dim, by_mask)
         most, few, many = few_and_many(group)
         if getattr(many, "out_by_key", False) and not plain:
-            return few
+            return _without_ahead(few)
         keys = min(seen, window) if window is not None else seen
         return few if keys <= most and (by_itself or not listed) else many
 
