@@ -130,9 +130,11 @@ def test_tilings_are_those_that_were_measured(
     "entry", tuning.ENTRIES, ids=lambda x: " ".join(map(str, x.place))
 )
 def test_every_entry_is_what_some_call_gets(entry):
-    keys = (entry.keys_seen or 2**20) * (2 if entry.is_causal else 1)
     table = tuning.configuration(
-        *(entry.architecture, entry.head_dim, entry.value_dim, keys),
+        entry.architecture,
+        entry.head_dim,
+        entry.value_dim,
+        (entry.keys_seen or 2**20) * (2 if entry.is_causal else 1),
         is_causal=bool(entry.is_causal),
         listed=False,
     )
@@ -140,13 +142,20 @@ def test_every_entry_is_what_some_call_gets(entry):
 
 
 @pytest.mark.parametrize(
-    "rest", [{"listed": True}, {"window": 512}, {"short_blocks": True}]
+    ("listed", "window", "short_blocks"),
+    [(True, None, False), (False, 512, False), (False, None, True)],
 )
-def test_nothing_is_made_ahead_where_blocks_are_kept_short_for_many_keys(rest):
+def test_nothing_is_made_ahead_where_blocks_are_kept_short_for_many_keys(
+    listed, window, short_blocks
+):
     table = tuning.configuration(
-        *("hopper", 128, 128, 2**14), is_causal=False, **{"listed": False} | rest
+        *("hopper", 128, 128, 2**14),
+        is_causal=False,
+        listed=listed,
+        window=window,
+        short_blocks=short_blocks,
     )
-    assert not table.forward.ahead
+    assert not getattr(table.forward, "ahead")
 
 
 @pytest.mark.parametrize(
