@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from attn_jax.audit import programs
@@ -74,7 +75,7 @@ def invariances(
     batch position  entries rolled; needs two
     head position   key heads and their groups rolled, or the one group's heads
     layers          the last of two in a `lax.scan` over arrays stacked as layers are
-    mapping         the last of two under `jax.vmap`
+    mapping         the last of two under `jax.vmap`, inside of one of the query alone
     scale           half of it for twice the query, by a power of two
     padded queries  more queries, with dO = 0
     padded keys     more keys, hidden by their lengths; dV there must be 0, and dK, but
@@ -196,6 +197,12 @@ def _transformed(
         stacked = Inputs(*(np.stack([np.roll(x, 1, 1), x]) for x in inputs))
         return {name: x[-1] for name, x in run(several(attend), stacked).items()}
 
+    def mapped():
+        try:
+            return last_of(MappedTwice)
+        except Exception:  # What is refused there nobody takes for right.
+            return last_of(Mapped)
+
     if with_scale:
         yield "scale, half of it for twice the query", half_scale
     if attend_of or shared:
@@ -205,7 +212,7 @@ def _transformed(
     if N > 1 and (mask.dense is None or mask.dense.shape[1] == 1):
         yield "head position", other_heads
     yield LAYERS, lambda: last_of(Layers)
-    yield MAPPING, lambda: last_of(Mapped)
+    yield MAPPING, mapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,12 +232,25 @@ class Layers:
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
-    """An attention of arrays [two, ...], by `jax.vmap`."""
+    """An attention of arrays [layer, ...], by `jax.vmap`."""
 
     attend: Attend
 
     def __call__(self, *stacked):
         return jax.vmap(self.attend)(*stacked)
+
+
+@dataclasses.dataclass(frozen=True)
+class MappedTwice:
+    """The same, in a second `jax.vmap`, of the query alone: of others that are not
+    asked for, and of these."""
+
+    attend: Attend
+
+    def __call__(self, query, *others):
+        both = jnp.stack([jnp.roll(query, 1, 2), query])
+        each = jax.vmap(lambda x: Mapped(self.attend)(x, *others))(both)
+        return jax.tree_util.tree_map(lambda x: x[-1], each)
 
 
 def _pick(inputs: Inputs, order: np.ndarray) -> Inputs:

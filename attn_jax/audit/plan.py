@@ -1,7 +1,7 @@
 """Which problems an audit measures."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -53,29 +53,53 @@ _ON_A_CPU = (
     Shape(2, 256, 256, 6, 2, 64),
     # Lengths that no tile divides, one key head, and a scale that is no power of two:
     # 1 / sqrt(48) is 1.3e-3 of itself off in BF16, that of 80, 96 and 128 a tenth.
-    Shape(1, 200, 333, 4, 1, 48),
-    Shape(1, 1024, 1024, 2, 2, 64),
+    Shape(2, 200, 333, 4, 1, 48),
+    Shape(2, 1024, 1024, 2, 2, 64),
 )
 _ON_A_GPU = (
     Shape(2, 512, 512, 8, 2, 128),
-    Shape(1, 1000, 1337, 8, 1, 64),
-    Shape(1, 4096, 4096, 4, 4, 128),
+    Shape(2, 1000, 1337, 8, 1, 64),
+    Shape(2, 4096, 4096, 2, 2, 128),
     Shape(1, 16384, 16384, 2, 1, 128),
 )
 
 
-# What masks are tried beside as, with fewer queries than keys where they may be.
-_RAGGED = (
-    ("causal", "causal", True),
-    ("window", "wide window", False),
-    ("lengths", "lengths", False),
-    ("lengths", NO_KEYS, False),
-    ("packed", "packed", False),
-    ("bias", HIDING_BIAS, True),
+class _Beside(NamedTuple):
+    """What a mask of the first shape is looked at beside: `mask`, where there is the
+    one that it is made of, on so many queries and keys, which `lengths` makes of how
+    many there may be, with as many heads of each (`equal_heads`) or not."""
+
+    mask: str
+    made_of: str
+    lengths: Callable[[int], tuple[int, int]]
+    equal_heads: bool = True
+
+
+def _shorter(most: int) -> int:
+    """The last tile of any size is a partial one."""
+    return most - min(27, most // 4)
+
+
+def _one_more(most: int) -> int:
+    """In the last tile is one key."""
+    whole = next((n for n in (128, 64, 32, 16) if n < most), 1)
+    return (most - 1) // whole * whole + 1
+
+
+# Rules that a function has for some calls alone are those of other code: with as many
+# heads of K as of Q, with one query, with lengths that tiles divide or do not.
+_BESIDE = (
+    _Beside("causal", "causal", lambda n: (2 * _shorter(n) // 3, _shorter(n))),
+    _Beside("causal", "causal", lambda n: (n // 2, n), equal_heads=False),
+    _Beside("wide window", "window", lambda n: (_one_more(n), _one_more(n))),
+    _Beside("lengths", "lengths", lambda n: (_shorter(n), _shorter(n))),
+    _Beside(NO_KEYS, "lengths", lambda n: (_shorter(n), _shorter(n)), False),
+    _Beside("packed", "packed", lambda n: (_shorter(n), _shorter(n))),
+    _Beside(HIDING_BIAS, "bias", lambda n: (2 * _shorter(n) // 3, _shorter(n))),
+    _Beside("full", "full", lambda n: (1, _one_more(n)), equal_heads=False),
 )
-# What a length is to be shorter by, so that the last tile of any size is a partial one,
-# and keys that are enough for several tiles.
-_SHORTER, _ENOUGH = 27, 1024
+# Keys that are enough for several tiles, and for positions beyond what BF16 holds.
+_SEVERAL, _ENOUGH = 512, 1024
 # A scale that nobody has by default, and no power of two.
 _OTHER_SCALE = 0.75
 
@@ -111,30 +135,38 @@ def plan(
 def ragged(
     groups: Sequence[Group], shards: int = 1, *, takes_scale: bool = False
 ) -> list[Group]:
-    """What masks of the first shape are looked at beside, since a length that tiles
-    divide hides what the last one does, a window in one tile what others do, the usual
-    scale that another is not taken, and as many queries as keys which is which.
+    """What masks of the first shape are looked at beside (`_BESIDE`), since a length
+    that tiles divide hides what the last one does, a window in one tile what others do,
+    the usual scale that another is not taken, and as many queries as keys which is
+    which.
 
-    Lengths that no tile divides, but the devices that they are cut between; a window
-    that is wider; a batch entry without keys; another scale, if it `takes_scale`; under
-    a causal mask and a bias fewer queries than keys, if any of the groups has so. One
-    family, and no cells of a report.
+    No longer than the longest sequence of the groups; of lengths that the devices which
+    they are cut between divide; with as many heads of each, and with other numbers of
+    queries than of keys, if any of the groups has so; with another scale, if it
+    `takes_scale`. One family, and no cells of a report.
     """
     shape, parts = groups[0].shape, 2 * shards if shards > 1 else 1
-    length = min(shape.key_length, _ENOUGH)
-    length = (length - min(_SHORTER, length // 4)) // parts * parts
-    fewer = 2 * length // 3 // parts * parts
-    if not length:
-        return []
+    longest = max(group.shape.key_length for group in groups)
+    most = min(max(shape.key_length, min(longest, _SEVERAL)), _ENOUGH)
     unequal = any(x.shape.query_length != x.shape.key_length for x in groups)
     masks = {x.mask for x in groups if x.shape == shape}
+    alike = shape
+    if any(x.shape.heads == x.shape.key_heads for x in groups):
+        # Of one key head there would be one of each.
+        heads = shape.key_heads if shape.key_heads > 1 else shape.heads
+        alike = dataclasses.replace(shape, heads=heads, key_heads=heads)
     found = []
-    for made_of, mask, may_differ in _RAGGED:
+    for mask, made_of, lengths, equal_heads in _BESIDE:
+        T, S = (length // parts * parts for length in lengths(most))
+        if not unequal and T != S:
+            # Of fewer queries those that are as many are other ones.
+            T = S if equal_heads else 0
         # One batch entry without keys is nothing to measure.
-        if made_of not in masks or (mask == NO_KEYS and shape.batch == 1):
+        if made_of not in masks or mask == NO_KEYS and shape.batch == 1 or not T * S:
             continue
-        queries = fewer if may_differ and unequal and fewer else length
-        lengths = {"query_length": queries, "key_length": length}
-        of = dataclasses.replace(shape, **lengths), mask, _FEW[:1]
-        found.append(Group(*of, scale_factor=_OTHER_SCALE if takes_scale else 1.0))
+        of = dataclasses.replace(
+            alike if equal_heads else shape, query_length=T, key_length=S
+        )
+        scale = _OTHER_SCALE if takes_scale else 1.0
+        found.append(Group(of, mask, _FEW[:1], scale_factor=scale))
     return [x for x in found if x not in groups]

@@ -53,13 +53,18 @@ def _lengths(shape: Shape) -> Mask:
     )
 
 
+# BF16 has every sixteenth number there, FP16 every second.
+_FIRST_DOCUMENT = np.int32(3001)
+
+
 def _packed(shape: Shape) -> Mask:
-    """Every second batch entry has the documents of the others in reverse."""
+    """Every second batch entry has the documents of the others in reverse. Their
+    numbers are of a long run: next to one another, and more than 16 bits hold."""
 
     def ids(length: int) -> np.ndarray:
         of = documents(length)
         both = np.stack([of, of.max() - of[::-1]])
-        return both[np.arange(shape.batch) % 2]
+        return _FIRST_DOCUMENT + both[np.arange(shape.batch) % 2]
 
     return Mask(
         query_segment_ids=ids(shape.query_length),
@@ -106,7 +111,7 @@ def _query_lengths(shape: Shape) -> Mask:
 def _packed_apart(shape: Shape) -> Mask:
     """Documents end at other keys than queries, though there be as many."""
     more = shape.key_length // 4
-    ids = documents(shape.key_length + more)[more:]
+    ids = _FIRST_DOCUMENT + documents(shape.key_length + more)[more:]
     ids = np.broadcast_to(ids, (shape.batch, shape.key_length))
     return dataclasses.replace(_packed(shape), key_value_segment_ids=ids)
 

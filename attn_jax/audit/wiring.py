@@ -2,9 +2,9 @@
 
 Rounding errors lie around the right result, those of wrong wiring around another one.
 Results that no rounding can explain are held against what every mistake in
-`wrong_attention`, `wrong_results` and `wrong_lse` makes in FP64, and a mistake is
-claimed only where it explains almost all of the error. What is random, as dropout is,
-is at no exact result: that is looked for in P itself (`probability`).
+`wrong_attention`, `wrong_masks`, `wrong_results` and `wrong_lse` makes in FP64, and a
+mistake is claimed only where it explains almost all of the error. What is random, as
+dropout is, is at no exact result: that is looked for in P itself (`probability`).
 """
 
 import dataclasses
@@ -35,12 +35,13 @@ from attn_jax.audit.variant import (
 from attn_jax.audit.wrong_attention import ATTENTION
 from attn_jax.audit.wrong_bias import BIASES, DBIAS
 from attn_jax.audit.wrong_lse import LSES
+from attn_jax.audit.wrong_masks import RULES
 from attn_jax.audit.wrong_results import RESULTS
 from attn_jax.formats import BF16, FP16, FP32
 
 # Mistakes by the name that a finding has for its cause. Of a mistake of the attention
 # there is also one "in the backward pass", and of LSE also the names of `_ROUNDED`.
-_ATTENTION, _RESULTS = ATTENTION | BIASES, RESULTS | LSES | DBIAS
+_ATTENTION, _RESULTS = ATTENTION | RULES | BIASES, RESULTS | LSES | DBIAS
 VARIANTS: Mapping[str, Variant] = Registry(_ATTENTION | _RESULTS)
 
 # Rounded once to nearest, no term of a sum is off by more than this share of it. For
