@@ -311,6 +311,7 @@ def test_the_help_has_a_text_for_every_option(capsys):
         ),
         (["xla", "--lse", "nosuch"], "xla has no argument 'nosuch' to have LSE by"),
         (["xla", "--argument", "scale=2"], "'scale' is given by the audit itself"),
+        (["xla", "--argument", "foo=1"], "xla has no argument 'foo' to be given to"),
         (["xla", "--families", "gauss"], "invalid choice: 'gauss'"),
         (["xla", "--rename", "is_causal"], "a name, '=' and what stands"),
         (
@@ -344,10 +345,10 @@ def test_of_another_adapter_only_what_differs_is_said(tmp_path, capsys):
     arguments = ["xla", *OPTIONS, "--out", str(tmp_path)]
     assert main(arguments) == 4
     with pytest.raises(SystemExit):
-        main([*arguments, "--layout", "BNTH", "--argument", "x=1"])
+        main([*arguments, "--layout", "BNTH", "--argument", "implementation=cudnn"])
     (line,) = capsys.readouterr().err.strip().splitlines()
-    differences = "adapter.layout BTNH there, BNTH here, adapter.more.x None there, 1"
-    assert f"({differences} here)" in line
+    assert "(adapter.layout BTNH there, BNTH here, adapter.more.implementation " in line
+    assert "implementation xla there, cudnn here)" in line
 
 
 @pytest.mark.parametrize(
@@ -392,6 +393,8 @@ def test_what_has_no_lse_behind_any_arguments_is_told_the_option(tmp_path, capsy
     assert "'return_residual'" in line and "--lse never" in line
     line = said("any_but_scale", "--lse", "never")
     assert "'scale'" in line and "--scale none" in line and "--lse" not in line
+    fixed = "--lse", "never", "--scale", "none", "--argument", "foo=1"
+    assert "(without foo: leave out --argument)" in said("any_but_scale", *fixed)
 
 
 def test_a_file_is_no_folder(tmp_path, capsys):

@@ -261,11 +261,13 @@ def _report(
 
 def _hint(reason: str, adapter: Adapter) -> str:
     """What to say to a function that passes on whatever it is given to one that has no
-    argument for LSE, or for the scale, which no signature told."""
+    argument for LSE, or for the scale, or that the user gives, which no signature told.
+    """
     without = {adapter.lse: "--lse never"}
     if adapter.scale == "keyword":
         scale = adapter.renamed.get("scale", "scale")
         without[scale] = "--scale none, if it scales by itself"
+    without |= dict.fromkeys(adapter.more, "leave out --argument")
     for name, option in without.items():
         if f"unexpected keyword argument {name!r}" in reason:
             return f" (without {name}: {option})"

@@ -167,8 +167,8 @@ class Target:
 
     def check_given(self) -> None:
         """Raises TargetError if arguments for every call are some that the audit gives
-        itself, or if LSE is to be had by an argument that the function does not have.
-        """
+        itself, or that the function does not have, or if LSE is to be had by one that
+        it does not have."""
         adapter = self.adapter
         theirs = {adapter.renamed.get(name, name): name for name in RENAMEABLE}
         for name in adapter.more:
@@ -177,6 +177,11 @@ class Target:
                     f"{name!r} is given by the audit itself, with each mask or call: "
                     "leave it out, or audit a function that has it fixed and not among "
                     "its arguments"
+                )
+            if not self.takes(name):
+                raise TargetError(
+                    f"{self.name} has no argument {name!r} to be given to every call; "
+                    f"there are {', '.join(self.arguments or ()) or 'none'}"
                 )
         usual = Adapter().lse
         if adapter.lse not in (None, "always", usual) and not self.takes(adapter.lse):
