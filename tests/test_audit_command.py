@@ -9,17 +9,15 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from attn_jax import audit, machine
+from attn_jax import machine
 from attn_jax.audit import audit_attention, command
 from attn_jax.audit.command import _folder, main, parser
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.plan import plan
 from attn_jax.audit.problem import MASKS
 from attn_jax.audit.report import Report
-from attn_jax.audit.target import Adapter, TargetError
 from attn_jax.audit.workers import NotStartedError
 from attn_jax.recipe import EXACT_FP32, FLASH2, RECIPES
 from tests.knobs import Knobs, attention
@@ -456,28 +454,6 @@ def test_a_reader_who_leaves_changes_nothing(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stdout", Closed())
         assert main(["reference", *OPTIONS, "--out", str(tmp_path)]) == 0
     assert (tmp_path / "report.json").exists()
-
-
-def test_shapes_may_be_plain_numbers():
-    options = SMALL | dict(shapes=[[2, 32, np.int64(32), 4, 2, 16]], masks=["full"])
-    report = audit_attention("reference", **options, gradients=False, against=[FLASH2])
-    assert isinstance(report, audit.Report) and report.settings["groups"][0][0][4] == 2
-    assert audit.Shape is Shape and audit.Adapter() == Adapter()
-
-
-@pytest.mark.parametrize("shape", [(2, 32), (2, 32, 32, 4, 2, 16, 1)])
-def test_what_is_no_shape_is_refused_at_once(shape):
-    with pytest.raises(TypeError, match="a shape is six integers .B, T, S, N, K, H."):
-        audit_attention("xla", shapes=[shape])
-
-
-def test_bad_arguments_are_refused():
-    with pytest.raises(TargetError, match="no target 'flash'"):
-        audit_attention("flash")
-    with pytest.raises(ValueError, match="no dtype 'int8'"):
-        audit_attention("xla", dtype="int8")
-    with pytest.raises(ValueError, match="no family 'gauss'"):
-        audit_attention("xla", families=["gauss"])
 
 
 @pytest.mark.parametrize("x64", [False, True])

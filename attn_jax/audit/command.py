@@ -50,16 +50,15 @@ def shape(text: str) -> Shape:
         raise argparse.ArgumentTypeError(
             f"a shape is six numbers B,T,S,N,K,H such as 2,256,256,4,2,64, not {text!r}"
         )
-    found = Shape(*map(int, numbers))
+    try:
+        found = Shape(*map(int, numbers))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     largest = max(math.prod(found.query), math.prod(found.key))
     if largest > _MOST_NUMBERS:
         raise argparse.ArgumentTypeError(
             f"{text} has an array of {largest:.3g} numbers; {_MOST_NUMBERS} are tried "
             "at most"
-        )
-    if found.heads % found.key_heads:
-        raise argparse.ArgumentTypeError(
-            f"{found.key_heads} key heads do not divide {found.heads} query heads"
         )
     return found
 

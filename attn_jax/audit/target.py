@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,9 @@ class Adapter:
       shards: parts that the function cuts the keys into, one for a device. A ValueError
         for lengths that twice as many do not divide is then a refusal, not a fault, and
         rings of so many are among the recipes it is compared with.
+
+    Raises:
+      TargetError: another value than these.
     """
 
     layout: Literal["BTNH", "BNTH"] = "BTNH"
@@ -73,6 +76,23 @@ class Adapter:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shards: int = 1
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            known, given = get_args(field.type), getattr(self, field.name)
+            if get_origin(field.type) is Literal and given not in known:
+                raise TargetError(
+                    f"no {field.name} {given!r}; there are {', '.join(known)}"
+                )
+        if not isinstance(self.lse, str | None):
+            raise TargetError(
+                f"lse is the name of an argument, 'always' or None, not {self.lse!r}"
+            )
+        for name in ("renamed", "more"):
+            if not isinstance(given := getattr(self, name), Mapping):
+                raise TargetError(f"{name} is a dictionary by name, not {given!r}")
+        if not isinstance(self.shards, int) or self.shards < 1:
+            raise TargetError(f"shards is a whole number from 1, not {self.shards!r}")
 
 
 @dataclasses.dataclass(frozen=True)
