@@ -2,6 +2,7 @@
 that was once called one."""
 
 import dataclasses
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -233,3 +234,30 @@ def test_an_audit_of_what_fails_at_odd_batches_is_not_trustworthy():
     )
     assert report.verdict == "fails" and report.exit_code == 4
     assert "IndexError: no entry 1" in report.findings[0].says
+
+
+def test_what_a_callback_raises_is_said_and_not_logged(caplog):
+    """JAX logs a traceback each time, all of which came before the one line."""
+
+    def calls_back(query, key, value, *, scale=None, is_causal=False):
+        def broken(x):
+            logging.getLogger("jax").warning("a warning of another")
+            raise OSError("no such file")
+
+        return jax.pure_callback(broken, query, query)
+
+    report = audit_attention(
+        calls_back,
+        shapes=[(1, 32, 32, 2, 2, 16)],
+        families=["normal"],
+        masks=["full"],
+        gradients=False,
+        against=[],
+    )
+    assert "no such file" in report.cells[0].reason
+    assert {record.message for record in caplog.records} == {"a warning of another"}
+    # Whoever calls it by himself has the traceback.
+    caplog.clear()
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        jax.block_until_ready(calls_back(*[jnp.ones((1, 2, 1, 2))] * 3))
+    assert any(record.exc_info for record in caplog.records)

@@ -209,6 +209,11 @@ def _wordless(query, key, value, scale=None, is_causal=False):
     raise Wordless
 
 
+def _coloured(query, key, value, scale=None, is_causal=False):
+    red, plain, title = "\x1b[1;31m", "\x1b[0m", "\x1b]0;title\x07"
+    raise RuntimeError(f"{red}\n{title}too{plain}\tloud\x07\nfor this")
+
+
 def _calls_back(query, key, value, scale=None, is_causal=False):
     def broken(q):
         raise ValueError("callback boom")
@@ -237,6 +242,7 @@ def _whole_lse(query, key, value, scale=None, return_residual=False):
     [
         (_fatal, "RuntimeError: it raises Fatal: out of"),
         (_wordless, "^Wordless$"),
+        (_coloured, "^RuntimeError: too loud\N{REPLACEMENT CHARACTER}$"),
         (_calls_back, "callback boom"),
         (_whole_lse, "it returns int32 for LSE"),
         (_with_lse, r"2 results, not an array of .* \(--lse always, if the second is"),

@@ -16,10 +16,9 @@ from attn_jax.audit.interrupt import Interrupted, interruptible, leave
 from attn_jax.audit.measure import is_out_of_memory
 from attn_jax.audit.parts import Progress
 from attn_jax.audit.problem import DTYPES, MASKS
-from attn_jax.audit.raised import in_one_line
+from attn_jax.audit.raised import in_one_line, printable
 from attn_jax.audit.report import Report
 from attn_jax.audit.run import audit_attention
-from attn_jax.audit.summary import printable
 from attn_jax.audit.table import print_report
 from attn_jax.audit.target import Adapter, Target, TargetError, resolve
 from attn_jax.audit.workers import NotStartedError

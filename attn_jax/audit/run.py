@@ -27,7 +27,7 @@ from attn_jax.audit.inputs import Shape
 from attn_jax.audit.parts import Parts, Progress, cores
 from attn_jax.audit.plan import plan
 from attn_jax.audit.problem import FORMATS, GRADIENTS
-from attn_jax.audit.raised import in_one_line
+from attn_jax.audit.raised import callbacks_unlogged, in_one_line
 from attn_jax.audit.report import (
     Attribution,
     Cell,
@@ -147,6 +147,7 @@ def audit_attention(
         _store(audit, written, fresh) as store,
         apart as workers,
         Parts(store, tell, workers) as parts,
+        callbacks_unlogged(),
     ):
         tell(Progress("canaries", 0, 1))
         x64 = bool(jax.config.read("jax_enable_x64"))
