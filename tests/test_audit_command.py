@@ -9,17 +9,15 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from attn_jax import audit, machine
+from attn_jax import machine
 from attn_jax.audit import audit_attention, command
 from attn_jax.audit.command import _folder, main, parser
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.plan import plan
 from attn_jax.audit.problem import MASKS
 from attn_jax.audit.report import Report
-from attn_jax.audit.target import Adapter, TargetError
 from attn_jax.audit.workers import NotStartedError
 from attn_jax.recipe import EXACT_FP32, FLASH2, RECIPES
 from tests.knobs import Knobs, attention
@@ -311,6 +309,7 @@ def test_the_help_has_a_text_for_every_option(capsys):
         ),
         (["xla", "--lse", "nosuch"], "xla has no argument 'nosuch' to have LSE by"),
         (["xla", "--argument", "scale=2"], "'scale' is given by the audit itself"),
+        (["xla", "--argument", "foo=1"], "xla has no argument 'foo' to be given to"),
         (["xla", "--families", "gauss"], "invalid choice: 'gauss'"),
         (["xla", "--rename", "is_causal"], "a name, '=' and what stands"),
         (
@@ -344,10 +343,10 @@ def test_of_another_adapter_only_what_differs_is_said(tmp_path, capsys):
     arguments = ["xla", *OPTIONS, "--out", str(tmp_path)]
     assert main(arguments) == 4
     with pytest.raises(SystemExit):
-        main([*arguments, "--layout", "BNTH", "--argument", "x=1"])
+        main([*arguments, "--layout", "BNTH", "--argument", "implementation=cudnn"])
     (line,) = capsys.readouterr().err.strip().splitlines()
-    differences = "adapter.layout BTNH there, BNTH here, adapter.more.x None there, 1"
-    assert f"({differences} here)" in line
+    assert "(adapter.layout BTNH there, BNTH here, adapter.more.implementation " in line
+    assert "implementation xla there, cudnn here)" in line
 
 
 @pytest.mark.parametrize(
@@ -392,6 +391,8 @@ def test_what_has_no_lse_behind_any_arguments_is_told_the_option(tmp_path, capsy
     assert "'return_residual'" in line and "--lse never" in line
     line = said("any_but_scale", "--lse", "never")
     assert "'scale'" in line and "--scale none" in line and "--lse" not in line
+    fixed = "--lse", "never", "--scale", "none", "--argument", "foo=1"
+    assert "(without foo: leave out --argument)" in said("any_but_scale", *fixed)
 
 
 def test_a_file_is_no_folder(tmp_path, capsys):
@@ -453,28 +454,6 @@ def test_a_reader_who_leaves_changes_nothing(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stdout", Closed())
         assert main(["reference", *OPTIONS, "--out", str(tmp_path)]) == 0
     assert (tmp_path / "report.json").exists()
-
-
-def test_shapes_may_be_plain_numbers():
-    options = SMALL | dict(shapes=[[2, 32, np.int64(32), 4, 2, 16]], masks=["full"])
-    report = audit_attention("reference", **options, gradients=False, against=[FLASH2])
-    assert isinstance(report, audit.Report) and report.settings["groups"][0][0][4] == 2
-    assert audit.Shape is Shape and audit.Adapter() == Adapter()
-
-
-@pytest.mark.parametrize("shape", [(2, 32), (2, 32, 32, 4, 2, 16, 1)])
-def test_what_is_no_shape_is_refused_at_once(shape):
-    with pytest.raises(TypeError, match="a shape is six integers .B, T, S, N, K, H."):
-        audit_attention("xla", shapes=[shape])
-
-
-def test_bad_arguments_are_refused():
-    with pytest.raises(TargetError, match="no target 'flash'"):
-        audit_attention("flash")
-    with pytest.raises(ValueError, match="no dtype 'int8'"):
-        audit_attention("xla", dtype="int8")
-    with pytest.raises(ValueError, match="no family 'gauss'"):
-        audit_attention("xla", families=["gauss"])
 
 
 @pytest.mark.parametrize("x64", [False, True])

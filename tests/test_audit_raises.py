@@ -2,6 +2,7 @@
 that was once called one."""
 
 import dataclasses
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -233,3 +234,62 @@ def test_an_audit_of_what_fails_at_odd_batches_is_not_trustworthy():
     )
     assert report.verdict == "fails" and report.exit_code == 4
     assert "IndexError: no entry 1" in report.findings[0].says
+
+
+def test_a_value_error_is_a_fault_everywhere_or_nowhere():
+    """It was a fault, not taken and a part that was not run in one report, and nobody
+    said how to refuse what is asked for."""
+
+    def found(error: type[Exception]):
+        def of(function, query, key, *arrays, **rules):
+            if query.shape[1] % 64 or key.shape[1] % 64:
+                raise error("no multiple of 64")
+            return function(query, key, *arrays, **rules)
+
+        report = audit_attention(
+            wrapped(of),
+            shapes=[(2, 64, 64, 2, 2, 16), (1, 40, 40, 2, 2, 16)],
+            families=["normal"],
+            masks=["full", "causal", "lengths"],
+            gradients=False,
+            against=[],
+        )
+        says = [f for f in report.findings if "no multiple of 64" in f.says]
+        status = {cell.status for cell in report.cells if cell.query_length == 40}
+        return report, says, status
+
+    report, (finding,), status = found(ValueError)
+    assert report.verdict == finding.kind == "fails" and status == {"failed"}
+    assert "(if that is a refusal, raise NotImplementedError): Value" in finding.says
+    # A part that was not run for it.
+    assert "merging" in finding.where
+    report, (finding,), status = found(NotImplementedError)
+    assert report.verdict == "trustworthy" and status == {"not taken"}
+    assert "raise NotImplementedError" not in finding.says
+
+
+def test_what_a_callback_raises_is_said_and_not_logged(caplog):
+    """JAX logs a traceback each time, all of which came before the one line."""
+
+    def calls_back(query, key, value, *, scale=None, is_causal=False):
+        def broken(x):
+            logging.getLogger("jax").warning("a warning of another")
+            raise OSError("no such file")
+
+        return jax.pure_callback(broken, query, query)
+
+    report = audit_attention(
+        calls_back,
+        shapes=[(1, 32, 32, 2, 2, 16)],
+        families=["normal"],
+        masks=["full"],
+        gradients=False,
+        against=[],
+    )
+    assert "no such file" in report.cells[0].reason
+    assert {record.message for record in caplog.records} == {"a warning of another"}
+    # Whoever calls it by himself has the traceback.
+    caplog.clear()
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        jax.block_until_ready(calls_back(*[jnp.ones((1, 2, 1, 2))] * 3))
+    assert any(record.exc_info for record in caplog.records)

@@ -209,11 +209,28 @@ def _wordless(query, key, value, scale=None, is_causal=False):
     raise Wordless
 
 
+def _coloured(query, key, value, scale=None, is_causal=False):
+    red, plain, title = "\x1b[1;31m", "\x1b[0m", "\x1b]0;title\x07"
+    raise RuntimeError(f"{red}\n{title}too{plain}\tloud\x07\nfor this")
+
+
 def _calls_back(query, key, value, scale=None, is_causal=False):
     def broken(q):
         raise ValueError("callback boom")
 
     return jax.pure_callback(broken, query, query, vmap_method="sequential")
+
+
+def _with_lse(query, key, value, scale=None):
+    return query, query[..., 0]
+
+
+def _heads_first(query, key, value, scale=None):
+    return query.swapaxes(1, 2)
+
+
+def _lse_heads_first(query, key, value, scale=None, return_residual=False):
+    return query, query[..., 0].swapaxes(1, 2)
 
 
 def _whole_lse(query, key, value, scale=None, return_residual=False):
@@ -225,8 +242,15 @@ def _whole_lse(query, key, value, scale=None, return_residual=False):
     [
         (_fatal, "RuntimeError: it raises Fatal: out of"),
         (_wordless, "^Wordless$"),
+        (_coloured, "^RuntimeError: too loud\N{REPLACEMENT CHARACTER}$"),
         (_calls_back, "callback boom"),
         (_whole_lse, "it returns int32 for LSE"),
+        (_with_lse, r"2 results, not an array of .* \(--lse always, if the second is"),
+        (
+            _heads_first,
+            r"4, 24, 16\), not an array of .* \(--layout BNTH, if query, key",
+        ),
+        (_lse_heads_first, r"\(2, 24, 4\) \(BTN\): --lse-layout BNT$"),
         (_raises, "RuntimeError: no kernel image"),
         (_exits, r"it calls sys.exit\(0\)"),
         (_wrong_shape, r"it returns bfloat16 of \(2, 3, 4, 16\)"),

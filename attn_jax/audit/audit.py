@@ -231,6 +231,7 @@ def carry_out(
         (row,) = rows[group]
         allowed = predictions.allowed(_algorithms(audit, fit, group), problem, of)
         cells.append(Judged(problem, Outcome(**row["outcome"]), of, allowed))
+    cells = verdict.with_faults(cells)
     costs = prices.of(dict.fromkeys([*poorest, *early]))
 
     wiring = one_cause(_wiring(rows), [cell.problem for cell in cells])

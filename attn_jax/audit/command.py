@@ -16,10 +16,9 @@ from attn_jax.audit.interrupt import Interrupted, interruptible, leave
 from attn_jax.audit.measure import is_out_of_memory
 from attn_jax.audit.parts import Progress
 from attn_jax.audit.problem import DTYPES, MASKS
-from attn_jax.audit.raised import in_one_line
+from attn_jax.audit.raised import in_one_line, printable
 from attn_jax.audit.report import Report
 from attn_jax.audit.run import audit_attention
-from attn_jax.audit.summary import printable
 from attn_jax.audit.table import print_report
 from attn_jax.audit.target import Adapter, Target, TargetError, resolve
 from attn_jax.audit.workers import NotStartedError
@@ -50,16 +49,15 @@ def shape(text: str) -> Shape:
         raise argparse.ArgumentTypeError(
             f"a shape is six numbers B,T,S,N,K,H such as 2,256,256,4,2,64, not {text!r}"
         )
-    found = Shape(*map(int, numbers))
+    try:
+        found = Shape(*map(int, numbers))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     largest = max(math.prod(found.query), math.prod(found.key))
     if largest > _MOST_NUMBERS:
         raise argparse.ArgumentTypeError(
             f"{text} has an array of {largest:.3g} numbers; {_MOST_NUMBERS} are tried "
             "at most"
-        )
-    if found.heads % found.key_heads:
-        raise argparse.ArgumentTypeError(
-            f"{found.key_heads} key heads do not divide {found.heads} query heads"
         )
     return found
 
@@ -261,11 +259,13 @@ def _report(
 
 def _hint(reason: str, adapter: Adapter) -> str:
     """What to say to a function that passes on whatever it is given to one that has no
-    argument for LSE, or for the scale, which no signature told."""
+    argument for LSE, or for the scale, or that the user gives, which no signature told.
+    """
     without = {adapter.lse: "--lse never"}
     if adapter.scale == "keyword":
         scale = adapter.renamed.get("scale", "scale")
         without[scale] = "--scale none, if it scales by itself"
+    without |= dict.fromkeys(adapter.more, "leave out --argument")
     for name, option in without.items():
         if f"unexpected keyword argument {name!r}" in reason:
             return f" (without {name}: {option})"

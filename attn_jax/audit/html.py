@@ -8,8 +8,9 @@ from typing import Any
 from attn_jax.audit import summary, svg
 from attn_jax.audit.finding import HARMLESS, Finding
 from attn_jax.audit.problem import TENSORS
+from attn_jax.audit.raised import printable
 from attn_jax.audit.report import Cell, Report
-from attn_jax.audit.summary import figure, printable, shortened
+from attn_jax.audit.summary import figure, shortened
 from attn_jax.audit.svg import Bar, Series, Tile
 
 # Longer ones, such as a compiler's messages, are in `report.json`.

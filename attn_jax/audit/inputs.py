@@ -15,7 +15,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of one problem: B, T, S, N, K, H."""
+    """Sizes of one problem: B, T, S, N, K, H.
+
+    Raises ValueError for sizes below 1, and for N that K does not divide.
+    """
 
     batch: int
     query_length: int
@@ -23,6 +26,15 @@ class Shape:
     heads: int
     key_heads: int
     head_dim: int
+
+    def __post_init__(self):
+        sizes = dataclasses.astuple(self)
+        if min(sizes) < 1:
+            raise ValueError(f"sizes of a shape are numbers from 1, not {sizes}")
+        if self.heads % self.key_heads:
+            raise ValueError(
+                f"{self.key_heads} key heads do not divide {self.heads} query heads"
+            )
 
     @property
     def query(self) -> tuple[int, int, int, int]:

@@ -211,7 +211,8 @@ def _not_run(what: str, reason: str, excused: bool) -> Finding:
     """A refusal is no fault where the target takes the problems themselves, which are
     judged."""
     if excused:
-        return Finding("not taken", f"{what} not run", f"{what} not run: {reason}")
+        cause = f"{what} not run"
+        return Finding("not taken", cause, f"{cause}: {reason}", (), (what,))
     cause = f"{what} failed"
     return Finding("fails", cause, f"{cause}: {reason}", (), (what,))
 

@@ -1,7 +1,11 @@
 """What a function of somebody's raised, and how it is said."""
 
 import contextlib
+import logging
+import re
 from collections.abc import Iterator
+
+import jax
 
 from attn_jax.audit.interrupt import is_ours
 
@@ -10,6 +14,12 @@ _ARGUMENTS = "unexpected keyword argument", "required positional argument"
 _ARGUMENTS += "required keyword-only argument", "positional arguments but"
 # Characters of an exception's line that are repeated.
 _MOST_SAID = 500
+# What a terminal obeys, whole: sequences with parameters, texts for it such as its
+# title, and single letters.
+_ESCAPES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[]PX^_].*?(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]",
+    re.DOTALL,
+)
 
 
 class NotTakenError(NotImplementedError):
@@ -31,20 +41,30 @@ def names_an_argument(error: Exception) -> bool:
 def said(error: Exception) -> str:
     """What a call that raised is reported with: our own errors are sentences."""
     ours = isinstance(error, NotTakenError | WrongResultError)
-    return str(error) if ours else in_one_line(error)
+    return printable(error) if ours else in_one_line(error)
 
 
 def in_one_line(error: BaseException) -> str:
-    """An exception in one line: its first, or the last one of a traceback in it."""
-    name = type(error).__name__
-    lines = text_of(error).strip().splitlines()
+    """An exception in one line: its first, or the last one of a traceback in it; as
+    `printable` gives it."""
+    name = printable(type(error).__name__)
+    lines = _ESCAPES.sub("", text_of(error)).strip().splitlines()
     if not lines:
         return name
     within = "Traceback (most recent call last)" in lines[0]
     line = lines[-1].strip() if within else lines[0]
     if line.endswith(":") and len(lines) > 1 and not within:
         line += f" {' '.join(x.strip() for x in lines[1:] if x.strip())}"
+    line = printable(line)
     return f"{name}: {line if len(line) <= _MOST_SAID else line[:_MOST_SAID] + '...'}"
+
+
+def printable(text: object) -> str:
+    """A text in one line, without what a terminal obeys or UTF-8 cannot hold."""
+    return "".join(
+        c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}"
+        for c in _ESCAPES.sub("", str(text))
+    )
 
 
 def text_of(error: BaseException) -> str:
@@ -53,6 +73,31 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:  # Whatever it is, the error's type is said all the same.
         return ""
+
+
+class _NotOfCallbacks(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and "callback failed" in str(record.msg))
+
+
+@contextlib.contextmanager
+def callbacks_unlogged() -> Iterator[None]:
+    """Keeps JAX from logging, with its traceback, what a callback raises: whoever runs
+    the program has it raised, too, and says it."""
+    # Of the modules that they are in; `io_callback` is in the first one's.
+    loggers = [
+        logging.getLogger(function.__module__)
+        for function in (jax.pure_callback, jax.debug.callback)
+    ]
+    # One of its own, since audits may overlap.
+    own = _NotOfCallbacks()
+    for logger in loggers:
+        logger.addFilter(own)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(own)
 
 
 @contextlib.contextmanager

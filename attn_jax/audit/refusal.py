@@ -20,7 +20,8 @@ def is_refusal(error: Exception) -> bool:
     """Whether it says that the target has nothing for this: no fault of its.
 
     NotImplementedError, ValueError, or an argument that the function does not have; and
-    where memory does not hold it nothing is known.
+    where memory does not hold it nothing is known. Where a problem has the same for a
+    fault, it is one here, too (`verdict.together`).
     """
     if refuses_arguments(error):
         return True

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 import jax
+import numpy as np
+import numpy.typing as npt
 
 from attn_jax import machine
 from attn_jax.audit import attribution, verdict
@@ -25,7 +27,7 @@ from attn_jax.audit.inputs import Shape
 from attn_jax.audit.parts import Parts, Progress, cores
 from attn_jax.audit.plan import plan
 from attn_jax.audit.problem import FORMATS, GRADIENTS
-from attn_jax.audit.raised import in_one_line
+from attn_jax.audit.raised import callbacks_unlogged, in_one_line
 from attn_jax.audit.report import (
     Attribution,
     Cell,
@@ -52,12 +54,12 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "tokamax")
 def audit_attention(
     fn: str | Callable[..., Any] | Target,
     *,
-    shapes: Sequence[Shape | Sequence[SupportsIndex]] | None = None,
-    dtype: str = "bfloat16",
-    families: Sequence[str] | None = None,
-    masks: Sequence[str] | None = None,
+    shapes: Shape | Sequence[Shape | Sequence[SupportsIndex]] | None = None,
+    dtype: npt.DTypeLike = "bfloat16",
+    families: str | Sequence[str] | None = None,
+    masks: str | Sequence[str] | None = None,
     gradients: bool = True,
-    against: Sequence[Recipe] | None = None,
+    against: Recipe | Sequence[Recipe] | None = None,
     adapter: Adapter = Adapter(),
     folder: Path | str | None = None,
     fresh: bool = False,
@@ -79,8 +81,10 @@ def audit_attention(
       shapes: (B, T, S, N, K, H) each; the first is the one that is compared with
         recipes, all masks are tried on and all families, and which masks are tried on a
         little less of (`plan.ragged`); None: by the device (`plan.plan`).
-      dtype: of the inputs, a name of `problem.DTYPES`.
+      dtype: of the inputs, a name of `problem.DTYPES`, or the type itself, such as
+        `jnp.bfloat16`.
       families, masks: names of `inputs.FAMILIES` and `problem.MASKS`; None: chosen.
+        Of these, of `shapes` and of `against` one may stand by itself.
       gradients: whether dQ, dK, dV and dbias are wanted.
       against: recipes to look among; None: those of the library that are for such
         inputs (`attribution.candidates`).
@@ -95,12 +99,13 @@ def audit_attention(
       tell: called before a part is measured, one thread at a time.
 
     Raises:
-      TypeError: what is no shape.
+      TypeError: what is no function, no adapter, or no shape; a class.
       TargetError: there is no such target, or no such argument to rename, or to, or to
-        have LSE by, or one for every call that the audit gives itself; a recipe of
-        `against` is a ring that the first shape cannot be cut for.
-      ValueError: a name of a family, mask or dtype that does not exist; a function that
-        cannot be pickled, for `processes`.
+        have LSE by, or for every call, or one for these that the audit gives itself; a
+        recipe of `against` is a ring that the first shape cannot be cut for.
+      ValueError: a name of a family, mask or dtype that does not exist; no shape,
+        family or mask at all; a size below 1, or heads that those of keys do not
+        divide; what is no recipe; a function that cannot be pickled, for `processes`.
       attn_jax.audit.workers.NotStartedError: the main module, or the function's, cannot
         be imported, for `processes`.
       attn_jax.canaries.CanaryError: this backend's arithmetic cannot be trusted to
@@ -110,16 +115,20 @@ def audit_attention(
     target = _target(fn, adapter)
     target.check_renamed()
     target.check_given()
-    if dtype not in FORMATS:
-        raise ValueError(f"no dtype {dtype!r}; there are {', '.join(FORMATS)}")
+    dtype = _dtype(dtype)
     recipes = dict(attribution.candidates(FORMATS[dtype], target.adapter.shards))
+    if isinstance(against, Recipe):
+        against = [against]
     if against is not None:
         plain = {name: recipes[name] for name in verdict.PLAIN}
         for recipe in against:
             check_is_recipe(recipe)
         wanted = [attribution.for_inputs(x, FORMATS[dtype]) for x in against]
         recipes = plain | {recipe.name: recipe for recipe in wanted}
-    given = None if shapes is None else [_shape(x) for x in shapes]
+    several = _several("shapes", shapes, Shape)
+    given = None if several is None else [_shape(x) for x in several]
+    families = _several("families", families, str)
+    masks = _several("masks", masks, str)
     groups = plan(given, families, masks, packed=target.adapter.packed)
     recipes = _on_first(recipes, groups[0].shape, against or ())
     for group in groups:
@@ -138,6 +147,7 @@ def audit_attention(
         _store(audit, written, fresh) as store,
         apart as workers,
         Parts(store, tell, workers) as parts,
+        callbacks_unlogged(),
     ):
         tell(Progress("canaries", 0, 1))
         x64 = bool(jax.config.read("jax_enable_x64"))
@@ -172,10 +182,41 @@ def _on_first(
     }
 
 
-def _shape(numbers: Shape | Sequence[SupportsIndex]) -> Shape:
-    """Raises TypeError for what is no shape."""
+def _dtype(dtype: npt.DTypeLike) -> str:
+    """Its name in `FORMATS`. Raises ValueError if it has none there."""
     try:
-        return numbers if isinstance(numbers, Shape) else Shape(*map(index, numbers))
+        name = str(np.dtype(dtype))
+    except TypeError:
+        name = ""
+    if name not in FORMATS:
+        raise ValueError(f"no dtype {dtype!r}; there are {', '.join(FORMATS)}")
+    return name
+
+
+def _several(name: str, given: Any, one: type) -> list[Any] | None:
+    """What is given, of which one may stand by itself. Raises TypeError for what is
+    neither, ValueError if there is none: it would be taken for None."""
+    if given is None:
+        return None
+    try:
+        found = [given] if isinstance(given, one) else list(given)
+    except TypeError:
+        raise TypeError(
+            f"{name} is a sequence, or None for those of the audit, not {given!r}"
+        ) from None
+    if not found:
+        raise ValueError(
+            f"{name} is empty: give one at least, or None for those of the audit"
+        )
+    return found
+
+
+def _shape(numbers: Shape | Sequence[SupportsIndex]) -> Shape:
+    """Raises TypeError for what is no shape, ValueError for sizes of none."""
+    try:
+        if isinstance(numbers, Shape):
+            numbers = dataclasses.astuple(numbers)
+        return Shape(*map(index, numbers))
     except TypeError:
         raise TypeError(
             "a shape is six integers (B, T, S, N, K, H) such as "
@@ -212,10 +253,25 @@ def _passed(x64: bool) -> tuple[str, ...]:
 
 
 def _target(fn: str | Callable[..., Any] | Target, adapter: Adapter) -> Target:
-    if isinstance(fn, Target):
-        return fn
+    """Raises TypeError for what is none, or for another adapter than such."""
+    if not isinstance(adapter, Adapter):
+        raise TypeError(
+            f"adapter is an Adapter, such as Adapter(layout='BNTH'), not {adapter!r}"
+        )
     if isinstance(fn, str):
         return resolve(fn, adapter)
+    function = fn.function if isinstance(fn, Target) else fn
+    if isinstance(function, type):
+        raise TypeError(
+            f"{function.__qualname__} is a class: give a function, or an instance of it"
+        )
+    if not callable(function):
+        raise TypeError(
+            "fn is a function, the name of one or a Target, not "
+            f"{type(function).__name__!r}"
+        )
+    if isinstance(fn, Target):
+        return fn
     name = getattr(fn, "__qualname__", None) or repr(fn)
     return Target(name, fn, adapter)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
 from attn_jax.audit.problem import TENSORS
+from attn_jax.audit.raised import printable
 from attn_jax.audit.report import Attribution, Cell, Probe, Report
 
 
@@ -29,14 +30,6 @@ def figure(x: float | int | None) -> str:
         mantissa, exponent = f"{x:.1e}".split("e")
         return f"{mantissa}e{int(exponent)}"
     return f"{x:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}"
-
-
-def printable(text: object) -> str:
-    """A text in one line, without what a terminal obeys or UTF-8 cannot hold."""
-    return "".join(
-        c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}"
-        for c in str(text)
-    )
 
 
 def shortened(text: str, length: int) -> str:

@@ -10,7 +10,8 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from attn_jax.audit.summary import figure, printable
+from attn_jax.audit.raised import printable
+from attn_jax.audit.summary import figure
 
 FONT_SIZE = 12
 # Monospaced fonts are 0.60 em wide (DejaVu, Menlo, Liberation), some 0.55.

@@ -10,8 +10,9 @@ from typing import IO, NamedTuple, TextIO, cast
 
 from attn_jax.audit import summary
 from attn_jax.audit.finding import HARMLESS
+from attn_jax.audit.raised import printable
 from attn_jax.audit.report import Merge, Report
-from attn_jax.audit.summary import Worst, figure, printable, shortened
+from attn_jax.audit.summary import Worst, figure, shortened
 
 WIDTH = 100
 _NAME = 24

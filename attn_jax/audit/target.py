@@ -12,17 +12,18 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.interrupt import is_ours
 from attn_jax.audit.problem import MASKS, Problem
 from attn_jax.audit.raised import NotTakenError, WrongResultError, in_one_line
+from attn_jax.audit.returned import checked, checked_lse, described
 from attn_jax.mask import Mask
 from attn_jax.recipe import RECIPES, Recipe
 
@@ -32,7 +33,6 @@ RENAMEABLE = (
     *("query_seq_lengths", "key_value_seq_lengths"),
     *("query_segment_ids", "key_value_segment_ids"),
 )
-_LSE_TYPES = jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16
 # (query, key, value), and a bias if there is one -> out [B, T, N, D] and LSE [B, N, T],
 # None where there is none.
 Attend = Callable[..., tuple[Array, Array | None]]
@@ -62,6 +62,9 @@ class Adapter:
       shards: parts that the function cuts the keys into, one for a device. A ValueError
         for lengths that twice as many do not divide is then a refusal, not a fault, and
         rings of so many are among the recipes it is compared with.
+
+    Raises:
+      TargetError: another value than these.
     """
 
     layout: Literal["BTNH", "BNTH"] = "BTNH"
@@ -73,6 +76,23 @@ class Adapter:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shards: int = 1
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            known, given = get_args(field.type), getattr(self, field.name)
+            if get_origin(field.type) is Literal and given not in known:
+                raise TargetError(
+                    f"no {field.name} {given!r}; there are {', '.join(known)}"
+                )
+        if not isinstance(self.lse, str | None):
+            raise TargetError(
+                f"lse is the name of an argument, 'always' or None, not {self.lse!r}"
+            )
+        for name in ("renamed", "more"):
+            if not isinstance(given := getattr(self, name), Mapping):
+                raise TargetError(f"{name} is a dictionary by name, not {given!r}")
+        if not isinstance(self.shards, int) or self.shards < 1:
+            raise TargetError(f"shards is a whole number from 1, not {self.shards!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +187,8 @@ class Target:
 
     def check_given(self) -> None:
         """Raises TargetError if arguments for every call are some that the audit gives
-        itself, or if LSE is to be had by an argument that the function does not have.
-        """
+        itself, or that the function does not have, or if LSE is to be had by one that
+        it does not have."""
         adapter = self.adapter
         theirs = {adapter.renamed.get(name, name): name for name in RENAMEABLE}
         for name in adapter.more:
@@ -177,6 +197,11 @@ class Target:
                     f"{name!r} is given by the audit itself, with each mask or call: "
                     "leave it out, or audit a function that has it fixed and not among "
                     "its arguments"
+                )
+            if not self.takes(name):
+                raise TargetError(
+                    f"{self.name} has no argument {name!r} to be given to every call; "
+                    f"there are {', '.join(self.arguments or ()) or 'none'}"
                 )
         usual = Adapter().lse
         if adapter.lse not in (None, "always", usual) and not self.takes(adapter.lse):
@@ -259,12 +284,13 @@ def _attend(target: Target, mask: Mask, scale: float, query, key, value, bias=No
     if target.has_lse:
         if not (isinstance(results, tuple | list) and len(results) == 2):
             raise WrongResultError(
-                f"it returns {_described(results)} where (out, LSE) was asked for"
+                f"it returns {described(results)} where (out, LSE) was asked for"
             )
         results, lse = results
-    out = _checked(results, query.dtype, shape, adapter.layout)
+    out = checked(results, query.dtype, shape, adapter.layout)
     if lse is not None:
-        lse = _checked_lse(lse, (shape[0], shape[2], shape[1]), adapter)
+        rows = shape[0], shape[2], shape[1]
+        lse = checked_lse(lse, rows, adapter.lse_layout, adapter.lse_base)
     return out, lse
 
 
@@ -310,46 +336,6 @@ def _of_mask(target: Target, mask: Mask, query, key) -> dict[str, Any]:
     dense = rest.materialise(query.shape[1], key.shape[1])
     assert dense is not None  # The mask is not empty.
     return given | {"mask": dense}
-
-
-def _checked(
-    out: Any, dtype, shape: tuple[int, ...], layout: str
-) -> Float[Array, "B T N D"]:
-    theirs = tuple(shape[i] for i in (0, 2, 1, 3)) if layout == "BNTH" else shape
-    if not hasattr(out, "shape") or tuple(out.shape) != theirs:
-        raise WrongResultError(
-            f"it returns {_described(out)}, not an array of {theirs}"
-        )
-    if out.dtype not in (dtype, jnp.float32, jnp.float64):
-        raise WrongResultError(f"it returns {out.dtype} for inputs of {dtype}")
-    return out.swapaxes(1, 2) if layout == "BNTH" else out
-
-
-def _checked_lse(
-    lse: Any, shape: tuple[int, ...], adapter: Adapter
-) -> Float[Array, "B N T"]:
-    theirs = (
-        shape if adapter.lse_layout == "BNT" else tuple(shape[i] for i in (0, 2, 1))
-    )
-    if not hasattr(lse, "shape") or tuple(lse.shape) != theirs:
-        raise WrongResultError(
-            f"it returns {_described(lse)} for LSE, not an array of {theirs} "
-            f"({adapter.lse_layout})"
-        )
-    if lse.dtype not in _LSE_TYPES:
-        raise WrongResultError(f"it returns {lse.dtype} for LSE")
-    lse = lse if adapter.lse_layout == "BNT" else lse.swapaxes(1, 2)
-    return lse * np.log(2.0).astype(lse.dtype) if adapter.lse_base == "2" else lse
-
-
-def _described(x: Any) -> str:
-    if isinstance(x, tuple | list):
-        return f"{len(x)} results"
-    return (
-        f"{x.dtype} of {tuple(x.shape)}"
-        if hasattr(x, "shape")
-        else repr(type(x).__name__)
-    )
 
 
 # Where named targets live: module, function, arguments. Found by name, since the audit

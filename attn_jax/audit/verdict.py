@@ -44,6 +44,8 @@ from attn_jax.audit.measure import Measured, Outcome
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem, made_of
 from attn_jax.formats import FP32
 
+# To the author of what raises a ValueError where that is a fault.
+REFUSE = "if that is a refusal, raise NotImplementedError"
 # What plain flash attention has on the problems that it is good at is 1.5.
 POOR_UNITS = 1.7
 # A step is named for an error if a tenth of its square goes with the step. Less is 5 %
@@ -76,6 +78,18 @@ def allowance(predicted: float) -> float:
     """How many times its predicted error an honest target may have: errors that come
     from a few roundings are half luck."""
     return 1.5 if predicted < 4 else 4.0
+
+
+def with_faults(cells: Sequence[Judged]) -> list[Judged]:
+    """What is raised on a problem that there is nothing to refuse of is no refusal on
+    another: each problem was looked at by itself."""
+    faults = {x.outcome.reason for x in cells if x.outcome.status == "failed"}
+    return [
+        x._replace(outcome=x.outcome._replace(status="failed"))
+        if x.outcome.status == "not taken" and x.outcome.reason in faults
+        else x
+        for x in cells
+    ]
 
 
 def judge(
@@ -179,7 +193,8 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
     """
     none: set[str] = set()
     if finding.kind in ("fails", "not taken"):
-        same = finding.kind == known.kind and _says_why(known, finding)
+        # What was called a refusal there is none if it is a fault of a problem.
+        same = known.kind in (finding.kind, "fails") and _says_why(known, finding)
         return _of(finding) if same else none
     if finding.where == (MERGE,) and _is_of_other_weights(known, cells):
         return _of(finding)
@@ -415,11 +430,16 @@ def _refusals(cells: Sequence[Judged]) -> list[Finding]:
         harmless = ran and status in ("not taken", "out of memory")
         cause = {"no gradients": "not differentiable"}.get(status, status)
         number = f"on {len(those)} of {len(cells)} problems"
+        hint = ""
+        if status == "failed" and reason.startswith("ValueError"):
+            # Authors cannot know; one line is enough.
+            told = any(REFUSE in finding.says for finding in found)
+            hint = "" if told else f" ({REFUSE})"
         found.append(
             Finding(
                 "not taken" if harmless else "fails",
                 cause,
-                f"{cause} {number}, such as {those[0].problem}: {reason}",
+                f"{cause} {number}, such as {those[0].problem}{hint}: {reason}",
                 (),
                 tuple(str(cell.problem) for cell in those),
             )

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_jax.audit.interrupt import is_leaving
-from attn_jax.audit.raised import contained, in_one_line
+from attn_jax.audit.raised import callbacks_unlogged, contained, in_one_line
 from attn_jax.audit.turns import Turns
 
 # What a process needs of the device's memory, to be one of several: its context, and a
@@ -197,7 +197,7 @@ def _serve(connection: Connection, modes: dict[str, Any]) -> None:
         while True:
             make = connection.recv_bytes()
             try:
-                with contained():
+                with contained(), callbacks_unlogged():
                     answer: Any = list(_loaded(make)())
             except Exception as error:
                 answer = _sendable(error)
