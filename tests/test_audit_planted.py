@@ -14,7 +14,7 @@ from attn_jax.audit.parts import Parts
 from attn_jax.audit.plan import Group
 from attn_jax.audit.target import Adapter, Target
 from attn_jax.formats import BF16
-from tests.planted import GROUPED, HONEST, PLANTED
+from tests.planted import GROUPED, HONEST, PLANTED, honest
 
 CANDIDATES = attribution.candidates(BF16)
 # Those that the planted functions round like, with or without a defect.
@@ -107,6 +107,25 @@ def test_honest_functions_are_not_accused(name):
         if mask == "full":
             assert found.fits[0].fits, found.fits[:3]
     assert set(ACCUSED).isdisjoint(HARMLESS)
+
+
+def in_fp16(x, like):
+    return x.astype(jnp.float16).astype(x.dtype)
+
+
+def test_p_in_fp16_is_no_fault(monkeypatch):
+    """It fits FP32's where recipes are compared, and costs dQ a few units where logits
+    are far from 0."""
+    known, group = attribution.candidates(BF16), Group(GROUPED, "full", FAMILIES)
+    fine = honest(narrow=in_fp16, delta_from="unrounded out")
+
+    def found(*names):
+        recipes = FEW | {name: known[name] for name in names}
+        monkeypatch.setattr(sys.modules[__name__], "RECIPES", recipes)
+        return [(f.kind, f.tensors) for f in audit(fine, group).findings]
+
+    assert found("exact_fp32") == [(WORSE, ("dquery",))]
+    assert found("exact_fp32", "exact_fp32 (P in FP16)") == [(POOR, ("dquery",))]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from attn_jax.audit.alone import ALONE
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.measure import Measured, measured
 from attn_jax.audit.problem import Problem
-from attn_jax.formats import BF16, NumberFormat, Rounding
+from attn_jax.formats import BF16, FP16, FP32, NumberFormat, Rounding
 from attn_jax.recipe import (
     ATTN_JAX,
     EAGER_OP_BY_OP,
@@ -85,6 +85,11 @@ _ALTERED: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "FP32 operands": (
         FLASH2,
         dict(probability=_WIDE, backward_probability=_WIDE, dlogits=_WIDE),
+    ),
+    # Finer than BF16, which is what takes it for FP32's on most inputs.
+    "P in FP16": (
+        EXACT_FP32,
+        dict(probability=Step(FP16), backward_probability=Step(FP16)),
     ),
     "delta of P dP": (FLASH2, dict(delta_source="p_dp")),
     # As XLA's CPU compiler does it.
@@ -179,8 +184,8 @@ def candidates(inputs: NumberFormat, shards: int = 1) -> dict[str, Recipe]:
 
 
 def for_inputs(recipe: Recipe, inputs: NumberFormat) -> Recipe:
-    """The recipe for inputs of a format, which in FP32 throughout takes any."""
-    return recipe if recipe is EXACT_FP32 else recipe.with_inputs(inputs)
+    """The recipe for inputs of a format; one for FP32 takes any."""
+    return recipe if recipe.inputs == FP32 else recipe.with_inputs(inputs)
 
 
 def of_size(recipe: Recipe, shards: int, what: str = "ring of {}") -> Recipe:
