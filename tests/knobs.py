@@ -46,9 +46,9 @@ class Knobs:
     Hooks take a part and return what it is replaced by: `seen` and `seen_backward` the
     mask [B, N, T, S] and the rules, `scale` the scale and H, `key_heads` N and K,
     `weights` exp(x - m), `applied` P where it weights V (or dO, dP), `finish` the
-    accumulator, row sums and V, `lse` LSE, maximum and scale, `delta` delta and row
-    sums, `group` [B, S, N, H] and K, `gradients` dQ, dK, dV and the scale. `block`
-    None takes all keys at once.
+    accumulator, row sums and V, `lse` LSE, maximum and scale, `recomputed` logits and
+    LSE in the backward pass, `delta` delta and row sums, `group` [B, S, N, H] and K,
+    `gradients` dQ, dK, dV and the scale. `block` None takes all keys at once.
     """
 
     block: int | None = 64
@@ -74,6 +74,7 @@ class Knobs:
     finish: Callable = lambda acc, total, value: acc / total
     lse: Callable = same
     dlse: Callable = same
+    recomputed: Callable = lambda x, lse: jnp.exp(x - lse)
     delta: Callable = same
     group: Callable = lambda x, K: x.reshape(*x.shape[:2], K, -1, x.shape[-1]).sum(3)
     gradients: Callable = same
@@ -153,7 +154,7 @@ def _bwd(knobs, scale, residuals, cotangents):
     like = inputs[0]
     x = _logits(knobs, scale, query, key, bias, seen)
     guarded = jnp.where(jnp.isneginf(lse), jnp.inf, lse) if knobs.guard else lse
-    p = jnp.exp(x - guarded[..., None])
+    p = knobs.recomputed(x, guarded[..., None])
     dp = knobs.applied(_dot("btnh,bsnh->bnts", dout, value))
     if knobs.delta_from == "P dP":
         delta = (p * dp).sum(-1)

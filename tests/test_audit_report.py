@@ -23,7 +23,7 @@ from attn_jax.audit.finding import KINDS, Finding
 from attn_jax.audit.html import page
 from attn_jax.audit.problem import TENSORS
 from attn_jax.audit.report import Cell, Report, ReportError
-from attn_jax.audit.summary import figure, worst
+from attn_jax.audit.summary import figure, two_times, worst
 from attn_jax.audit.table import print_report
 from tests.page_parser import outside, overlapping, parsed
 from tests.report_example import AWKWARD, cell, cells, empty, example, tensor_errors
@@ -355,6 +355,17 @@ def test_a_narrow_encoding_is_no_error(monkeypatch):
     print_report(example(target="é:f"), file)
     file.seek(0)
     assert file.read().count("\\xe9:f") == 2
+
+
+def test_where_a_plain_implementation_is_exact_there_is_no_two_times_rule():
+    ratios = math.inf, 0.5
+    given = [
+        cell(errors={"out": tensor_errors(1.0) | {"two_times_rule": ratio}})
+        for ratio in ratios
+    ]
+    found = two_times(given)
+    assert found is not None and found[0] == 0.5
+    assert two_times(given[:1]) is None
 
 
 def test_nan_is_worse_than_any_number():

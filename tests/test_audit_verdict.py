@@ -118,6 +118,39 @@ def test_what_is_wrong_under_one_mask_alone_is_said_so():
     assert found.cause == ""
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"scale_factor": 0.75}, "with another scale than 1 / sqrt(H) alone"),
+        ({"query_length": 1}, "with one query alone"),
+        ({"key_heads": 1}, "with one key head alone"),
+        ({"key_heads": 4}, "with as many key heads as query heads alone"),
+    ],
+)
+def test_what_is_wrong_for_some_calls_alone_is_said_so(changes, words):
+    """Under several masks, of which none is to blame."""
+    shape = Shape(1, 16, 16, 4, 2, 16)
+    scale = {k: v for k, v in changes.items() if k == "scale_factor"}
+    other = dataclasses.replace(
+        shape, **{k: v for k, v in changes.items() if k not in scale}
+    )
+
+    def of(where: Shape, mask: str, units: float, **more) -> Judged:
+        one = cell(mask=mask, out=units)
+        problem = dataclasses.replace(one.problem, shape=where, **more)
+        return one._replace(problem=problem)
+
+    masks = "lengths", "window"
+    right = [of(shape, mask, 1.0) for mask in ("full", *masks)]
+    wrong = [of(other, mask, 90.0, **scale) for mask in masks]
+    (found,) = judge([*right, *wrong], FITTING)
+    assert found.cause == words
+    # One that is right there tells that it is something else.
+    also = of(other, "packed", 1.0, **scale)
+    (found,) = judge([*right, *wrong, also], FITTING)
+    assert found.cause == "under lengths and window alone"
+
+
 def test_what_hidden_keys_change_is_of_lengths_that_are_wired_wrongly():
     cells = [cell(), cell(mask="lengths", out=90.0)]
     place = str(cells[1].problem)

@@ -29,6 +29,64 @@ def found(function, *problems: Problem) -> list[Finding]:
     ]
 
 
+def of_next_entry(delta, total):
+    return jnp.roll(delta, -1, 0)
+
+
+def in_base_two(x, lse):
+    return jnp.exp2(x - lse)
+
+
+def twice_folded(x, lse):
+    return jnp.exp((x - lse) / np.log(2))
+
+
+def from_16_bits(x, lse):
+    return jnp.exp(x - lse.astype(jnp.bfloat16).astype(x.dtype))
+
+
+def by_usual_scale(gradients, scale):
+    dq, dk, dv = gradients
+    return dq / 0.75, dk, dv
+
+
+@pytest.mark.parametrize(
+    ("knobs", "cause", "tensors", "problem"),
+    [
+        ({"delta": of_next_entry}, "delta of another head", {"dquery", "dkey"}, NORMAL),
+        (
+            {"recomputed": in_base_two},
+            "P in another base in the backward pass",
+            set(GRADIENTS),
+            NORMAL,
+        ),
+        (
+            {"recomputed": twice_folded},
+            "P in another base in the backward pass",
+            set(GRADIENTS),
+            NORMAL,
+        ),
+        (
+            {"recomputed": from_16_bits},
+            "LSE in 16 bits in the backward pass",
+            # Of the others more than half is what else is rounded there.
+            {"dvalue"},
+            Problem(GROUPED, family="lse-130"),
+        ),
+        (
+            {"gradients": by_usual_scale},
+            "scale not taken by gradients",
+            {"dquery"},
+            Problem(GROUPED, scale_factor=0.75),
+        ),
+    ],
+    ids=["delta", "base two", "base e of two", "LSE", "scale"],
+)
+def test_what_a_backward_pass_makes_anew_is_named(knobs, cause, tensors, problem):
+    (finding,) = found(honest(**knobs), problem)
+    assert (finding.cause, {*finding.tensors}) == (cause, tensors)
+
+
 @pytest.fixture(scope="module")
 def unscaled():
     return found(PLANTED["scale missing"].function, NORMAL, FLAT)

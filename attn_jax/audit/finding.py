@@ -38,8 +38,6 @@ BLIND_WEIGHTS = "queries that see no key"
 MERGE = "merge"
 # Of an LSE that is right but for its last bits.
 ROUNDED_LSE = "LSE rounded to BF16", "LSE rounded to FP16"
-# How a cause begins that is only where it was found.
-UNDER = "under"
 # Nobody need act on these.
 HARMLESS: tuple[Kind, ...] = ("not taken", "trustworthy")
 

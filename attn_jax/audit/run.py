@@ -322,7 +322,11 @@ def _report(audit: Audit, result: Result, canaries: Sequence[str], began) -> Rep
             "x64": settings["x64"],
             "command": " ".join(sys.orig_argv),
         },
-        settings=settings | {"mask_arguments": _mask_arguments(audit, result.cells)},
+        settings=settings
+        | {
+            "beside": [str(group) for group in audit.beside],
+            "mask_arguments": _mask_arguments(audit, result.cells),
+        },
         canaries=list(canaries),
         cells=[_cell(cell, settings["x64"]) for cell in result.cells],
         findings=result.findings,

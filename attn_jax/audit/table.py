@@ -124,17 +124,15 @@ def _cells(report: Report) -> Iterator[str]:
         counts = ", ".join(f"{n} {x}" for x, n in summary.counts(report.cells).items())
         # Some ran beside each other, and the audit takes its own time besides.
         seconds = sum(cell.seconds for cell in report.cells)
-        yield f"Problems: {counts}; {figure(seconds)} s in the target"
+        beside = len(report.settings.get("beside", ()))
+        more = f", {beside} more looked at" if beside else ""
+        yield f"Problems: {counts}{more}; {figure(seconds)} s in the target"
     if passed := report.settings.get("mask_arguments"):
         yield "Masks: " + ", ".join(f"{mask} by {by}" for mask, by in passed.items())
     if (found := summary.two_times(report.cells)) is not None:
         ratio, tensor, cell = found
-        # The plain implementation may happen to make no error at all.
-        most = f"at most {figure(ratio)} of what it allows"
-        if math.isinf(ratio):
-            most = "broken where a plain implementation is exact"
         where = f"({tensor}, {cell.family}, {cell.mask}, {cell.dtype})"
-        yield f"Two-times rule: {most} {where}"
+        yield f"Two-times rule: at most {figure(ratio)} of what it allows {where}"
 
 
 def _attribution(report: Report) -> Iterator[str]:

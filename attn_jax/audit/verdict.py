@@ -19,7 +19,7 @@ names the worst.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from attn_jax.audit.attribution import Cost, Fit
@@ -36,7 +36,6 @@ from attn_jax.audit.finding import (
     PAST_THE_LAST,
     ROUNDED_LSE,
     SEES_NO_KEY,
-    UNDER,
     Finding,
 )
 from attn_jax.audit.judge import POOR, WORSE
@@ -303,29 +302,49 @@ def _worse(
     )
     units, allowed = worst.found[tensor].errors.units, worst.allowed[tensor]
     whose = f"{fit.candidate} has" if fit and fit.fits else "ordinary algorithms have"
+    place = ""
     if tensor == "lse":
         # Recipes are not compared by it.
         suspect, whose = "", "logits and sums in FP32 leave at most"
     elif fit and fit.fits:
         # Its steps are the target's, and what they come to is less.
-        suspect, masks = "", dict.fromkeys(cell.problem.mask for cell in bad)
-        if compared not in masks and compared in {c.problem.mask for c in here}:
-            suspect = f"{UNDER} {' and '.join(masks)} alone"
+        suspect, place = "", _where_alone(bad, here, compared)
     return Finding(
         WORSE,
-        suspect,
+        suspect or place,
         f"{SYMBOLS[tensor]} is {units:.3g} units from exact on {worst.problem}, where "
         f"{whose} {allowed:.3g}; so on {len(bad)} of {len(here)} problems: this is no "
         "rounding of a known algorithm"
         + (
-            f"; the nearest to it is that of {fit.candidate}"
-            if fit and suspect and not suspect.startswith(UNDER)
-            else ""
+            f"; the nearest to it is that of {fit.candidate}" if fit and suspect else ""
         ),
         (tensor,),
         tuple(str(cell.problem) for cell in sorted(bad, key=lambda c: c is not worst)),
         _evidence(worst, tensor),
     )
+
+
+# What a function may have other code for.
+_CALLS: dict[str, Callable[[Problem], bool]] = {
+    "with another scale than 1 / sqrt(H)": lambda x: x.scale_factor != 1,
+    "with one query": lambda x: x.shape.query_length == 1,
+    "with one key head": lambda x: x.shape.key_heads == 1 < x.shape.heads,
+    "with as many key heads as query heads": lambda x: (
+        x.shape.key_heads == x.shape.heads
+    ),
+}
+
+
+def _where_alone(bad: Sequence[Judged], here: Sequence[Judged], compared: str) -> str:
+    """What all bad ones have and no other has; else their masks, if not `compared`."""
+    for what, has in _CALLS.items():
+        those = [cell for cell in here if has(cell.problem)]
+        if those == [cell for cell in here if cell in bad] and len(those) < len(here):
+            return f"{what} alone"
+    masks = dict.fromkeys(cell.problem.mask for cell in bad)
+    if compared not in masks and compared in {c.problem.mask for c in here}:
+        return f"under {' and '.join(masks)} alone"
+    return ""
 
 
 def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from attn_jax.audit.error import correctly_rounded
 from attn_jax.audit.exact import Exact
 from attn_jax.audit.problem import GRADIENTS
 from attn_jax.audit.variant import Registry, Setting, Wrong
 from attn_jax.audit.wrong_attention import TILES, padded_head_dims
 from attn_jax.audit.wrong_lse import log
+from attn_jax.formats import BF16, FP16
 
 RESULTS = Registry()
 _add = functools.partial(RESULTS.add, on_top=True)
@@ -203,6 +205,16 @@ def _(s: Setting):
 
 
 @_add(
+    "scale not taken by gradients",
+    "the gradient has the usual scale and not the one asked for",
+    "pass it on to the backward pass, too; here it is 1 / sqrt(H)",
+)
+def _(s: Setting):
+    if s.problem.scale_factor != 1:
+        yield Wrong("", _both(s.attention, 1 / s.problem.scale_factor))
+
+
+@_add(
     "gradient with the scale of another head dim",
     "the gradient has the scale of another head dim",
     "use 1 / sqrt(H) with the H before padding, in the backward pass, too",
@@ -337,6 +349,8 @@ def _(s: Setting):
             x.delta.reshape(B, K, N // K, -1).swapaxes(1, 2).reshape(x.delta.shape)
         ),
         "batch entries in reverse order": lambda: x.delta[::-1],
+        "the next batch entry": lambda: np.roll(x.delta, -1, 0),
+        "the first batch entry for all": lambda: np.repeat(x.delta[:1], B, 0),
     }.items():
         delta = order()
         if not np.array_equal(delta, x.delta):
@@ -354,6 +368,47 @@ def _(s: Setting):
     detail = "or which is divided twice"
     of = np.where(x.sees_none, 1.0, x.total)
     yield _of_dlogits(x, lambda: x.with_delta(x.delta / of), detail)
+
+
+def _of_probability(x: Exact, p: Callable[[], np.ndarray], detail: str) -> Wrong:
+    """P of the backward pass, with what it keeps of the forward pass."""
+    p = functools.cache(p)
+    of = _of_dlogits(x, lambda: p() * (x.dprobability - x.delta[..., None]), detail)
+    dvalue = {"dvalue": lambda: x.to_value_heads(x.value_gradient(p()))}
+    return of._replace(results={**of.results, **dvalue})
+
+
+def _recomputed(x: Exact, lse: np.ndarray, power: float = 1.0) -> np.ndarray:
+    """exp(x - LSE) to some power, 0 where nothing is seen."""
+    kept = np.where(x.sees_none, np.inf, lse)[..., None]
+    with np.errstate(over="ignore"):
+        p = np.exp(power * (x.logits - kept))
+    return np.where(np.isfinite(p), p, 0.0)
+
+
+@_add(
+    "P in another base in the backward pass",
+    "P is made anew with another base than e",
+    "use exp, or exp2 with log2(e) in the logits and in LSE",
+)
+def _(s: Setting):
+    x = s.attention
+    for detail, power in (("too small", math.log(2)), ("too large", 1 / math.log(2))):
+        p = functools.partial(_recomputed, x, x.lse, power)
+        yield _of_probability(x, p, f"by a factor {detail} in the exponent")
+
+
+@_add(
+    "LSE in 16 bits in the backward pass",
+    "P is made anew from an LSE of 16 bits",
+    "keep LSE in FP32 for the backward pass",
+)
+def _(s: Setting):
+    x = s.attention
+    for fmt in (BF16, FP16):
+        lse = correctly_rounded(np.where(x.sees_none, 0.0, x.lse), fmt)
+        p = functools.partial(_recomputed, x, lse)
+        yield _of_probability(x, p, fmt.name.upper())
 
 
 @_add("dS without P", "dS is dP - delta: P is missing", "take dS = P (dP - delta)")
