@@ -485,7 +485,7 @@ def test_refusals_are_faults_only_where_nothing_runs():
     found = judge([*reasons, cell()], None)
     assert {f.kind for f in found} == {"not taken"} and is_trustworthy(found)
     assert {f.kind for f in judge(reasons, None)} == {"fails"}
-    found = judge([refused("failed", "boom"), refused("failed", "boom", "wide")], None)
+    found = judge([refused("failed", "at 9"), refused("failed", "at 12", "wide")], None)
     assert [f.kind for f in found] == ["fails"] and "2 of 2" in found[0].says
 
 

@@ -75,28 +75,32 @@ class _Beside(NamedTuple):
     equal_heads: bool = True
 
 
-def _shorter(most: int) -> int:
-    """The last tile of any size is a partial one."""
-    return most - min(27, most // 4)
-
-
-def _one_more(most: int) -> int:
-    """In the last tile is one key."""
+def _odd(most: int) -> int:
+    """As many as whole tiles have, of any size, and one more."""
     whole = next((n for n in (128, 64, 32, 16) if n < most), 1)
     return (most - 1) // whole * whole + 1
 
 
+def _fewer(most: int) -> tuple[int, int]:
+    return 2 * _odd(most) // 3 + 1, _odd(most)
+
+
+def _as_many(most: int) -> tuple[int, int]:
+    return _odd(most), _odd(most)
+
+
 # Rules that a function has for some calls alone are those of other code: with as many
-# heads of K as of Q, with one query, with lengths that tiles divide or do not.
+# heads of K as of Q, with one query, with lengths that tiles divide or do not. Of few
+# shapes, since a GPU's compiler tries out what is fastest for each.
 _BESIDE = (
-    _Beside("causal", "causal", lambda n: (2 * _shorter(n) // 3, _shorter(n))),
+    _Beside("causal", "causal", _fewer),
     _Beside("causal", "causal", lambda n: (n // 2, n), equal_heads=False),
-    _Beside("wide window", "window", lambda n: (_one_more(n), _one_more(n))),
-    _Beside("lengths", "lengths", lambda n: (_shorter(n), _shorter(n))),
-    _Beside(NO_KEYS, "lengths", lambda n: (_shorter(n), _shorter(n)), False),
-    _Beside("packed", "packed", lambda n: (_shorter(n), _shorter(n))),
-    _Beside(HIDING_BIAS, "bias", lambda n: (2 * _shorter(n) // 3, _shorter(n))),
-    _Beside("full", "full", lambda n: (1, _one_more(n)), equal_heads=False),
+    _Beside("wide window", "window", _as_many),
+    _Beside("lengths", "lengths", _as_many),
+    _Beside(NO_KEYS, "lengths", _as_many),
+    _Beside("packed", "packed", _as_many),
+    _Beside(HIDING_BIAS, "bias", _fewer),
+    _Beside("full", "full", lambda n: (1, _odd(n)), equal_heads=False),
 )
 # Keys that are enough for several tiles, and for positions beyond what BF16 holds.
 _SEVERAL, _ENOUGH = 512, 1024

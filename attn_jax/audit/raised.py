@@ -75,6 +75,12 @@ def text_of(error: BaseException) -> str:
         return ""
 
 
+def numberless(reason: str) -> str:
+    """What was raised without its numbers, which are those of a problem: the same is
+    said of others."""
+    return re.sub(r"\d+", "#", reason)
+
+
 class _NotOfCallbacks(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and "callback failed" in str(record.msg))

@@ -41,6 +41,7 @@ from attn_jax.audit.finding import (
 from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.measure import Measured, Outcome
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem, made_of
+from attn_jax.audit.raised import numberless
 from attn_jax.formats import FP32
 
 # To the author of what raises a ValueError where that is a fault.
@@ -82,10 +83,11 @@ def allowance(predicted: float) -> float:
 def with_faults(cells: Sequence[Judged]) -> list[Judged]:
     """What is raised on a problem that there is nothing to refuse of is no refusal on
     another: each problem was looked at by itself."""
-    faults = {x.outcome.reason for x in cells if x.outcome.status == "failed"}
+    failed = (x.outcome.reason for x in cells if x.outcome.status == "failed")
+    faults = {*map(numberless, failed)}
     return [
         x._replace(outcome=x.outcome._replace(status="failed"))
-        if x.outcome.status == "not taken" and x.outcome.reason in faults
+        if x.outcome.status == "not taken" and numberless(x.outcome.reason) in faults
         else x
         for x in cells
     ]
@@ -240,7 +242,8 @@ def _explained(known: Finding, finding: Finding, cells: Sequence[Judged]) -> set
 def _says_why(known: Finding, finding: Finding) -> bool:
     """Whether what a target raised in a part it has raised on a problem, too."""
     why = finding.says.removeprefix(f"{finding.cause}: ")
-    return why != finding.says and known.says.endswith(f": {why}")
+    says = numberless(known.says)
+    return why != finding.says and says.endswith(f": {numberless(why)}")
 
 
 def _masks_of_hidden_keys(finding: Finding) -> set[str]:
@@ -436,16 +439,19 @@ def _is_unseen(cell: Judged, tensor: str) -> bool:
 def _refusals(cells: Sequence[Judged]) -> list[Finding]:
     """What raised and what was not taken, once for each reason."""
     found = []
-    by_reason: dict[tuple[str, str], list[Judged]] = {}
+    by_reason: dict[tuple[str, str], list[tuple[str, Judged]]] = {}
     for cell in cells:
+        said = []
         if cell.outcome.status != "measured":
-            key = cell.outcome.status, cell.outcome.reason
-            by_reason.setdefault(key, []).append(cell)
+            said.append((cell.outcome.status, cell.outcome.reason))
         if cell.outcome.no_gradients:
-            key = "no gradients", cell.outcome.no_gradients
-            by_reason.setdefault(key, []).append(cell)
+            said.append(("no gradients", cell.outcome.no_gradients))
+        for status, reason in said:
+            key = status, numberless(reason)
+            by_reason.setdefault(key, []).append((reason, cell))
     ran = any(cell.outcome.status == "measured" for cell in cells)
-    for (status, reason), those in by_reason.items():
+    for (status, _), raised in by_reason.items():
+        reason, those = raised[0][0], [cell for _, cell in raised]
         harmless = ran and status in ("not taken", "out of memory")
         cause = {"no gradients": "not differentiable"}.get(status, status)
         number = f"on {len(those)} of {len(cells)} problems"
