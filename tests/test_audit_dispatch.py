@@ -199,13 +199,15 @@ def test_calls_are_of_the_kinds_that_the_shapes_given_are_of():
         ]
 
     assert {(x.heads, x.key_heads) for x in shapes()} == {(4, 2)}
-    assert {(x.heads, x.key_heads) for x in shapes(alike)} == {(4, 2), (2, 2)}
+    assert {(x.heads, x.key_heads) for x in shapes(alike)} == {(2, 2)}
     # Of one key head there would be one of each.
     one = dataclasses.replace(grouped, key_heads=1)
     groups = [Group(one, "causal", ("normal",)), Group(alike, "full", ())]
     assert {(x.shape.heads, x.shape.key_heads) for x in ragged(groups)} == {(4, 4)}
     assert all(x.query_length == x.key_length for x in shapes(alike))
     unequal = dataclasses.replace(grouped, query_length=20)
+    both = {(x.heads, x.key_heads) for x in shapes(alike, unequal)}
+    assert both == {(4, 2), (2, 2)}
     lengths = [(x.query_length, x.key_length) for x in shapes(unequal)]
     assert {*lengths} == {(1, 65), (64, 128), (44, 65), (65, 65)}
     # Nothing is longer than what was asked for.

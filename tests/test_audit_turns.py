@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import threading
 
 import pytest
@@ -33,30 +34,34 @@ class Held:
 
 
 def test_what_is_of_a_kind_stays_with_one_thread():
+    """As long as there is other work for the other one."""
     with turns() as both:
-        held = Held()
-        of_a = [both.submit("a", held)]
-        of_a += [both.submit("a", threading.get_ident) for _ in range(2)]
-        of_b = [both.submit("b", threading.get_ident) for _ in range(2)]
-        assert not held.begun.wait(0.1)  # Until all is known.
+        a, b = Held(), Held()
+        of_a = [both.submit("a", a), both.submit("a", threading.get_ident)]
+        of_b = [both.submit("b", b), both.submit("b", threading.get_ident)]
+        assert not a.begun.wait(0.1)  # Until all is known.
         both.start()
-        (b,) = {x.result(SECONDS) for x in of_b}
-        # The other thread has nothing to do, and leaves what is left to the first.
-        assert not concurrent.futures.wait(of_a, 0.3).done
-        held.free.set()
-        (a,) = {x.result(SECONDS) for x in of_a}
-    assert a != b
+        assert a.begun.wait(SECONDS) and b.begun.wait(SECONDS)
+        b.free.set()
+        (of_b_alone,) = {x.result(SECONDS) for x in of_b}
+        # It has nothing else to do.
+        assert of_a[1].result(SECONDS) == of_b_alone
+        a.free.set()
+        assert of_a[0].result(SECONDS) != of_b_alone
 
 
-def test_what_is_too_much_for_one_is_shared():
+def test_what_is_of_no_threads_kind_comes_first():
     with turns() as both:
-        held = Held()
-        first = both.submit("a", held)
-        rest = [both.submit("a", threading.get_ident) for _ in range(3)]
+        a = Held()
+        order = []
+        of_a = [both.submit("a", a), both.submit("a", lambda: order.append("a"))]
+        of_others = [
+            both.submit(kind, functools.partial(order.append, kind)) for kind in "bc"
+        ]
         both.start()
-        (other,) = {x.result(SECONDS) for x in rest}
-        held.free.set()
-        assert first.result(SECONDS) != other
+        concurrent.futures.wait([of_a[1], *of_others], SECONDS)
+        assert order == ["b", "c", "a"]
+        a.free.set()
 
 
 def test_what_comes_later_is_done_by_whoever_is_free():

@@ -2,18 +2,14 @@
 
 XLA tries out how a matrix product is computed fastest, and remembers it for all
 programs of the process: a product of attention is the same under every mask of a
-shape. To try it out takes most of the time of an audit, so that work of one kind stays
-with the thread that began it, unless there is much of it.
+shape. To try it out takes much of the time of an audit, so that work of one kind goes
+to a thread that has had such, as long as there is other work for the others.
 """
 
 import concurrent.futures
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
-
-# Pieces of a kind that each thread that has begun it keeps to itself: others, who would
-# try all out anew, take what is beyond.
-_KEPT = 2
 
 
 class _Turn(NamedTuple):
@@ -24,16 +20,15 @@ class _Turn(NamedTuple):
 
 class Turns:
     """`count` threads, and work that waits for them. Each takes first what is of a kind
-    that it has had, then what is of a kind that none has had."""
+    that it has had, then what is of a kind that none has had, then anything."""
 
     def __init__(self, count: int):
         self._pool = concurrent.futures.ThreadPoolExecutor(count, "workers")
         self._lock = threading.Lock()
         self._waiting: list[_Turn] = []
         self._new = 0
-        # By thread; those at work.
+        # By thread.
         self._kinds: dict[int, set[Hashable]] = {}
-        self._busy: set[int] = set()
 
     def submit[T](
         self, kind: Hashable, work: Callable[[], T]
@@ -72,30 +67,17 @@ class Turns:
                 turn.future.set_result(result)
 
     def _next(self, me: int) -> _Turn | None:
-        """None where there is nothing, or somebody at work is to have the rest."""
+        """None where there is nothing."""
         with self._lock:
-            turn = self._chosen(self._kinds.setdefault(me, set()))
-            if turn is None:
-                self._busy.discard(me)
-            else:
-                self._busy.add(me)
-                self._kinds[me].add(turn.kind)
+            mine = self._kinds.setdefault(me, set())
+            had = set().union(*self._kinds.values())
+            # The first of those that it prefers.
+            turn = min(
+                self._waiting,
+                key=lambda turn: 0 if turn.kind in mine else 1 + (turn.kind in had),
+                default=None,
+            )
+            if turn is not None:
+                mine.add(turn.kind)
                 self._waiting.remove(turn)
             return turn
-
-    def _chosen(self, mine: set[Hashable]) -> _Turn | None:
-        had = set().union(*self._kinds.values())
-        for choice in (
-            lambda kind: kind in mine,
-            lambda kind: kind not in had,
-            self._is_too_much,
-        ):
-            for turn in self._waiting:
-                if choice(turn.kind):
-                    return turn
-        return None
-
-    def _is_too_much(self, kind: Hashable) -> bool:
-        """Of what waits, for those at work who have had such."""
-        at_work = sum(kind in self._kinds[thread] for thread in self._busy)
-        return sum(turn.kind == kind for turn in self._waiting) > _KEPT * at_work
