@@ -134,126 +134,184 @@ def carry_out(
 ) -> Result:
     """Does what is left of it. `ready` is called when everything is under way and
     before anything of the target is run, and what it raises ends the audit."""
-    first, *others = audit.groups
-    recipes = Beside(parts, audit.dtype, audit.gradients)
-    predictions = Predictions(recipes, audit.recipes, audit.measured)
-    beside = audit.beside
-    parts.expect(2 * len(audit.groups) + len(audit.looks) + len(audit.recipes))
-    parts.expect(len(beside))
-    if set(first.families) & set(attribution.FAMILIES):
-        predictions.begin(audit.recipes, first)
-    if not parts.apart:
-        for group in (*audit.groups, *beside):
-            if not parts.has(str(group)):
-                problem = group.problems(audit.dtype)[0]
-                _runner(audit, group).begin(problem, parts.compiling)
-        programs.wait()
-    begun = {first: _begin(audit, parts, first)}
-    # The longest of all; where the target does nothing they end at once.
-    looking = _begin_looks(audit, parts)
-    # Long sequences, which come last, take longest, and so do recipes on them.
-    begun |= {group: _begin(audit, parts, group) for group in reversed(others)}
-    looking_beside = {group: _begin(audit, parts, group) for group in beside}
-    parts.start()
+    course = _Course(audit, parts)
+    course.begin()
     ready()
-    rows: dict[Group, list[Row]] = {}
+    course.measure()
+    return course.result()
 
-    def measure(group: Group) -> None:
-        rows[group] = begun[group].rows()
-        if _is_measured(rows[group]):
-            predictions.begin([SAME_FORMAT], group)
 
-    measure(first)
-    if not parts.apart:
-        # To wait for recipes here would keep the target from its work.
-        for group in others:
-            measure(group)
-    here = found_of(rows[first])
-    compared = [x for x in here if x in attribution.FAMILIES and here[x]]
-    predicted = predictions.of(audit.recipes, first) if compared else {}
-    fits = attribution.fits(
-        attribution.profile({family: here[family] for family in compared}),
-        {name: attribution.profile(found) for name, found in predicted.items()},
-    )
-    fit = fits[0] if fits else None
-    prices, by_group = Prices(recipes, audit.recipes, fit), {}
-    # It has all families, and so, mostly, the worst of all.
-    prices.begin(early := _poorest(audit, {first: rows[first]}))
-    # Another call may be of another algorithm.
-    of_calls = {*verdict.PLAIN, *([fit.candidate] if fit and fit.fits else [])}
-    of_groups = [x for group in audit.groups for x in group.problems(audit.dtype)]
-    looks: dict[str, list[Row]] = {}
+class _Course:
+    """An audit under way: parts of the target that were asked for, what of them is
+    there, and recipes that were begun with the part that wants them, so that none is
+    waited for after the other."""
 
-    def begin_algorithms(group: Group) -> None:
-        if _is_measured(rows[group]):
-            by_group[group] = _algorithms(audit, fit, group)
-            predictions.begin(by_group[group], group)
+    def __init__(self, audit: Audit, parts: Parts):
+        self._audit, self._parts = audit, parts
+        self._recipes = Beside(parts, audit.dtype, audit.gradients)
+        self._predictions = Predictions(self._recipes, audit.recipes, audit.measured)
+        self._prices = Prices(self._recipes, audit.recipes, None)
+        self._asked: dict[Group | str, Asked] = {}
+        self._rows: dict[Group, list[Row]] = {}
+        self._looks: dict[str, list[Row]] = {}
+        self._fits: list[Fit] = []
+        # Problems whose steps were priced before all were measured.
+        self._early: list[Problem] = []
 
-    for group in begun:
-        if group in rows:
-            begin_algorithms(group)
-    waiting: dict[Group | str, Asked] = {x: begun[x] for x in begun if x not in rows}
-    if any(here.values()):
-        waiting |= {**looking_beside, **looking}
-    unmeasured = {x for x in waiting if isinstance(x, Group)}
-    # Recipes are begun with the part that wants them, not when they are read, one
-    # after the other.
-    for part in parts.as_they_end(waiting):
-        if isinstance(part, str):
-            looks[part] = looking[part].rows()
-            for call in calls.found_on(looks[part], of_groups):
-                predictions.begin_allowed(of_calls, *call)
-            continue
-        if part in begun:
-            measure(part)
-            begin_algorithms(part)
-        else:
-            rows[part] = looking_beside[part].rows()
-            of = _beside(audit, part, rows[part])
-            predictions.begin_allowed(_algorithms(audit, fit, part), *of)
-        unmeasured.remove(part)
-        if not unmeasured:
-            prices.begin(_poorest(audit, _in_order(audit, rows)))
-    looks = {name: looks[name] for name in looking if name in looks}
-    rows = _in_order(audit, rows)
-    poorest = _poorest(audit, rows)
-    prices.begin(poorest)
-    cells = []
-    for group in audit.groups:
-        algorithms = by_group.get(group, ())
-        names = {*algorithms, SAME_FORMAT} if algorithms else ()
-        known = predictions.of(names, group)
-        cells += _judged(audit, group, rows[group], known, algorithms)
-    # What is looked at beside is judged, and no cell of a report.
-    reported = len(cells)
-    for group in (x for x in beside if x in rows):
-        problem, of = _beside(audit, group, rows[group])
-        (row,) = rows[group]
-        allowed = predictions.allowed(_algorithms(audit, fit, group), problem, of)
-        cells.append(Judged(problem, Outcome(**row["outcome"]), of, allowed))
-    cells = verdict.with_faults(cells)
-    costs = prices.of(dict.fromkeys([*poorest, *early]))
+    @property
+    def _fit(self) -> Fit | None:
+        return self._fits[0] if self._fits else None
 
-    wiring = one_cause(_wiring(rows), [cell.problem for cell in cells])
-    rows_of_p = [*looks.pop("P", []), *looks.pop("P together", [])]
-    read = [(row.get("mask"), findings_of([row])) for row in rows_of_p]
-    wiring += more.of_read(read, verdict.masks_of(wiring, {"out"}, cells))
-    found = verdict.judge(cells, fit, costs, wiring, attribution.suspect(fits))
-    if "again" in audit.looks:
-        found = _again(audit, parts, cells, found)
-    more_found = [
-        finding
-        for of_rows in (*rows.values(), *looks.values())
-        for finding in findings_of(of_rows)
-    ]
-    more_found += calls.findings(
-        looks.get("calls", ()),
-        {str(cell.problem): cell for cell in cells},
-        wiring,
-        functools.partial(predictions.allowed, of_calls),
-    )
-    findings = in_order(verdict.together(found, more_found, cells))
-    return Result(cells[:reported], fits, costs, looks, findings)
+    @property
+    def _of_calls(self) -> set[str]:
+        """Recipes that another call may be of: it may be another algorithm."""
+        fit = self._fit
+        return {*verdict.PLAIN, *([fit.candidate] if fit and fit.fits else [])}
+
+    def begin(self) -> None:
+        """Asks for every part of the target, and for the recipes that it is compared
+        with."""
+        audit, parts = self._audit, self._parts
+        first, *others = audit.groups
+        beside = audit.beside
+        parts.expect(2 * len(audit.groups) + len(audit.looks) + len(audit.recipes))
+        parts.expect(len(beside))
+        if set(first.families) & set(attribution.FAMILIES):
+            self._predictions.begin(audit.recipes, first)
+        if not parts.apart:
+            for group in audit.measured:
+                if not parts.has(str(group)):
+                    problem = group.problems(audit.dtype)[0]
+                    _runner(audit, group).begin(problem, parts.compiling)
+            programs.wait()
+        self._asked[first] = _begin(audit, parts, first)
+        # The longest of all; where the target does nothing they end at once.
+        looking = _begin_looks(audit, parts)
+        # Long sequences, which come last, take longest, and so do recipes on them.
+        for group in (*reversed(others), *beside):
+            self._asked[group] = _begin(audit, parts, group)
+        self._asked |= looking
+        parts.start()
+
+    def measure(self) -> None:
+        """Waits for the parts, in the order in which they end."""
+        audit, (first, *others) = self._audit, self._audit.groups
+        self._measured(first)
+        if not self._parts.apart:
+            # To wait for recipes here would keep the target from its work.
+            for group in others:
+                self._measured(group)
+        self._compare(found_of(self._rows[first]))
+        for group in self._rows:
+            self._begin_algorithms(group)
+        waiting = {x: of for x, of in self._asked.items() if x not in self._rows}
+        if not _is_measured(self._rows[first]):
+            waiting = {x: of for x, of in waiting.items() if x in audit.groups}
+        unmeasured = {x for x in waiting if isinstance(x, Group)}
+        for part in self._parts.as_they_end(waiting):
+            if isinstance(part, str):
+                self._looked(part)
+                continue
+            self._measured(part)
+            self._begin_algorithms(part)
+            unmeasured.remove(part)
+            if not unmeasured:
+                self._prices.begin(_poorest(audit, self._in_order))
+
+    def _measured(self, group: Group) -> None:
+        self._rows[group] = self._asked[group].rows()
+        if group in self._audit.groups and _is_measured(self._rows[group]):
+            self._predictions.begin([SAME_FORMAT], group)
+
+    def _compare(self, here: Mapping[str, Found]) -> None:
+        """With all recipes on the first group's problems."""
+        audit, first = self._audit, self._audit.groups[0]
+        compared = [x for x in here if x in attribution.FAMILIES and here[x]]
+        predicted = self._predictions.of(audit.recipes, first) if compared else {}
+        self._fits = attribution.fits(
+            attribution.profile({family: here[family] for family in compared}),
+            {name: attribution.profile(found) for name, found in predicted.items()},
+        )
+        self._prices = Prices(self._recipes, audit.recipes, self._fit)
+        # It has all families, and so, mostly, the worst of all.
+        self._early = _poorest(audit, {first: self._rows[first]})
+        self._prices.begin(self._early)
+
+    def _begin_algorithms(self, group: Group) -> None:
+        """Recipes that a group's errors are judged by; of what is looked at beside, if
+        they are poor."""
+        rows = self._rows[group]
+        names = _algorithms(self._audit, self._fit, group)
+        if group not in self._audit.groups:
+            problem, found = _beside(self._audit, group, rows)
+            self._predictions.begin_allowed(names, problem, found)
+        elif _is_measured(rows):
+            self._predictions.begin(names, group)
+
+    def _looked(self, name: str) -> None:
+        self._looks[name] = self._asked[name].rows()
+        of_groups = [
+            problem
+            for group in self._audit.groups
+            for problem in group.problems(self._audit.dtype)
+        ]
+        for call in calls.found_on(self._looks[name], of_groups):
+            self._predictions.begin_allowed(self._of_calls, *call)
+
+    @property
+    def _in_order(self) -> dict[Group, list[Row]]:
+        return {x: self._rows[x] for x in self._audit.measured if x in self._rows}
+
+    def result(self) -> Result:
+        """What all of it comes to."""
+        audit, rows = self._audit, self._in_order
+        poorest = _poorest(audit, rows)
+        self._prices.begin(poorest)
+        cells, reported = self._cells()
+        costs = self._prices.of(dict.fromkeys([*poorest, *self._early]))
+        names = [x for x in self._asked if isinstance(x, str) and x in self._looks]
+        looks = {name: self._looks[name] for name in names}
+        wiring = one_cause(_wiring(rows), [cell.problem for cell in cells])
+        rows_of_p = [*looks.pop("P", []), *looks.pop("P together", [])]
+        read = [(row.get("mask"), findings_of([row])) for row in rows_of_p]
+        wiring += more.of_read(read, verdict.masks_of(wiring, {"out"}, cells))
+        suspect = attribution.suspect(self._fits)
+        found = verdict.judge(cells, self._fit, costs, wiring, suspect)
+        if "again" in audit.looks:
+            found = _again(audit, self._parts, cells, found)
+        more_found = [
+            finding
+            for of_rows in (*rows.values(), *looks.values())
+            for finding in findings_of(of_rows)
+        ]
+        more_found += calls.findings(
+            looks.get("calls", ()),
+            {str(cell.problem): cell for cell in cells},
+            wiring,
+            functools.partial(self._predictions.allowed, self._of_calls),
+        )
+        findings = in_order(verdict.together(found, more_found, cells))
+        return Result(cells[:reported], self._fits, costs, looks, findings)
+
+    def _cells(self) -> tuple[list[Judged], int]:
+        """Every problem, and how many of them are a report's: what is looked at beside
+        is judged, and no cell of it."""
+        audit, predictions, cells = self._audit, self._predictions, []
+        for group in audit.groups:
+            rows = self._rows[group]
+            algorithms = _algorithms(audit, self._fit, group)
+            names = {*algorithms, SAME_FORMAT} if _is_measured(rows) else ()
+            cells += _judged(
+                audit, group, rows, predictions.of(names, group), algorithms
+            )
+        reported = len(cells)
+        for group in (x for x in audit.beside if x in self._rows):
+            problem, found = _beside(audit, group, self._rows[group])
+            (row,) = self._rows[group]
+            names = _algorithms(audit, self._fit, group)
+            allowed = predictions.allowed(names, problem, found)
+            cells.append(Judged(problem, Outcome(**row["outcome"]), found, allowed))
+        return verdict.with_faults(cells), reported
 
 
 def _wiring(rows: Mapping[Group, list[Row]]) -> list[Finding]:
@@ -274,10 +332,6 @@ def _wiring(rows: Mapping[Group, list[Row]]) -> list[Finding]:
                 if not (alike and known.issuperset(finding["tensors"])):
                     found.append(finding_of(finding))
     return found
-
-
-def _in_order(audit: Audit, rows: Mapping[Group, list[Row]]) -> dict[Group, list[Row]]:
-    return {group: rows[group] for group in audit.measured if group in rows}
 
 
 def _beside(audit: Audit, group: Group, rows: list[Row]) -> tuple[Problem, Found]:
