@@ -5,7 +5,8 @@ import jax
 import pytest
 
 from attn_jax.audit import attribution, calls, verdict
-from attn_jax.audit.audit import Audit, carry_out
+from attn_jax.audit.audit import Audit
+from attn_jax.audit.course import carry_out
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.measure import Runner, measured
 from attn_jax.audit.parts import Parts

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from attn_jax import context_parallel
 from attn_jax.audit import attribution, audit_attention, command, verdict
-from attn_jax.audit.audit import Audit, carry_out
+from attn_jax.audit.audit import Audit
+from attn_jax.audit.course import carry_out
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.parts import Parts
 from attn_jax.audit.plan import Group

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from attn_jax.audit import attribution, verdict
-from attn_jax.audit.audit import Audit, carry_out
+from attn_jax.audit.audit import Audit
+from attn_jax.audit.course import carry_out
 from attn_jax.audit.finding import HARMLESS
 from attn_jax.audit.parts import Parts
 from attn_jax.audit.plan import Group

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from attn_jax.audit import attribution, verdict
-from attn_jax.audit.audit import Audit, carry_out
+from attn_jax.audit.audit import Audit
+from attn_jax.audit.course import carry_out
 from attn_jax.audit.exact import exact
 from attn_jax.audit.finding import P_CLIPPED, ROWS_NOT_ONE
 from attn_jax.audit.inputs import Shape

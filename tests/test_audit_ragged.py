@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from attn_jax.audit import attribution, verdict
-from attn_jax.audit.audit import Audit, carry_out
+from attn_jax.audit.audit import Audit
+from attn_jax.audit.course import carry_out
 from attn_jax.audit.inputs import Shape, most_of_a_bias
 from attn_jax.audit.measure import measured
 from attn_jax.audit.parts import Parts

@@ -7,7 +7,7 @@ import pytest
 
 from attn_jax.audit import measure, more, run, verdict
 from attn_jax.audit.attribution import Cost, Fit
-from attn_jax.audit.audit import Result, _wiring
+from attn_jax.audit.course import Result, _wiring
 from attn_jax.audit.error import Errors
 from attn_jax.audit.finding import (
     EXTREME,

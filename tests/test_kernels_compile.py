@@ -90,7 +90,9 @@ def _check(
     [
         pytest.param(64, 1100, True, marks=pytest.mark.thorough),
         (64, 4200, False),
+        # Whole blocks alone are begun ahead.
         (128, 1100, False),
+        (128, 1024, False),
         # As float16, which has a test of its own.
         pytest.param(128, 1100, True, marks=pytest.mark.thorough),
         pytest.param(64, 1100, False, marks=pytest.mark.thorough),

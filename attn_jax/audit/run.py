@@ -20,8 +20,9 @@ import numpy.typing as npt
 from attn_jax import machine
 from attn_jax.audit import attribution, verdict
 from attn_jax.audit.alone import ALONE
-from attn_jax.audit.audit import Audit, Result, carry_out
+from attn_jax.audit.audit import Audit
 from attn_jax.audit.bar import say
+from attn_jax.audit.course import Result, carry_out
 from attn_jax.audit.fingerprint import fingerprint
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.parts import Parts, Progress, cores

@@ -142,7 +142,8 @@ def forward(
     # All warpgroups begin with a tile's first block, and go on to its last.
     together = counted.band == Band(None, None) and not (whole or strips.idle)
     ahead = tiling.ahead and together and not (by_key or wide_out or carries)
-    ahead = ahead and not in_links
+    # Where the last block is masked ptxas would wait for each product.
+    ahead = ahead and key_count % columns == 0 and not in_links
 
     pairs = None
     if mask is not None:

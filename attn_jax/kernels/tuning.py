@@ -81,7 +81,7 @@ class ForwardTiling(Tiling):
         and to read it last. V's head dim is that of K, and a block of K has a row for
         each of the tile.
       ahead: the first logits of a tile are made while the one before it ends, where
-        nothing is hidden but what is past the last key, and each warpgroup has rows.
+        nothing is hidden, `columns` divides the keys and each warpgroup has rows.
     """
 
     q_registers: bool = False
