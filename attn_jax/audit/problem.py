@@ -123,6 +123,10 @@ def _wide_window(shape: Shape) -> Mask:
     return Mask(window=(max(2 * s // 3, 2), max(s // 3, 1)))
 
 
+def _every_pair(shape: Shape) -> Mask:
+    return Mask(dense=np.ones((1, 1, shape.query_length, shape.key_length), bool))
+
+
 # A bias may say a mask, by -inf or by the least number of its format.
 HIDING_BIAS = "bias that hides"
 NO_KEYS = "no keys"
@@ -244,13 +248,26 @@ class Problem:
         """`reference.golden` on the inputs, dLSE = 0: in FP64, whatever the mode."""
 
         def make() -> Golden:
-            rules = {"bias": self.bias, "mask": self.rules, "scale": self.scale}
             with ALONE:
+                rules = {"bias": self.bias, "mask": self._drawn(), "scale": self.scale}
                 found = golden(*self.inputs, **rules, absolute=absolute)
             return _read_only(found)
 
         prepare = functools.partial(_compile_exact, self, absolute)
         return _KEPT((self, absolute), make, prepare)
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether exact results are made with the mask as an array, which is small
+        enough: so those under all masks of a shape have one program."""
+        return self.shape.query_length * self.shape.key_length <= _DRAWN
+
+    def _drawn(self) -> Mask:
+        if not self.is_drawn:
+            return self.rules
+        s = self.shape
+        seen = self.rules.materialise(s.query_length, s.key_length)
+        return _every_pair(s) if seen is None else Mask(dense=np.asarray(seen))
 
     def yardstick(self, tensor: str, fmt: NumberFormat) -> Yardstick:
         """A result of `exact` to measure against in `fmt`, 0 where it is not finite."""
@@ -325,6 +342,8 @@ class _Kept:
 
 
 _KEPT = _Kept(2**32)
+# Pairs of a query and a key, at most.
+_DRAWN = 2**24
 _COMPILING = threading.Lock()
 # By what programs of exact results depend on; held while one is compiled.
 _PROGRAMS: dict[Any, threading.Lock] = {}
@@ -334,14 +353,17 @@ _COMPILED: set[Any] = set()
 def _compile_exact(problem: Problem, absolute: bool) -> None:
     """Once, while other threads compile others, or run what is compiled."""
     s = problem.shape
-    key = s, problem.mask, problem.scale_factor, absolute
+    mask, name = problem.rules, problem.mask
+    if problem.is_drawn:  # Whatever is hidden.
+        mask, name = _every_pair(s), ""
+    key = s, name, problem.has_bias, problem.scale_factor, absolute
     with _COMPILING:
         lock = _PROGRAMS.setdefault(key, threading.Lock())
     with lock:
         if key not in _COMPILED:
             compile_golden(
                 (s.query_length, s.key_length, s.head_dim, s.head_dim),
-                mask=problem.rules,
+                mask=mask,
                 scale=problem.scale,
                 bias=problem.has_bias,
                 absolute=absolute,
