@@ -3,6 +3,8 @@ head, one query, one key past a tile, positions or segments beyond 16 bits."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from attn_jax.audit import invariance
 from attn_jax.audit.finding import DEPENDS
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.plan import Group, plan, ragged
-from attn_jax.audit.problem import Problem
+from attn_jax.audit.problem import HIDING_BIAS, Problem
 from attn_jax.audit.target import Attend
 from attn_jax.audit.wiring import recognise
 from tests import planted
@@ -102,65 +104,73 @@ def window_of(dtype):
     return seen
 
 
+IDS = "query_segment_ids", "key_value_segment_ids"
+
+
 def segments_of(dtype):
     def seen(visible, given):
         if given.query_segment_ids is None:
             return visible
-        ids = (x.astype(dtype) for x in ids_of(given))
-        return broadcast(dataclasses.replace(given, **dict(zip(IDS, ids))), visible)
+        ids = {name: getattr(given, name).astype(dtype) for name in IDS}
+        return broadcast(dataclasses.replace(given, **ids), visible)
 
     return seen
 
 
-IDS = "query_segment_ids", "key_value_segment_ids"
+class Fault(NamedTuple):
+    """Where it shows, and what it is called there, if it has a name. `of_all`: so under
+    every problem of that mask."""
+
+    function: Callable
+    mask: str
+    cause: str = ""
+    of_all: bool = False
 
 
-def ids_of(given):
-    return [getattr(given, name) for name in IDS]
-
-
+LENGTHS = "query_seq_lengths", "key_value_seq_lengths"
 MHA = "with as many heads of each"
 FAULTS = {
-    f"lengths ignored, {MHA}": without_rules(
-        "query_seq_lengths", "key_value_seq_lengths"
+    f"lengths ignored, {MHA}": Fault(
+        without_rules(*LENGTHS), "lengths", "query and key lengths ignored"
     ),
-    f"window ignored, {MHA}": without_rules("local_window_size"),
-    f"segments ignored, {MHA}": without_rules(
-        "query_segment_ids", "key_value_segment_ids"
+    f"window ignored, {MHA}": Fault(
+        without_rules("local_window_size"), "wide window", "window ignored"
     ),
-    f"bias before the scale, {MHA}": planted.wrapped(bias_before_the_scale),
-    f"entries mixed up, {MHA}": planted.wrapped(entries_mixed_up),
-    "the first entry's keys, with one key head": planted.wrapped(first_entry),
-    "causal to the last key, of whole tiles": planted.wrapped(to_the_last_key),
-    "heads of one query": planted.wrapped(one_query),
-    "a last key by itself": planted.honest(seen=last_key_lost),
-    "window in BF16": planted.honest(seen=window_of(jnp.bfloat16)),
-    "segments in BF16": planted.honest(seen=segments_of(jnp.bfloat16)),
-    "segments in FP16": planted.honest(seen=segments_of(jnp.float16)),
-}
-# Where each shows, and what it is called there.
-SHOWN = {
-    f"lengths ignored, {MHA}": ("lengths", "query and key lengths ignored"),
-    f"window ignored, {MHA}": ("wide window", "window ignored"),
-    f"segments ignored, {MHA}": ("packed", "segment ids ignored"),
-    f"bias before the scale, {MHA}": ("bias that hides", "bias added before the scale"),
-    f"entries mixed up, {MHA}": ("causal", ""),
-    "the first entry's keys, with one key head": ("full", ""),
-    "causal to the last key, of whole tiles": (
-        "causal",
-        "causal aligned to the last key",
+    f"segments ignored, {MHA}": Fault(
+        without_rules(*IDS), "packed", "segment ids ignored"
     ),
-    "heads of one query": ("full", "GQA heads grouped wrongly"),
-    "a last key by itself": ("full", "KV tile dropped"),
+    f"bias before the scale, {MHA}": Fault(
+        planted.wrapped(bias_before_the_scale),
+        HIDING_BIAS,
+        "bias added before the scale",
+    ),
+    f"entries mixed up, {MHA}": Fault(planted.wrapped(entries_mixed_up), "causal"),
+    "the first entry's keys, with one key head": Fault(
+        planted.wrapped(first_entry), "full"
+    ),
+    "causal to the last key, of whole tiles": Fault(
+        planted.wrapped(to_the_last_key), "causal", "causal aligned to the last key"
+    ),
+    "heads of one query": Fault(
+        planted.wrapped(one_query), "full", "GQA heads grouped wrongly"
+    ),
+    "a last key by itself": Fault(
+        planted.honest(seen=last_key_lost), "full", "KV tile dropped"
+    ),
     # One key of hundreds is no more than roundings might be.
-    "window in BF16": ("wide window", ""),
+    "window in BF16": Fault(
+        planted.honest(seen=window_of(jnp.bfloat16)), "wide window"
+    ),
     # In BF16 all eight documents have one number.
-    "segments in BF16": ("packed", "segment ids ignored"),
-    "segments in FP16": ("packed", "segment ids in 16 bits"),
+    "segments in BF16": Fault(
+        planted.honest(seen=segments_of(jnp.bfloat16)),
+        *("packed", "segment ids ignored", True),
+    ),
+    "segments in FP16": Fault(
+        planted.honest(seen=segments_of(jnp.float16)),
+        *("packed", "segment ids in 16 bits", True),
+    ),
 }
-
-
-OF_ALL = "segments in BF16", "segments in FP16"
 
 
 @functools.cache
@@ -170,14 +180,12 @@ def is_honest(problem: Problem) -> bool:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_wrong_for_some_calls_alone_is_found(fault):
-    mask, cause = SHOWN[fault]
-    function = FAULTS[fault]
+    function, mask, cause, of_all = FAULTS[fault]
     there = [x for x in PROBLEMS if x.mask == mask and x.shape.key_length < 1000]
     wrong = [x for x in there if is_wrong(function, x)]
     assert wrong and all(map(is_honest, wrong))
-    # Not for others, which is why they are all needed; segments have these numbers
-    # everywhere.
-    assert len(wrong) < len(there) or len(there) == 1 or fault in OF_ALL
+    # Not for others, which is why they are all needed.
+    assert of_all or len(wrong) < len(there) or len(there) == 1
     found = {
         finding.cause
         for problem in wrong
@@ -216,11 +224,14 @@ def test_calls_are_of_the_kinds_that_the_shapes_given_are_of():
     assert max(x.key_length for x in shapes(longer)) == 300
 
 
-@jax.custom_batching.custom_vmap
-def _shared(query, key, value):
-    return planted.attend(planted.honest(), Problem(Shape(2, 64, 64, 2, 1, 32)))(
-        query, key, value
-    )
+SMALL = Problem(Shape(2, 64, 64, 2, 1, 32))
+
+
+def honest(query, key, value):
+    return planted.attend(planted.honest(), SMALL)(query, key, value)
+
+
+_shared = jax.custom_batching.custom_vmap(honest)
 
 
 @_shared.def_vmap
@@ -236,8 +247,7 @@ def _(size, mapped, query, key, value):
 
 
 def _found(attend: Attend) -> set[str]:
-    problem = Problem(Shape(2, 64, 64, 2, 1, 32))
-    records = invariance.invariances(attend, problem, gradients=False)
+    records = invariance.invariances(attend, SMALL, gradients=False)
     return {r.finding.cause for r in records if r.finding}
 
 
@@ -246,11 +256,7 @@ def test_keys_that_a_vmap_does_not_map_are_tried():
 
 
 def test_a_function_that_refuses_them_is_mapped_with_its_keys():
-    @jax.custom_batching.custom_vmap
-    def strict(query, key, value):
-        return planted.attend(planted.honest(), Problem(Shape(2, 64, 64, 2, 1, 32)))(
-            query, key, value
-        )
+    strict = jax.custom_batching.custom_vmap(honest)
 
     @strict.def_vmap
     def _(size, mapped, query, key, value):

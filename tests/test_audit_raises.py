@@ -243,7 +243,7 @@ def test_a_value_error_is_a_fault_everywhere_or_nowhere():
     def found(error: type[Exception]):
         def of(function, query, key, *arrays, **rules):
             if query.shape[1] % 64 or key.shape[1] % 64:
-                raise error("no multiple of 64")
+                raise error(f"{query.shape[1]}, {key.shape[1]}: no multiple of 64")
             return function(query, key, *arrays, **rules)
 
         report = audit_attention(

@@ -366,6 +366,11 @@ def test_where_a_plain_implementation_is_exact_there_is_no_two_times_rule():
     found = two_times(given)
     assert found is not None and found[0] == 0.5
     assert two_times(given[:1]) is None
+    # It is said that there is one, all the same.
+    allows = "it allows nothing where a plain implementation is exact"
+    for some, said in ((given, True), (given[:1], True), (given[1:], False)):
+        text = " ".join(printed(empty(cells=some)).split())
+        assert (allows in text) == said and "Two-times rule" in text
 
 
 def test_nan_is_worse_than_any_number():

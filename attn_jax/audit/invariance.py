@@ -200,7 +200,9 @@ def _transformed(
     def mapped():
         try:
             return last_of(MappedTwice)
-        except Exception:  # What is refused there nobody takes for right.
+        # What cannot be mapped is not blamed, and gives no wrong result: the usual
+        # vmap is looked at all the same, and raises if it cannot be had either.
+        except Exception:
             return last_of(Mapped)
 
     if with_scale:

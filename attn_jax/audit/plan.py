@@ -163,10 +163,12 @@ def ragged(
     for mask, made_of, lengths, equal_heads in _BESIDE:
         T, S = (length // parts * parts for length in lengths(most))
         if not unequal and T != S:
-            # Of fewer queries those that are as many are other ones.
+            # What is not there for the number of queries has as many as keys.
             T = S if equal_heads else 0
-        # One batch entry without keys is nothing to measure.
-        if made_of not in masks or mask == NO_KEYS and shape.batch == 1 or not T * S:
+        # One batch entry without keys is nothing to measure, nor are lengths that the
+        # devices are too many for.
+        nothing = not T * S or (mask == NO_KEYS and shape.batch == 1)
+        if nothing or made_of not in masks:
             continue
         of = dataclasses.replace(
             alike if equal_heads else shape, query_length=T, key_length=S

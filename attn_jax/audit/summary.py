@@ -76,8 +76,8 @@ def counts(cells: Iterable[Cell]) -> dict[str, int]:
 
 
 def two_times(cells: Iterable[Cell]) -> tuple[float, str, Cell] | None:
-    """The largest ratio of the two-times rule, its tensor and its cell, or None. There
-    is none where a plain implementation happens to be exact."""
+    """The largest ratio of the two-times rule, its tensor and its cell, or None; but
+    those where a plain implementation happens to be exact (`beyond_two_times`)."""
     found = [
         (ratio, tensor, cell)
         for cell in cells
@@ -85,6 +85,12 @@ def two_times(cells: Iterable[Cell]) -> tuple[float, str, Cell] | None:
         if (ratio := errors["two_times_rule"]) is not None and not math.isinf(ratio)
     ]
     return max(found, key=lambda x: (math.isnan(x[0]), x[0]), default=None)
+
+
+def beyond_two_times(cell: Cell) -> bool:
+    """Whether it has an error where a plain implementation happens to be exact."""
+    ratios = (errors["two_times_rule"] for errors in cell.errors.values())
+    return any(ratio is not None and math.isinf(ratio) for ratio in ratios)
 
 
 def shape(cell: Cell) -> str:

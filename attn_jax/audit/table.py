@@ -129,10 +129,15 @@ def _cells(report: Report) -> Iterator[str]:
         yield f"Problems: {counts}{more}; {figure(seconds)} s in the target"
     if passed := report.settings.get("mask_arguments"):
         yield "Masks: " + ", ".join(f"{mask} by {by}" for mask, by in passed.items())
+    rule = []
     if (found := summary.two_times(report.cells)) is not None:
         ratio, tensor, cell = found
         where = f"({tensor}, {cell.family}, {cell.mask}, {cell.dtype})"
-        yield f"Two-times rule: at most {figure(ratio)} of what it allows {where}"
+        rule.append(f"at most {figure(ratio)} of what it allows {where}")
+    if any(map(summary.beyond_two_times, report.cells)):
+        rule.append("it allows nothing where a plain implementation is exact")
+    if rule:
+        yield f"Two-times rule: {'; '.join(rule)}"
 
 
 def _attribution(report: Report) -> Iterator[str]:

@@ -12,7 +12,6 @@ from attn_jax.audit.variant import Registry, Setting, Wrong, whole
 from attn_jax.formats import BF16, FP16
 
 RULES = Registry()
-_16_BITS = BF16, FP16
 
 
 def seen(s: Setting, mask: np.ndarray | None, detail: str = "") -> Iterator[Wrong]:
@@ -268,13 +267,12 @@ def _(s: Setting):
 )
 def _(s: Setting):
     rules = s.problem.rules
-    names = "query_segment_ids", "key_value_segment_ids"
     if rules.query_segment_ids is None:
         return
-    for fmt in _16_BITS:
-        rounded = {
-            name: correctly_rounded(np.asarray(getattr(rules, name), np.float64), fmt)
-            for name in names
-        }
-        integers = {name: x.astype(np.int32) for name, x in rounded.items()}
-        yield from _ruled(s, fmt.name.upper(), **integers)
+    for fmt in (BF16, FP16):
+        of_queries, of_keys = (
+            correctly_rounded(np.asarray(ids, np.float64), fmt).astype(np.int32)
+            for ids in (rules.query_segment_ids, rules.key_value_segment_ids)
+        )
+        ids = {"query_segment_ids": of_queries, "key_value_segment_ids": of_keys}
+        yield from _ruled(s, fmt.name.upper(), **ids)
