@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool, Int
 
 
 @functools.partial(
@@ -95,50 +95,57 @@ class Mask:
             jax.tree_util.tree_leaves(dataclasses.replace(self, query_offset=None))
         )
 
-    def materialise(self, T: int, S: int) -> Bool[Array, "#B #N #T #S"] | None:
-        """The whole mask [B or 1, N or 1, T, S]; None if every query sees every key."""
-        return self.block(0, 0, T, S)
+    def materialise(
+        self, T: int, S: int, xp: Any = jnp
+    ) -> Bool[Any, "#B #N #T #S"] | None:
+        """The whole mask [B or 1, N or 1, T, S]; None if every query sees every key.
+        `xp` is as `block` has it."""
+        return self.block(0, 0, T, S, xp)
 
     def block(
-        self, q_start, kv_start, block_q: int, block_kv: int
-    ) -> Bool[Array, "#B #N #T #S"] | None:
+        self, q_start, kv_start, block_q: int, block_kv: int, xp: Any = jnp
+    ) -> Bool[Any, "#B #N #T #S"] | None:
         """The mask of one tile, [B or 1, N or 1, block_q, block_kv], or None.
 
         Only the tile is built. The starts may be traced; the tile must lie within the
-        arrays, since a slice that runs over their end would be shifted back.
+        arrays, since a slice that runs over their end would be shifted back. With `np`
+        for `xp` it is NumPy's, of a mask that is not traced, and nothing is compiled.
         """
         rules = []
-        i = (q_start + jnp.arange(block_q, dtype=jnp.int32))[:, None]
-        j = (kv_start + jnp.arange(block_kv, dtype=jnp.int32))[None, :]
+        i = (q_start + xp.arange(block_q, dtype=xp.int32))[:, None]
+        j = (kv_start + xp.arange(block_kv, dtype=xp.int32))[None, :]
         left, right = self.band
         p = i[None, None]
         if self.query_offset is not None:
-            p = p + _int32(self.query_offset)[:, None, None, None]
+            p = p + _int32(self.query_offset, xp)[:, None, None, None]
         if left is not None:
             rules.append(j >= p - left)
         if right is not None:
             rules.append(j <= p + right)
         if self.query_lengths is not None:
-            rules.append(
-                i[None, None] < _int32(self.query_lengths)[:, None, None, None]
-            )
+            lengths = _int32(self.query_lengths, xp)
+            rules.append(i[None, None] < lengths[:, None, None, None])
         if self.key_value_lengths is not None:
-            lengths = _int32(self.key_value_lengths)
+            lengths = _int32(self.key_value_lengths, xp)
             rules.append(j[None, None] < lengths[:, None, None, None])
         if self.query_segment_ids is not None:
-            q_ids = _slice(self.query_segment_ids, 1, q_start, block_q)
-            kv_ids = _slice(self.key_value_segment_ids, 1, kv_start, block_kv)
+            q_ids = _slice(self.query_segment_ids, 1, q_start, block_q, xp)
+            kv_ids = _slice(self.key_value_segment_ids, 1, kv_start, block_kv, xp)
             rules.append((q_ids[:, :, None] == kv_ids[:, None, :])[:, None])
         if self.dense is not None:
-            rules.append(slice_tile(self.dense, q_start, kv_start, block_q, block_kv))
+            tile = self.dense, q_start, kv_start, block_q, block_kv
+            rules.append(slice_tile(*tile, xp))
         if not rules:
             return None
-        tile = functools.reduce(jnp.logical_and, rules)
+        tile = functools.reduce(xp.logical_and, rules)
         shape = (*tile.shape[:2], block_q, block_kv)
-        return jnp.broadcast_to(tile, shape)
+        return xp.broadcast_to(tile, shape)
 
-    def interval(self, T: int, S: int) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
-        """First key and one past the last key that each query sees, [B or 1, T] each.
+    def interval(
+        self, T: int, S: int, xp: Any = jnp
+    ) -> tuple[Int[Any, "#B T"], Int[Any, "#B T"]]:
+        """First key and one past the last key that each query sees, [B or 1, T] each;
+        `xp` is as `block` has it.
 
         Equal bounds mean that a query sees nothing. Raises ValueError unless
         `is_interval`: only then are a query's keys one run of neighbours.
@@ -147,33 +154,38 @@ class Mask:
             raise ValueError(
                 "Mask.interval needs a mask without dense and segment ids; use block"
             )
-        i = jnp.arange(T, dtype=jnp.int32)[None]
+        i = xp.arange(T, dtype=xp.int32)[None]
         left, right = self.band
         p = i
         if self.query_offset is not None:
-            p = p + _int32(self.query_offset)[:, None]
-        start = jnp.zeros_like(p) if left is None else jnp.clip(p - left, 0, S)
-        stop = jnp.full_like(p, S) if right is None else jnp.clip(p + right + 1, 0, S)
+            p = p + _int32(self.query_offset, xp)[:, None]
+        start = xp.zeros_like(p) if left is None else xp.clip(p - left, 0, S)
+        stop = xp.full_like(p, S) if right is None else xp.clip(p + right + 1, 0, S)
         if self.key_value_lengths is not None:
-            stop = jnp.minimum(stop, _int32(self.key_value_lengths)[:, None])
+            stop = xp.minimum(stop, _int32(self.key_value_lengths, xp)[:, None])
         if self.query_lengths is not None:
-            stop = jnp.where(i < _int32(self.query_lengths)[:, None], stop, 0)
-        stop = jnp.maximum(start, stop)
-        return jnp.broadcast_to(start, stop.shape), stop
+            stop = xp.where(i < _int32(self.query_lengths, xp)[:, None], stop, 0)
+        stop = xp.maximum(start, stop)
+        return xp.broadcast_to(start, stop.shape), stop
 
 
-def slice_tile(array, q_start, kv_start, block_q: int, block_kv: int):
+def slice_tile(
+    array, q_start, kv_start, block_q: int, block_kv: int, xp: Any = jnp
+) -> Any:
     """A tile of an array broadcastable to [B, N, T, S]; axes of size 1 stay."""
-    array = _slice(array, 2, q_start, block_q)
-    return _slice(array, 3, kv_start, block_kv)
+    array = _slice(array, 2, q_start, block_q, xp)
+    return _slice(array, 3, kv_start, block_kv, xp)
 
 
-def _int32(lengths):
+def _int32(lengths, xp):
     """Positions are int32, also where x64 makes int64 the default."""
-    return jnp.asarray(lengths, jnp.int32)
+    return xp.asarray(lengths, xp.int32)
 
 
-def _slice(array, axis: int, start, size: int):
+def _slice(array, axis: int, start, size: int, xp) -> Any:
+    array = np.asarray(array) if xp is np else array
     if array.shape[axis] in (1, size):
         return array
+    if xp is np:
+        return array.take(range(start, start + size), axis)
     return lax.dynamic_slice_in_dim(array, start, size, axis)

@@ -95,8 +95,8 @@ def golden(
 
     Takes JAX or NumPy arrays of any float type (not tracers), with cotangents `dout`
     [B, T, N, D] and `dlse` [B, N, T]. Runs under an x64 scope of its own, so the
-    user's mode neither matters nor changes, and head by head, so memory holds a few
-    T x S arrays and not N of them.
+    user's mode neither matters nor changes, and head by head, of as many entries of the
+    batch as are small, so memory holds a few T x S arrays and not N of them.
 
     With `absolute`, `out`, `dquery`, `dkey`, `dvalue` and `dbias` are the same sums
     over the absolute values of their terms: the size against which to judge an error
@@ -120,46 +120,59 @@ def golden(
     cap = python_float(soft_cap)
     static = _Static(default_scale(scale, H), cap, np.dtype(np.float64))
     with jax.enable_x64(True):
-        for b, n in np.ndindex(B, N):
-            row, head, kv_head = (
-                slice(b, b + 1),
+        count = _entries(B, T, key.shape[1])
+        for b, n in np.ndindex(B // count, N):
+            rows, head, kv_head = (
+                slice(b * count, (b + 1) * count),
                 slice(n, n + 1),
                 slice(n // G, n // G + 1),
             )
             results = _golden_head(
                 static,
                 absolute,
-                q[row, :, head],
-                k[row, :, kv_head],
-                v[row, :, kv_head],
-                None if bias is None else _pick(bias, b, n),
+                q[rows, :, head],
+                k[rows, :, kv_head],
+                v[rows, :, kv_head],
+                None if bias is None else _pick(bias, rows, head),
                 None if sinks is None else sinks[head],
-                _pick_mask(mask, b, n),
-                do[row, :, head],
-                dlse[row, head],
+                _pick_mask(mask, rows, head),
+                do[rows, :, head],
+                dlse[rows, head],
             )
-            out[row, :, head], lse[row, head] = results[:2]
-            dq[row, :, head] = results[2]
-            dk[row, :, kv_head] += results[3]
-            dv[row, :, kv_head] += results[4]
+            out[rows, :, head], lse[rows, head] = results[:2]
+            dq[rows, :, head] = results[2]
+            dk[rows, :, kv_head] += results[3]
+            dv[rows, :, kv_head] += results[4]
             if dbias is not None:
-                _pick(dbias, b, n)[...] += results[5]
+                _pick(dbias, rows, head)[...] += results[5]
             if dsinks is not None:
                 dsinks[head] += results[6]
     return Golden(out, lse, dq, dk, dv, dbias, dsinks)
 
 
+# Pairs of a query and a key that `golden` takes at a time, if not one head has more.
+_PAIRS = 2**20
+
+
+def _entries(B: int, T: int, S: int) -> int:
+    """How many entries of a batch it takes at a time: a divisor of B, so that there is
+    one program."""
+    most = max(1, _PAIRS // (T * S))
+    return max(n for n in range(1, max(B, 1) + 1) if n <= most and B % n == 0)
+
+
 def compile_golden(
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, int, int, int, int],
     *,
     mask: Mask,
     scale: float,
     bias: bool,
     absolute: bool = False,
 ) -> None:
-    """Compiles what `golden` runs for [T, S, H, D], to be found there, with a bias
+    """Compiles what `golden` runs for [B, T, S, H, D], to be found there, with a bias
     [1, N, T, S] or without one: this may be done beside what else goes on."""
-    T, S, H, D = shape
+    B, T, S, H, D = shape
+    count = _entries(B, T, S)
 
     def head(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, np.float64)
@@ -167,16 +180,17 @@ def compile_golden(
     def type_of(x) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-    mask = _pick_mask(jax.tree_util.tree_map(np.asarray, mask), 0, 0)
+    mask = jax.tree_util.tree_map(np.asarray, mask)
+    mask = _pick_mask(mask, slice(count), slice(1))
     with jax.enable_x64(True):
         _golden_head.lower(
             _Static(scale, None, np.dtype(np.float64)),
             absolute,
-            *(head(1, T, 1, H), head(1, S, 1, H), head(1, S, 1, D)),
+            *(head(count, T, 1, H), head(count, S, 1, H), head(count, S, 1, D)),
             head(1, 1, T, S) if bias else None,
             None,
             jax.tree_util.tree_map(type_of, mask),
-            *(head(1, T, 1, D), head(1, 1, T)),
+            *(head(count, T, 1, D), head(count, 1, T)),
         ).compile()
 
 
@@ -447,18 +461,18 @@ def _to_numpy(x) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
 
-def _pick(x: np.ndarray, b: int, n: int) -> np.ndarray:
-    """The entry of one batch and head of an array broadcastable to [B, N, T, S]."""
-    b, n = min(b, x.shape[0] - 1), min(n, x.shape[1] - 1)
-    return x[b : b + 1, n : n + 1]
+def _pick(x: np.ndarray, rows: slice, head: slice) -> np.ndarray:
+    """Entries of a batch and one head of an array broadcastable to [B, N, T, S]."""
+    x = x if x.shape[0] == 1 else x[rows]
+    return x if x.shape[1] == 1 else x[:, head]
 
 
-def _pick_mask(mask: Mask, b: int, n: int) -> Mask:
-    per_batch = operator.itemgetter(slice(b, b + 1))
+def _pick_mask(mask: Mask, rows: slice, head: slice) -> Mask:
+    per_batch = operator.itemgetter(rows)
     return Mask(
         mask.is_causal,
         mask.window,
-        None if mask.dense is None else _pick(mask.dense, b, n),
+        None if mask.dense is None else _pick(mask.dense, rows, head),
         *(
             None if x is None else per_batch(x)
             for x in (

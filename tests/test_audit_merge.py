@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from attn_jax.audit.inputs import Shape
-from attn_jax.audit.merge import merge_audit, part_mask
+from attn_jax.audit.merge import merge_audit
+from attn_jax.audit.partial import part_mask
 from attn_jax.audit.problem import MASKS, SYMBOLS, Problem
 from attn_jax.audit.target import resolve
 from attn_jax.mask import Mask

@@ -111,7 +111,7 @@ def test_what_is_compiled_for_exact_results_is_what_they_run():
         compiled.clear()
         x = Problem(Shape(2, 24, 32, 4, 2, 8), mask=mask)
         options = {"mask": x.rules, "scale": x.scale}
-        reference.compile_golden((24, 32, 8, 8), bias=x.has_bias, **options)
+        reference.compile_golden((2, 24, 32, 8, 8), bias=x.has_bias, **options)
         assert len(compiled) == 1
         reference.golden(*x.inputs, bias=x.bias, **options)
         assert len(compiled) == 1, mask

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from threadpoolctl import threadpool_info
 
 from attn_jax.audit import audit_attention, workers
 from attn_jax.audit.inputs import Shape
@@ -58,6 +59,10 @@ def _spoilt():
 
 def _niceness():
     return [os.nice(0)]
+
+
+def _threads_of_products():
+    return [x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas"]
 
 
 def _raises():
@@ -128,6 +133,13 @@ def test_processes_give_way_to_this_one():
     with Workers(1) as processes:
         (there,) = processes.call(_niceness)
     assert there == min(os.nice(0) + 10, 19)
+
+
+def test_products_take_few_threads():
+    """Those of several processes would wait for one another on all cores."""
+    with Workers(1) as processes:
+        threads = processes.call(_threads_of_products)
+    assert threads and max(threads) <= 2
 
 
 def test_processes_last_and_are_replaced():

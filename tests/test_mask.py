@@ -80,11 +80,24 @@ def test_rules_and_tiles(name):
 
     for i in range(0, T, 5):
         for j in range(0, S, 4):
-            got = tile(mask, i, j)
             want_tile = want[:, :, i : i + 5, j : j + 4]
-            np.testing.assert_array_equal(
-                np.broadcast_to(got, want_tile.shape), want_tile
-            )
+            for got in (tile(mask, i, j), mask.block(i, j, 5, 4, np)):
+                np.testing.assert_array_equal(
+                    np.broadcast_to(got, want_tile.shape), want_tile
+                )
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_in_numpy_nothing_is_compiled(name):
+    """A program for each shape takes longer than what it is for."""
+    mask = jax.tree_util.tree_map(np.asarray, MASKS[name])
+    whole = mask.materialise(T, S, np)
+    assert type(whole) is np.ndarray
+    np.testing.assert_array_equal(whole, mask.materialise(T, S))
+    if mask.is_interval:
+        for x, y in zip(mask.interval(T, S, np), mask.interval(T, S), strict=True):
+            assert type(x) is np.ndarray and x.dtype == y.dtype
+            np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize(

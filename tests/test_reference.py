@@ -167,6 +167,37 @@ def test_golden_agrees_with_attention_on_every_optional_input():
             np.testing.assert_allclose(a, b, rtol=0, atol=B * N * T * S * 2.0**-53)
 
 
+def test_golden_takes_entries_of_a_batch_together_as_alone(monkeypatch):
+    """Small ones: each by itself takes as long as all."""
+    entries = 6
+    q, k, v, do, bias = (
+        normal(i, entries, *x.shape[1:])
+        for i, x in enumerate(
+            (*arguments(), normal(7, B, T, N, H), normal(5, 1, N, T, S))
+        )
+    )
+    mask = Mask(
+        dense=np.asarray(normal(11, 1, 1, T, S)) < 1,
+        key_value_lengths=np.array([S, 3, 1, S - 1, 0, 5], np.int32),
+    )
+    sinks = normal(6, N)
+
+    def found(pairs, **of):
+        monkeypatch.setattr(reference, "_PAIRS", pairs)
+        return reference.golden(q, k, v, do, mask=mask, sinks=sinks, **of)
+
+    for of in ({"bias": bias}, {"bias": bias[:1]}, {"absolute": True}):
+        alone = found(1, **of)
+        # Six, three and, as five do not divide six, three again.
+        for count in (6, 3, 5):
+            together = found(count * T * S, **of)
+            for name, x in alone._asdict().items():
+                if x is not None:
+                    y = getattr(together, name)
+                    atol = entries * N * T * S * 2.0**-53
+                    np.testing.assert_allclose(y, x, rtol=0, atol=atol, err_msg=name)
+
+
 def test_absolute_sums_bound_the_results_and_equal_them_without_signs():
     q, k, v = arguments()
     do = normal(9, B, T, N, H)

@@ -17,6 +17,8 @@ DIRECTIONALITY_NULL_95 = 1.96
 _DEGENERATE = 2.0**-24
 # The bits of an FP64 number that hold its exponent.
 _EXPONENT = np.uint64(0x7FF << 52)
+# Numbers that a core's cache holds with what is made of them.
+_CACHED = 2**14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,16 @@ def correctly_rounded(golden: np.ndarray, fmt: NumberFormat) -> np.ndarray:
 
     Overflow follows the format: saturation, infinity or NaN.
     """
-    golden = np.asarray(golden, np.float64)
+    golden = np.asarray(golden, np.float64, order="C")
+    rounded = np.empty_like(golden)
+    flat, into = golden.reshape(-1), rounded.reshape(-1)
+    for start in range(0, flat.size, _CACHED):
+        here = slice(start, start + _CACHED)
+        into[here] = _rounded(flat[here], fmt)
+    return rounded
+
+
+def _rounded(golden: np.ndarray, fmt: NumberFormat) -> np.ndarray:
     # Without sign and significand a value is the power of two below it.
     power = (golden.view(np.uint64) & _EXPONENT).view(np.float64)
     place = np.clip(power, fmt.min_normal, 2.0**1023) * 2.0**-fmt.mantissa_bits

@@ -212,6 +212,5 @@ def exact(problem: Problem) -> Exact:
 
 
 def visible(rules: Mask, T: int, S: int) -> Bool[np.ndarray, "#B #N {T} {S}"] | None:
-    """`Mask.materialise` as a NumPy array."""
-    seen = rules.materialise(T, S)
-    return None if seen is None else np.asarray(seen)
+    """`Mask.materialise` in NumPy."""
+    return rules.materialise(T, S, np)

@@ -41,7 +41,7 @@ def hidden_keys(
         inputs = inputs._replace(dout=dout)
     noise = noise_of(problem, inputs)
     noise = noise._replace(seen=noise.seen & (noise.rows < rows)[:, None])
-    seen = problem.rules.materialise(s.query_length, s.key_length)
+    seen = problem.rules.materialise(s.query_length, s.key_length, np)
     assert seen is not None  # The masks above hide something.
     seen = np.broadcast_to(seen, (s.batch, 1, s.query_length, s.key_length))
     hidden = ~seen[:, 0, :rows].any(axis=1)

@@ -7,6 +7,7 @@ pass goes through the merge: dO_w = exp(LSE_w - LSE) dO and
 dLSE_w = exp(LSE_w - LSE) dO . (out_w - out), so LSE must carry a gradient.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -15,14 +16,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_jax.audit import programs
 from attn_jax.audit.alone import ALONE
 from attn_jax.audit.error import correctly_rounded, unit_error
 from attn_jax.audit.finding import MERGE, Finding
-from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.lse_gradient import THROUGH_LSE, of_shares, share
+from attn_jax.audit.partial import (
+    Combination,
+    Partial,
+    compile_parts,
+    exact_parts,
+    in_parts,
+    part_mask,
+    predict,
+    summed,
+    weights_of,
+)
 from attn_jax.audit.problem import GRADIENTS, Problem
-from attn_jax.audit.programs import run
 from attn_jax.audit.raised import contained
 from attn_jax.audit.target import Attend
 from attn_jax.formats import BF16, FP16, FP32, NumberFormat
@@ -40,10 +51,10 @@ GOLDEN_LIMIT = 2**18
 _FITS = {"16 bits": 1.5, "32 bits": 6.0}
 # How far an error may be from that of a format and still be taken for it.
 _NEAR = 4.0
+# Programs that are compiled at a time.
+_THREADS = 4
 # Combinations whose predictions are closer than this cannot be told apart.
 _ALIKE = 1.05
-
-Combination = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +104,15 @@ def merge_audit(
     bad = [w for w in parts if w < 2 or S % w]
     if bad or not parts:
         raise ValueError(f"parts must be divisors of {S} above 1, got {parts}")
-    inputs, mask = problem.inputs, problem.rules
     numbers = 1, *parts
     names = _RESULTS if gradients else _RESULTS[:2]
-    measured = {w: _merged_results(attend_of, problem, w, names) for w in numbers}
     exact = S * problem.shape.query_length <= golden_limit
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        begun = {w: _begin(attend_of, problem, w, names, pool) for w in (*parts, 1)}
+        if exact:
+            for w in numbers:
+                pool.submit(compile_parts, problem, w)
+        measured = {w: _merged_results(problem, w, names, begun[w]) for w in numbers}
     if exact:
         whole = problem.exact()
         base = {name: getattr(whole, name) for name in names}
@@ -116,14 +131,9 @@ def merge_audit(
         verdict = "not judged: too long for exact partial results"
         return MergeAudit("one part", errors, growth, {}, None, {}, verdict, ())
     halves = (BF16, FP16) if problem.format == FP32 else (problem.format,)
-    partial = {w: _exact_parts(inputs, mask, w, problem.scale) for w in numbers}
-    predicted = {
-        (of_out.name, of_lse.name): _predict(
-            problem, partial, base["out"], of_out, of_lse, errors["out"][1]
-        )
-        for of_out in (FP32, *halves)
-        for of_lse in dict.fromkeys((FP32, BF16, *halves))
-    }
+    partial = {w: exact_parts(problem, w) for w in numbers}
+    of_out, of_lse = (FP32, *halves), tuple(dict.fromkeys((FP32, BF16, *halves)))
+    predicted = predict(problem, partial, base["out"], of_out, of_lse, errors["out"][1])
     possible = _possible(problem, predicted, measured[1], base["lse"], errors["lse"][1])
     combination = _best_fit(problem, possible, errors["out"])
     shares: dict[str, float] = {}
@@ -136,69 +146,50 @@ def merge_audit(
     )
 
 
-def part_mask(mask: Mask, parts: int, batch: int, keys: int) -> Mask:
-    """The mask of all parts as entries of a batch, part w of entry b at b parts + w."""
-    if parts == 1:
-        return mask
-    starts = np.tile(np.arange(parts) * (keys // parts), batch)
-    changes = {}
-    for name in ("query_lengths", "query_segment_ids"):
-        if getattr(mask, name) is not None:
-            changes[name] = np.repeat(getattr(mask, name), parts, 0)
-    if mask.key_value_lengths is not None:
-        left = np.repeat(mask.key_value_lengths, parts) - starts
-        changes["key_value_lengths"] = np.clip(left, 0, keys // parts).astype(np.int32)
-    if mask.key_value_segment_ids is not None:
-        ids = np.asarray(mask.key_value_segment_ids)
-        changes["key_value_segment_ids"] = ids.reshape(batch * parts, -1)
-    if mask.band != (None, None):
-        offset = np.zeros(batch) if mask.query_offset is None else mask.query_offset
-        changes["query_offset"] = (np.repeat(offset, parts) - starts).astype(np.int32)
-    if mask.dense is not None:
-        dense = np.broadcast_to(mask.dense, (batch, *mask.dense.shape[1:3], keys))
-        dense = dense.reshape(*dense.shape[:3], parts, -1)
-        changes["dense"] = np.moveaxis(dense, 3, 1).reshape(
-            batch * parts, *dense.shape[1:3], -1
-        )
-    return dataclasses.replace(mask, **changes)
-
-
-def _in_parts(x: np.ndarray, parts: int) -> np.ndarray:
-    """[B, S, ...] to [B parts, S / parts, ...]."""
-    return x.reshape(len(x) * parts, -1, *x.shape[2:])
-
-
-def _merged_results(
-    attend_of, problem: Problem, parts: int, names: tuple[str, ...]
-) -> dict[str, np.ndarray]:
+def _begin(
+    attend_of, problem: Problem, parts: int, names: tuple[str, ...], pool
+) -> Callable[[], Mapping[str, np.ndarray]]:
+    """Traces the target on the parts and has it compiled in the pool; calls it."""
     query, key, value, dout = problem.inputs
     B, S = key.shape[:2]
     attend = attend_of(part_mask(problem.rules, parts, B, S))
     if parts == 1:
-        results = run(attend, problem.inputs, gradients=names == _RESULTS)
-        if "lse" not in results:
-            raise ValueError("merging needs LSE, and the target returns none")
-    else:
-        inputs = np.repeat(query, parts, 0), _in_parts(key, parts)
-        arrays = *inputs, _in_parts(value, parts), dout
-        with contained():
-            program = _merge.lower(attend, parts, names, *arrays)
-        program.compile()
+        gradients = names == _RESULTS
+        programs.begin(attend, problem.inputs, pool, gradients=gradients)
+        return lambda: programs.run(attend, problem.inputs, gradients=gradients)
+    inputs = np.repeat(query, parts, 0), in_parts(key, parts)
+    arrays = *inputs, in_parts(value, parts), dout
+    with contained():
+        program = _merge.lower(attend, parts, names, *arrays)
+    compiled = pool.submit(program.compile)
+
+    def call() -> Mapping[str, np.ndarray]:
+        compiled.result()
         with ALONE:
-            results = jax.device_get(_merge(attend, parts, names, *arrays))
+            return jax.device_get(_merge(attend, parts, names, *arrays))
+
+    return call
+
+
+def _merged_results(
+    problem: Problem,
+    parts: int,
+    names: tuple[str, ...],
+    call: Callable[[], Mapping[str, np.ndarray]],
+) -> dict[str, np.ndarray]:
+    results = call()
+    if "lse" not in results:
+        raise ValueError("merging needs LSE, and the target returns none")
     x = {name: results[name].astype(np.float64) for name in names}
     # In one part out and LSE are the target's own.
     x["returned"], x["out"] = x["out"], correctly_rounded(x["out"], problem.format)
     if "dquery" in x:
-        summed = _summed(x["dquery"], parts)
-        x["dquery"] = correctly_rounded(summed, problem.format)
-        shapes = {"dkey": key.shape, "dvalue": value.shape}
+        whole = summed(x["dquery"], parts)
+        x["dquery"] = correctly_rounded(whole, problem.format)
+        inputs = problem.inputs
+        shapes = {"dkey": inputs.key.shape, "dvalue": inputs.value.shape}
         x |= {name: x[name].reshape(shape) for name, shape in shapes.items()}
     return x
-
-
-def _summed(x: np.ndarray, parts: int) -> np.ndarray:
-    return x.reshape(-1, parts, *x.shape[1:]).sum(1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=NO_GRAPHS)
@@ -262,67 +253,6 @@ def _exponent(errors: Mapping[int, float]) -> float:
     return float(np.polyfit(np.log(list(errors)), np.log(list(errors.values())), 1)[0])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Partial:
-    """Exact out [B, W, T, N, H] and LSE [B, W, N, T]; the folded inputs and mask."""
-
-    out: np.ndarray
-    lse: np.ndarray
-    inputs: Inputs
-    mask: Mask
-
-
-def _exact_parts(inputs: Inputs, mask: Mask, parts: int, scale: float) -> _Partial:
-    B, S = inputs.key.shape[:2]
-    folded = Inputs(
-        np.repeat(inputs.query, parts, 0),
-        _in_parts(inputs.key, parts),
-        _in_parts(inputs.value, parts),
-        np.repeat(inputs.dout, parts, 0),
-    )
-    mask = part_mask(mask, parts, B, S)
-    with ALONE:
-        of = golden(*folded, mask=mask, scale=scale)
-    out, lse = (x.reshape(B, parts, *x.shape[1:]) for x in (of.out, of.lse))
-    return _Partial(out, lse, folded, mask)
-
-
-def _weights(lse: np.ndarray) -> np.ndarray:
-    """[B, W, N, T] to the weights of parts [B, W, T, N, 1], in the type given."""
-    top = lse.max(1, keepdims=True)
-    e = np.exp(lse - np.where(np.isneginf(top), lse.dtype.type(0), top))
-    total = e.sum(1, keepdims=True)
-    weight = e / np.where(total == 0, lse.dtype.type(1), total)
-    return weight.swapaxes(2, 3)[..., None]
-
-
-def _rounded(x: np.ndarray, fmt: NumberFormat) -> np.ndarray:
-    """To the format, as float32; -inf stays."""
-    finite = np.isfinite(x)
-    return np.where(finite, correctly_rounded(np.where(finite, x, 0), fmt), x).astype(
-        np.float32
-    )
-
-
-def _predict(
-    problem: Problem, partial, whole, of_out, of_lse, alone: float
-) -> dict[int, float]:
-    """Units of out that exact partial results give when rounded so, by W.
-
-    The target's error in one part, beyond that of this prediction, is independent and
-    is added in squares: splitting the keys does not change how P rounds.
-    """
-    absolute = problem.exact(absolute=True).out
-    units = {}
-    for w, x in partial.items():
-        weight = _weights(_rounded(x.lse, of_lse))
-        out = (weight * _rounded(x.out, of_out)).sum(1, dtype=np.float32)
-        out = correctly_rounded(out, problem.format)
-        units[w] = unit_error(out, whole, problem.format, absolute)
-    inner = max(alone**2 - units[1] ** 2, 0.0)
-    return {w: float(np.hypot(e, inner**0.5)) for w, e in units.items()}
-
-
 def _possible(problem: Problem, predicted, alone, lse, error: float):
     """Combinations that the target's results in one part, as returned, do not exclude.
 
@@ -380,17 +310,17 @@ def _best_fit(problem: Problem, predicted, errors) -> Combination | None:
 
 
 def _lse_gradient(
-    problem: Problem, measured, whole, partial: _Partial, parts: int
+    problem: Problem, measured, whole, partial: Partial, parts: int
 ) -> dict[str, float]:
     """How much of what dLSE adds to dQ and dK the measured ones have. To dV it adds
     nothing: that of parts is P_w^T dO_w."""
-    weight = _weights(partial.lse)
+    weight = weights_of(partial.lse)
     dout = problem.inputs.dout.astype(np.float64)[:, None] * weight
     dout = dout.reshape(partial.inputs.dout.shape)
     with ALONE:
         of = golden(*partial.inputs[:3], dout, mask=partial.mask, scale=problem.scale)
     without = {
-        "dquery": _summed(of.dquery, parts),
+        "dquery": summed(of.dquery, parts),
         "dkey": of.dkey.reshape(problem.shape.key),
     }
     shares = {

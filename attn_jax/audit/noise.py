@@ -6,19 +6,15 @@ u / sqrt(3) of the value (u the unit roundoff), and of min_positive / sqrt(12) b
 normal numbers.
 """
 
-import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from attn_jax.audit.alone import ALONE
 from attn_jax.audit.exact import Exact
 from attn_jax.audit.inputs import Inputs
 from attn_jax.formats import FP32, NumberFormat
 from attn_jax.mask import Mask
-from attn_jax.xla_options import RUN_ONCE
 
 # Rows that stand for all: at most so many, and numbers of a row by a head's keys.
 ROWS, _NUMBERS = 64, 2**21
@@ -37,14 +33,8 @@ def seen_by(
     """Which keys the given queries see; only these rows of the mask are built."""
     if mask.is_empty:
         return np.ones((1, 1, len(rows), keys), bool)
-    with ALONE:
-        return np.asarray(_tiles(mask, rows, keys))
-
-
-@functools.partial(jax.jit, static_argnums=2, compiler_options=RUN_ONCE)
-def _tiles(mask, rows, keys):
-    tiles = jax.vmap(lambda row: mask.block(row, 0, 1, keys))(rows)
-    return tiles[:, :, :, 0].transpose(1, 2, 0, 3)
+    tiles: list[Any] = [mask.block(int(row), 0, 1, keys, np) for row in rows]
+    return np.concatenate(tiles, axis=2)
 
 
 class Extent(NamedTuple):

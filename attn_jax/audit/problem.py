@@ -123,8 +123,10 @@ def _wide_window(shape: Shape) -> Mask:
     return Mask(window=(max(2 * s // 3, 2), max(s // 3, 1)))
 
 
-def _every_pair(shape: Shape) -> Mask:
-    return Mask(dense=np.ones((1, 1, shape.query_length, shape.key_length), bool))
+def _drawn(shape: Shape, seen: np.ndarray) -> Mask:
+    """Of an array, which every entry of the batch has, whether it needs one or not."""
+    each = shape.batch, 1, shape.query_length, shape.key_length
+    return Mask(dense=np.broadcast_to(seen, each))
 
 
 # A bias may say a mask, by -inf or by the least number of its format.
@@ -266,8 +268,8 @@ class Problem:
         if not self.is_drawn:
             return self.rules
         s = self.shape
-        seen = self.rules.materialise(s.query_length, s.key_length)
-        return _every_pair(s) if seen is None else Mask(dense=np.asarray(seen))
+        seen = self.rules.materialise(s.query_length, s.key_length, np)
+        return _drawn(s, np.ones((), bool) if seen is None else seen)
 
     def yardstick(self, tensor: str, fmt: NumberFormat) -> Yardstick:
         """A result of `exact` to measure against in `fmt`, 0 where it is not finite."""
@@ -355,14 +357,14 @@ def _compile_exact(problem: Problem, absolute: bool) -> None:
     s = problem.shape
     mask, name = problem.rules, problem.mask
     if problem.is_drawn:  # Whatever is hidden.
-        mask, name = _every_pair(s), ""
+        mask, name = _drawn(s, np.ones((), bool)), ""
     key = s, name, problem.has_bias, problem.scale_factor, absolute
     with _COMPILING:
         lock = _PROGRAMS.setdefault(key, threading.Lock())
     with lock:
         if key not in _COMPILED:
             compile_golden(
-                (s.query_length, s.key_length, s.head_dim, s.head_dim),
+                (s.batch, s.query_length, s.key_length, s.head_dim, s.head_dim),
                 mask=mask,
                 scale=problem.scale,
                 bias=problem.has_bias,

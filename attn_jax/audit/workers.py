@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import threadpoolctl
 
 from attn_jax.audit.interrupt import is_leaving
 from attn_jax.audit.raised import callbacks_unlogged, contained, in_one_line
@@ -38,6 +39,10 @@ _MODES = "jax_enable_x64", "jax_num_cpu_devices"
 # others wait for these; what tries out programs takes as many threads as there are
 # cores, in each of them.
 _NICER = 10
+# Threads of NumPy's products in each. By itself it takes one for each core, which wait
+# for one another by turning round: in several processes that took a quarter of the time
+# of all cores.
+_PRODUCTS = 2
 # Seconds that one may take to end when it is told to.
 _PATIENCE = 10.0
 
@@ -189,6 +194,7 @@ def _serve(connection: Connection, modes: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "nice"):  # Not every system has it.
         os.nice(_NICER)
+    threadpoolctl.threadpool_limits(_PRODUCTS, "blas")
     for name, value in modes.items():
         if value != getattr(jax.config, name):
             jax.config.update(name, value)
