@@ -161,16 +161,16 @@ def _entries(B: int, T: int, S: int) -> int:
     return max(n for n in range(1, max(B, 1) + 1) if n <= most and B % n == 0)
 
 
-def compile_golden(
+def lower_golden(
     shape: tuple[int, int, int, int, int],
     *,
     mask: Mask,
     scale: float,
     bias: bool,
     absolute: bool = False,
-) -> None:
-    """Compiles what `golden` runs for [B, T, S, H, D], to be found there, with a bias
-    [1, N, T, S] or without one: this may be done beside what else goes on."""
+) -> jax.stages.Lowered:
+    """What `golden` runs for [B, T, S, H, D], with a bias [1, N, T, S] or without one.
+    Compiled, which may be done beside what else goes on, it is found there."""
     B, T, S, H, D = shape
     count = _entries(B, T, S)
 
@@ -183,7 +183,7 @@ def compile_golden(
     mask = jax.tree_util.tree_map(np.asarray, mask)
     mask = _pick_mask(mask, slice(count), slice(1))
     with jax.enable_x64(True):
-        _golden_head.lower(
+        return _golden_head.lower(
             _Static(scale, None, np.dtype(np.float64)),
             absolute,
             *(head(count, T, 1, H), head(count, S, 1, H), head(count, S, 1, D)),
@@ -191,7 +191,7 @@ def compile_golden(
             None,
             jax.tree_util.tree_map(type_of, mask),
             *(head(count, T, 1, D), head(count, 1, T)),
-        ).compile()
+        )
 
 
 def default_scale(scale: float | None, head_dim: int) -> float:

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from attn_jax.audit.inputs import Shape
 from attn_jax.audit.measure import Runner
 from attn_jax.audit.parts import Parts
 from attn_jax.audit.problem import Problem
-from attn_jax.audit.target import Adapter, Target
+from attn_jax.audit.target import Adapter, Target, resolve
 from attn_jax.mask import Mask
 from attn_jax.recipe import FLASH2
 from attn_jax.store import Store
@@ -73,13 +74,18 @@ def test_a_part_that_fails_beside_fails_where_it_is_read():
 def test_exact_results_are_compiled_once_and_while_others_run(monkeypatch):
     compiled = []
 
-    def compile_golden(*arguments, **options):
-        reference.compile_golden(*arguments, **options)
-        compiled.append(options["absolute"])
-        both.release()
+    def lower_golden(*arguments, **options):
+        program = reference.lower_golden(*arguments, **options)
+
+        def compile():
+            program.compile()
+            compiled.append(options["absolute"])
+            both.release()
+
+        return SimpleNamespace(compile=compile)
 
     both = threading.Semaphore(0)
-    monkeypatch.setattr(problem, "compile_golden", compile_golden)
+    monkeypatch.setattr(problem, "lower_golden", lower_golden)
     found = [Problem(Shape(1, 24, n, 2, 1, 8), mask=m, family=f) for n, m, f in SHARED]
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         with ALONE:
@@ -111,10 +117,40 @@ def test_what_is_compiled_for_exact_results_is_what_they_run():
         compiled.clear()
         x = Problem(Shape(2, 24, 32, 4, 2, 8), mask=mask)
         options = {"mask": x.rules, "scale": x.scale}
-        reference.compile_golden((2, 24, 32, 8, 8), bias=x.has_bias, **options)
+        shape = 2, 24, 32, 8, 8
+        reference.lower_golden(shape, bias=x.has_bias, **options).compile()
         assert len(compiled) == 1
         reference.golden(*x.inputs, bias=x.bias, **options)
         assert len(compiled) == 1, mask
+
+
+def test_what_is_compiled_side_by_side_is_what_runs():
+    """Of parts that are merged, gradients through LSE, P, and keys that are hidden."""
+    compiled, me = [], threading.get_ident()
+
+    def listener(event, seconds, **of):
+        if "backend_compile" in event:
+            compiled.append((of["fun_name"], threading.get_ident() == me))
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    target = resolve("reference")
+    shape = Shape(2, 24, 24, 2, 1, 8)
+    masks = [Problem(shape, mask=mask) for mask in ("full", "causal", "lengths")]
+    looks = (
+        (more.merge(target, masks[0], gradients=True), "_merge", 2),
+        (more.through_lse(target, masks), "_gradients", 2),
+        (more.read(target, masks), "results", 3),
+        # Four masks and half a tile; without a mask it was one of the parts.
+        (more.probe(target, masks[0], gradients=True), "results", 5),
+    )
+    for look, name, number in looks:
+        compiled.clear()
+        rows = list(look)
+        assert not any(row["findings"] for row in rows)
+        # The first of those through LSE has to be right before others are begun.
+        alone = compiled.count((f"jit({name})", True))
+        assert alone == (name == "_gradients"), name
+        assert compiled.count((f"jit({name})", False)) == number, name
 
 
 def _flash2(query, key, value, *, scale, mask=None):

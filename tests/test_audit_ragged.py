@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from attn_jax.audit import attribution, verdict
+from attn_jax.audit import attribution, programs, verdict
 from attn_jax.audit.audit import Audit
 from attn_jax.audit.course import carry_out
 from attn_jax.audit.inputs import Shape, most_of_a_bias
@@ -25,7 +25,7 @@ from attn_jax.audit.problem import (
     Problem,
     made_of,
 )
-from attn_jax.audit.target import Target
+from attn_jax.audit.target import Target, resolve
 from attn_jax.audit.wiring import recognise
 from attn_jax.formats import BF16
 from tests import planted
@@ -174,6 +174,24 @@ def test_a_scale_that_is_not_passed_on_is_found(mask):
     assert not is_wrong(wrong, usual) and is_wrong(wrong, other)
     found = recognise(planted.results(wrong, other), other)
     assert {f.cause for f in found} == {"scale not taken"}
+
+
+def test_a_shape_of_the_users_that_is_one_of_these_keeps_its_scale():
+    """They have another scale, and are called with it."""
+    group = Group(Shape(2, 65, 65, 2, 2, 32), "lengths", ("normal",))
+    (beside,) = (
+        x
+        for x in ragged([group], takes_scale=True)
+        if (x.shape, x.mask) == (group.shape, group.mask)
+    )
+    target = resolve("xla")
+    for of in (group, beside):
+        (problem,) = of.problems("float32")
+        out = programs.run(target.on(problem), problem.arrays, gradients=False)["out"]
+        # FP32 is off by some 1e-7, another scale by 0.06.
+        length = problem.rules.query_lengths[0]
+        wanted = problem.exact().out[0, :length]
+        np.testing.assert_allclose(out[0, :length], wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("mask", ["causal", HIDING_BIAS])

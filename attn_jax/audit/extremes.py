@@ -147,6 +147,13 @@ def _outs(
     return found
 
 
+def ending_inside(problem: Problem) -> Problem:
+    """What `half_a_tile` looks at."""
+    ends = dict(query_length=_HALF_A_TILE, key_length=_HALF_A_TILE)
+    shape = dataclasses.replace(problem.shape, **ends)
+    return dataclasses.replace(problem, shape=shape, mask="full")
+
+
 def half_a_tile(
     attend_of: AttendOf, problem: Problem, *, gradients: bool = True
 ) -> tuple[ProbeResult, ...]:
@@ -158,9 +165,7 @@ def half_a_tile(
     or the row's largest logit is that 0, and exp of the others is nothing. Without a
     mask; counts values of out, LSE and gradients that are not finite.
     """
-    ends = dict(query_length=_HALF_A_TILE, key_length=_HALF_A_TILE)
-    shape = dataclasses.replace(problem.shape, **ends)
-    problem = dataclasses.replace(problem, shape=shape, mask="full")
+    problem = ending_inside(problem)
     attend, (signed, shift) = attend_of(problem), at_extremes(problem)
     runs = [run(attend, inputs, gradients=gradients) for inputs in signed]
     broken = sum(int((~np.isfinite(x)).sum()) for r in runs for x in r.values())

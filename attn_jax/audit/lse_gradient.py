@@ -67,6 +67,22 @@ def of_shares(
     return [Finding("wrong wiring", cause, says, tensors, where, evidence)]
 
 
+def lowered(attend: Attend, problem: Problem) -> jax.stages.Lowered:
+    """What `read` runs, traced in this thread."""
+    arrays, dout = _arrays(problem), problem.inputs.dout
+    with contained():
+        return _gradients.lower(attend, arrays, dout, _dlse(problem))
+
+
+def _arrays(problem: Problem) -> list[np.ndarray]:
+    query, key, value, _, *bias = problem.arrays
+    return [query, key, value, *bias]
+
+
+def _dlse(problem: Problem) -> np.ndarray:
+    return problem.inputs.dout.astype(np.float32).sum(-1).swapaxes(1, 2)
+
+
 def read(attend: Attend, problem: Problem) -> list[Finding]:
     """Findings of the gradient through LSE alone, of a call with dO = 0, beside one
     with dLSE = 0; [] without LSE. It raises what the attention raises.
@@ -75,14 +91,11 @@ def read(attend: Attend, problem: Problem) -> list[Finding]:
     dV = P^T dO is 0 in any format, and nothing is allowed.
     """
     query, key, value, dout = problem.inputs
-    arrays = [query, key, value, *([] if problem.bias is None else [problem.bias])]
+    arrays = _arrays(problem)
+    lowered(attend, problem).compile()
     exact = problem.exact()
-    dlse = dout.astype(np.float32).sum(-1).swapaxes(1, 2)
-    dlse = np.where(np.isneginf(exact.lse), np.float32(0), dlse)
+    dlse = np.where(np.isneginf(exact.lse), np.float32(0), _dlse(problem))
     nothing = np.zeros_like(dout)
-    with contained():
-        program = _gradients.lower(attend, arrays, nothing, dlse)
-    program.compile()
     with ALONE:
         added = golden(
             *(query, key, value, nothing, dlse),

@@ -7,10 +7,10 @@ pass goes through the merge: dO_w = exp(LSE_w - LSE) dO and
 dLSE_w = exp(LSE_w - LSE) dO . (out_w - out), so LSE must carry a gradient.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,9 @@ from attn_jax.audit.lse_gradient import THROUGH_LSE, of_shares, share
 from attn_jax.audit.partial import (
     Combination,
     Partial,
-    compile_parts,
     exact_parts,
     in_parts,
+    lower_parts,
     part_mask,
     predict,
     summed,
@@ -51,8 +51,6 @@ GOLDEN_LIMIT = 2**18
 _FITS = {"16 bits": 1.5, "32 bits": 6.0}
 # How far an error may be from that of a format and still be taken for it.
 _NEAR = 4.0
-# Programs that are compiled at a time.
-_THREADS = 4
 # Combinations whose predictions are closer than this cannot be told apart.
 _ALIKE = 1.05
 
@@ -107,12 +105,12 @@ def merge_audit(
     numbers = 1, *parts
     names = _RESULTS if gradients else _RESULTS[:2]
     exact = S * problem.shape.query_length <= golden_limit
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        begun = {w: _begin(attend_of, problem, w, names, pool) for w in (*parts, 1)}
-        if exact:
-            for w in numbers:
-                pool.submit(compile_parts, problem, w)
-        measured = {w: _merged_results(problem, w, names, begun[w]) for w in numbers}
+    calls = {w: _call(attend_of, problem, w, names) for w in numbers}
+    lower = [call.lowered for call in calls.values()]
+    if exact:
+        lower += [functools.partial(lower_parts, problem, w) for w in numbers]
+    programs.compile_each(lower)
+    measured = {w: _merged_results(problem, call) for w, call in calls.items()}
     if exact:
         whole = problem.exact()
         base = {name: getattr(whole, name) for name in names}
@@ -146,38 +144,41 @@ def merge_audit(
     )
 
 
-def _begin(
-    attend_of, problem: Problem, parts: int, names: tuple[str, ...], pool
-) -> Callable[[], Mapping[str, np.ndarray]]:
-    """Traces the target on the parts and has it compiled in the pool; calls it."""
-    query, key, value, dout = problem.inputs
-    B, S = key.shape[:2]
-    attend = attend_of(part_mask(problem.rules, parts, B, S))
-    if parts == 1:
-        gradients = names == _RESULTS
-        programs.begin(attend, problem.inputs, pool, gradients=gradients)
-        return lambda: programs.run(attend, problem.inputs, gradients=gradients)
-    inputs = np.repeat(query, parts, 0), in_parts(key, parts)
-    arrays = *inputs, in_parts(value, parts), dout
-    with contained():
-        program = _merge.lower(attend, parts, names, *arrays)
-    compiled = pool.submit(program.compile)
+class _Call(NamedTuple):
+    """The target on the parts of a problem as one batch: Q, K and V of these, dO of the
+    whole."""
 
-    def call() -> Mapping[str, np.ndarray]:
-        compiled.result()
+    attend: Attend
+    parts: int
+    names: tuple[str, ...]
+    arrays: list[np.ndarray]
+
+    def lowered(self) -> jax.stages.Lowered:
+        attend, parts, names, arrays = self
+        if parts == 1:
+            types = programs.types_of(arrays)
+            return programs.lowered(attend, names == _RESULTS, *types)
+        with contained():
+            return _merge.lower(attend, parts, names, *arrays)
+
+    def results(self) -> Mapping[str, np.ndarray]:
+        attend, parts, names, arrays = self
+        if parts == 1:
+            return programs.run(attend, arrays, gradients=names == _RESULTS)
+        self.lowered().compile()
         with ALONE:
             return jax.device_get(_merge(attend, parts, names, *arrays))
 
-    return call
+
+def _call(attend_of, problem: Problem, parts: int, names: tuple[str, ...]) -> _Call:
+    query, key, value, dout = problem.inputs
+    attend = attend_of(part_mask(problem.rules, parts, *key.shape[:2]))
+    inputs = np.repeat(query, parts, 0), in_parts(key, parts), in_parts(value, parts)
+    return _Call(attend, parts, names, [*inputs, dout])
 
 
-def _merged_results(
-    problem: Problem,
-    parts: int,
-    names: tuple[str, ...],
-    call: Callable[[], Mapping[str, np.ndarray]],
-) -> dict[str, np.ndarray]:
-    results = call()
+def _merged_results(problem: Problem, call: _Call) -> dict[str, np.ndarray]:
+    results, names, parts = call.results(), call.names, call.parts
     if "lse" not in results:
         raise ValueError("merging needs LSE, and the target returns none")
     x = {name: results[name].astype(np.float64) for name in names}

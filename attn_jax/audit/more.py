@@ -13,6 +13,7 @@ where it is a refusal, and else that it fails there (`refusal`).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
@@ -63,8 +64,9 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
     it has more keys, on shorter sequences. That a mask is refused its own problems
     say."""
     left_out = _LeftOut("P")
-    for whole in problems:
-        problem = _short(whole, target.adapter.shards)
+    pairs = [(whole, _short(whole, target.adapter.shards)) for whole in problems]
+    _compile(target, [problem for _, problem in pairs], gradients=False)
+    for whole, problem in pairs:
         query, key, _, _, *bias = (jnp.asarray(x) for x in problem.arrays)
         try:
             found = probabilities(target.on(problem), query, key, *bias)
@@ -96,6 +98,16 @@ def read(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
         findings = [dataclasses.replace(f, says=said + f.says) for f in findings]
         yield {"mask": problem.mask, "findings": _rows(findings)}
     yield left_out.row()
+
+
+def _compile(target: Target, problems: Iterable[Problem], *, gradients: bool) -> None:
+    """What `programs.run` runs on these, side by side."""
+
+    def lowered(problem: Problem) -> jax.stages.Lowered:
+        types = programs.types_of(problem.arrays)
+        return programs.lowered(target.on(problem), gradients, *types)
+
+    programs.compile_each(functools.partial(lowered, x) for x in problems)
 
 
 def _short(problem: Problem, shards: int) -> Problem:
@@ -141,7 +153,10 @@ def probe(
     gradients: bool = True,
 ) -> Iterator[Row]:
     """One row for each identity; of keys that `masks` hide, of these masks."""
-    attend, left_out = target.on(problem), _LeftOut("probes")
+    attend, left_out, masks = target.on(problem), _LeftOut("probes"), tuple(masks)
+    _compile(
+        target, [problem, *probes.other_problems(problem, masks)], gradients=gradients
+    )
     for result in probes.probe(
         *(attend, problem),
         attend_of=target.on,
@@ -255,9 +270,16 @@ def through_lse(target: Target, problems: Iterable[Problem]) -> Iterator[Row]:
     """Findings of the gradient through LSE, one row for each problem of a mask, until
     there are some: a gradient that is missing is so under most."""
     left_out = _LeftOut("LSE's gradient")
-    for problem in problems if target.has_lse else ():
-        if problem.shape.query_length * problem.shape.key_length > GOLDEN_LIMIT:
-            continue
+    problems = [
+        x for x in problems if x.shape.query_length * x.shape.key_length <= GOLDEN_LIMIT
+    ]
+    for i, problem in enumerate(problems if target.has_lse else ()):
+        if i == 1:
+            # The first has no findings, and it is likely that all are wanted.
+            programs.compile_each(
+                functools.partial(lse_gradient.lowered, target.on(x), x)
+                for x in problems[1:]
+            )
         try:
             findings = lse_gradient.read(target.on(problem), problem)
         except Exception as error:  # A function of somebody's may raise anything.

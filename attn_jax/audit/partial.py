@@ -4,6 +4,7 @@ are rounded and merged (`merge`)."""
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+import jax
 import numpy as np
 
 from attn_jax.audit.alone import ALONE
@@ -12,7 +13,7 @@ from attn_jax.audit.inputs import Inputs
 from attn_jax.audit.problem import Problem
 from attn_jax.formats import NumberFormat
 from attn_jax.mask import Mask
-from attn_jax.reference import compile_golden, golden
+from attn_jax.reference import golden, lower_golden
 
 # Names of the formats of out_w and LSE_w.
 Combination = tuple[str, str]
@@ -80,11 +81,11 @@ def exact_parts(problem: Problem, parts: int) -> Partial:
     return Partial(out, lse, folded, mask)
 
 
-def compile_parts(problem: Problem, parts: int) -> None:
-    """What exact results of parts run."""
+def lower_parts(problem: Problem, parts: int) -> jax.stages.Lowered:
+    """What `exact_parts` runs."""
     s = problem.shape
     keys = s.key_length // parts
-    compile_golden(
+    return lower_golden(
         (s.batch * parts, s.query_length, keys, s.head_dim, s.head_dim),
         mask=part_mask(problem.rules, parts, s.batch, s.key_length),
         scale=problem.scale,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from attn_jax.audit.extremes import AttendOf, extremes, half_a_tile
+from attn_jax.audit.extremes import AttendOf, ending_inside, extremes, half_a_tile
 from attn_jax.audit.finding import LARGE_HIDDEN, ON_WHAT_ALL_SHARE
 from attn_jax.audit.hidden_keys import HIDDEN_BY, hidden_keys
 from attn_jax.audit.inputs import Inputs
@@ -323,6 +323,13 @@ PROBES: dict[str, Probe] = {
 # Those that look at gradients beside the rest, and at nothing else.
 _BESIDE = shifted_keys, permuted_keys, extremes, magnitudes
 _GRADIENTS = ones_column, sum_of_dvalue
+
+
+def other_problems(problem: Problem, masks: Iterable[str]) -> list[Problem]:
+    """What `probe` looks at beside the problem itself, of what `masks` hide."""
+    hidden = [x for x in HIDDEN_BY if x in masks]
+    of_masks = [dataclasses.replace(problem, mask=mask) for mask in hidden]
+    return [ending_inside(problem), *of_masks]
 
 
 def probe(

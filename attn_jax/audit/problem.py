@@ -21,7 +21,7 @@ from attn_jax.audit.inputs import (
 )
 from attn_jax.formats import BF16, FP16, FP32, NumberFormat
 from attn_jax.mask import Mask
-from attn_jax.reference import Golden, compile_golden, golden
+from attn_jax.reference import Golden, golden, lower_golden
 
 DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -363,11 +363,11 @@ def _compile_exact(problem: Problem, absolute: bool) -> None:
         lock = _PROGRAMS.setdefault(key, threading.Lock())
     with lock:
         if key not in _COMPILED:
-            compile_golden(
+            lower_golden(
                 (s.batch, s.query_length, s.key_length, s.head_dim, s.head_dim),
                 mask=mask,
                 scale=problem.scale,
                 bias=problem.has_bias,
                 absolute=absolute,
-            )
+            ).compile()
             _COMPILED.add(key)

@@ -7,7 +7,7 @@ compiled beside what else goes on (`begin`).
 import concurrent.futures
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,8 @@ from attn_jax.xla_options import NO_GRAPHS
 
 # Query, key, value, dout and, where there is one, the bias.
 Arrays = Sequence[Any]
+# How many of a part's are compiled at a time.
+_THREADS = 4
 _begun: dict[tuple[Attend, bool], concurrent.futures.Future] = {}
 
 
@@ -68,6 +70,15 @@ def begin(
     with contextlib.suppress(Exception):
         program = lowered(attend, gradients, *types_of(arrays))
         _begun[attend, gradients] = pool.submit(program.compile)
+
+
+def compile_each(lower: Iterable[Callable[[], jax.stages.Lowered]]) -> None:
+    """Traces one program after the other here, and has each compiled in a thread; waits
+    for all. What one of them raises it will raise where it is run."""
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        for each in lower:
+            with contextlib.suppress(Exception):
+                pool.submit(each().compile)
 
 
 def wait() -> None:

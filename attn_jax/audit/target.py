@@ -131,7 +131,7 @@ class Target:
 
     def on(self, problem: Problem) -> Attend:
         """`attend` for a problem, always the same."""
-        key = problem.mask, problem.shape
+        key = problem.mask, problem.shape, problem.scale_factor
         if key not in self._attends:
             self._attends[key] = self.attend(problem.rules, scale=problem.scale)
         return self._attends[key]
