@@ -84,6 +84,9 @@ WRONG = {
     "audit_attention(max, adapter='BNTH')": (
         "TypeError: adapter is an Adapter, such as Adapter(layout='BNTH'), not 'BNTH'"
     ),
+    "audit_attention(Target('of max', max), adapter=Adapter(layout='BNTH'))": (
+        "TypeError: fn is a Target, whose adapter counts: give it there"
+    ),
     "audit_attention(max, families=7)": "TypeError: families is a sequence, or None",
     "audit_attention(max, shapes=7)": "TypeError: shapes is a sequence, or None",
     "audit_attention(max, dtype='gauss')": "ValueError: no dtype 'gauss'; there are ",

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from attn_jax.audit import lse_gradient, more
+from attn_jax.audit.finding import Finding
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.looks import look
 from attn_jax.audit.plan import Group
@@ -53,6 +54,22 @@ def test_what_is_wrong_without_dlse_is_not_said_here():
     wrong = planted.PLANTED["gradient is zero"].function
     problem = Problem(SHAPE)
     assert lse_gradient.read(planted.attend(wrong, problem), problem) == []
+
+
+def test_a_result_that_is_known_to_be_wrong_is_not_said_to_be_so_with_dlse():
+    """One that misses the diagonal in dK misses it there, too; none at all is another
+    matter."""
+    (found,) = lse_gradient.read(
+        attend(CAUSAL.rules, "LSE gradient in dQ alone"), CAUSAL
+    )
+    (lost,) = lse_gradient.read(attend(CAUSAL.rules, "LSE without gradient"), CAUSAL)
+    where = "another", str(CAUSAL)
+    known = Finding("wrong wiring", "mask off by one", "", ("dkey",), where)
+    elsewhere = dataclasses.replace(known, where=("another",))
+    other = dataclasses.replace(known, tensors=("dquery",))
+    of = lse_gradient.unexplained
+    assert of([found, lost], [known]) == [lost]
+    assert of([found, lost], [elsewhere, other]) == [found, lost]
 
 
 def _forgets_under_causal(*arrays, is_causal=False, **rules):

@@ -51,7 +51,7 @@ def test_fp32_partial_results_merge_exactly(mask, family):
 def test_16_bit_partial_results_are_named(mask):
     result = audit(problem=Problem(SHAPE, mask=mask), out_dtype=None, parts=PARTS)
     assert kinds(result) == {(POOR, "16-bit partial results")}
-    assert result.verdict == "partials leave in 16 bits"
+    assert result.verdict == "out of each part is rounded to 16 bits"
     errors, predicted = result.errors["out"], result.predicted["bf16", "fp32"]
     # The prediction knows the roundings: it is an estimate, not a bound.
     for parts in PARTS:

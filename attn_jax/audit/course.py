@@ -16,7 +16,14 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from attn_jax.audit import attribution, calls, more, programs, verdict
+from attn_jax.audit import (
+    attribution,
+    calls,
+    lse_gradient,
+    more,
+    programs,
+    verdict,
+)
 from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.audit import Audit
 from attn_jax.audit.error import in_units
@@ -224,6 +231,7 @@ class _Course:
             for of_rows in (*rows.values(), *looks.values())
             for finding in findings_of(of_rows)
         ]
+        more_found = lse_gradient.unexplained(more_found, wiring)
         more_found += calls.findings(
             looks.get("calls", ()),
             {str(cell.problem): cell for cell in cells},

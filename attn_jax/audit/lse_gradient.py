@@ -5,7 +5,7 @@ V does not depend on it. A share of 1 of what it adds is right.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from attn_jax.xla_options import NO_GRAPHS
 THROUGH_LSE = "dquery", "dkey"
 # An LSE gradient off by a tenth is none that rounding could have made.
 _SHARE = 0.1
+_WRONG = "LSE gradient wrong"
 
 
 def share(missed: np.ndarray, added: np.ndarray, off: np.ndarray) -> float | None:
@@ -49,14 +50,14 @@ def of_shares(
     right = [name for name in shares if name not in wrong]
     named = " and ".join(SYMBOLS[name] for name in wrong)
     lost = all(abs(x) <= _SHARE for x in wrong.values())
-    cause = "LSE gets no gradient" if lost else "LSE gradient wrong"
+    cause = "LSE gets no gradient" if lost else _WRONG
     says = " and ".join(f"{SYMBOLS[n]} has {x:.2f} times" for n, x in wrong.items())
     says = f"{when} {says} the gradient through LSE"
     if lost:
         lack = "lack" if len(wrong) > 1 else "lacks"
         says = f"{when} {named} {lack} the gradient through LSE"
     if right:
-        cause = f"LSE gradient wrong: {named}"
+        cause = f"{_WRONG}: {named}"
         says += f", and {' and '.join(SYMBOLS[n] for n in right)} has it"
     says += ": differentiate LSE, dS = P (dP - delta + dLSE)"
     # What cannot be told is made of the same dS.
@@ -65,6 +66,23 @@ def of_shares(
         f"lse_gradient, {name}": x for name, x in shares.items()
     }
     return [Finding("wrong wiring", cause, says, tensors, where, evidence)]
+
+
+def unexplained(
+    findings: Iterable[Finding], wiring: Iterable[Finding]
+) -> list[Finding]:
+    """But for wrong gradients of a result that is recognised as wired wrongly on the
+    same problem: the same is wrong with them. That one is missing altogether is not
+    explained so."""
+    known = list(wiring)
+
+    def is_known(finding: Finding) -> bool:
+        if not finding.cause.startswith(_WRONG):
+            return False
+        where, tensors = set(finding.where), set(finding.tensors)
+        return any(where & set(x.where) and tensors & set(x.tensors) for x in known)
+
+    return [x for x in findings if not is_known(x)]
 
 
 def lowered(attend: Attend, problem: Problem) -> jax.stages.Lowered:
@@ -131,7 +149,7 @@ def read(attend: Attend, problem: Problem) -> list[Finding]:
             f"under {problem.mask}, dV is up to {largest:.3g} where dO is 0 and dLSE "
             "is not: dV = P^T dO, take dLSE to dS alone"
         )
-        cause = "LSE gradient wrong: dV"
+        cause = f"{_WRONG}: dV"
         findings.append(Finding("wrong wiring", cause, says, ("dvalue",), where))
     return findings
 

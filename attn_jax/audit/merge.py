@@ -381,7 +381,7 @@ def _findings(errors, predicted, combination, shares) -> tuple[Finding, ...]:
 
 def _verdict(combination, findings: tuple[Finding, ...]) -> list[str]:
     words = {
-        "16-bit partial results": "partials leave in 16 bits",
+        "16-bit partial results": "out of each part is rounded to 16 bits",
         "LSE in BF16": "LSE is rounded to BF16",
         "LSE in FP16": "LSE is rounded to FP16",
         "parts do not merge": "no rounding of partial results explains the error",

@@ -100,7 +100,8 @@ def audit_attention(
       tell: called before a part is measured, one thread at a time.
 
     Raises:
-      TypeError: what is no function, no adapter, or no shape; a class.
+      TypeError: what is no function, no adapter, or no shape; a class; an adapter
+        beside a Target that has another.
       TargetError: there is no such target, or no such argument to rename, or to, or to
         have LSE by, or for every call, or one for these that the audit gives itself; a
         recipe of `against` is a ring that the first shape cannot be cut for.
@@ -272,6 +273,8 @@ def _target(fn: str | Callable[..., Any] | Target, adapter: Adapter) -> Target:
             f"{type(function).__name__!r}"
         )
     if isinstance(fn, Target):
+        if adapter not in (Adapter(), fn.adapter):
+            raise TypeError("fn is a Target, whose adapter counts: give it there")
         return fn
     name = getattr(fn, "__qualname__", None) or repr(fn)
     return Target(name, fn, adapter)

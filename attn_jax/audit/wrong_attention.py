@@ -146,7 +146,8 @@ def _(s: Setting):
 @ATTENTION.add(
     "layout swapped",
     "[B, T, N, H] is read as [B, N, T, H]",
-    "transpose the arrays, or name the layout",
+    "transpose the arrays; a function that is to have that layout is audited with "
+    "--layout BNTH",
 )
 def _(s: Setting):
     x, shape = s.attention, s.problem.shape
