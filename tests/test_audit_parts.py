@@ -242,10 +242,9 @@ def test_a_program_is_compiled_once_for_all_who_want_it():
     )
     target = Target("flash2", _flash2)
     jnp.asarray(PROBLEM.inputs.query)
-    with Parts() as parts:
-        runner = Runner(target.on(PROBLEM))
-        runner.begin(PROBLEM, parts.compiling)
-        other = runner(PROBLEM)
+    runner = Runner(target.on(PROBLEM))
+    programs.compile_each([lambda: runner.lowered(PROBLEM)])
+    other = runner(PROBLEM)
     before = len(compiled)
     again = Runner(target.on(PROBLEM))(dataclasses.replace(PROBLEM, family="wide"))
     assert before and len(compiled) == before
@@ -258,10 +257,9 @@ def test_what_cannot_be_traced_fails_when_it_is_run():
     def fails(query, key, value, *, scale):
         raise RuntimeError("no kernel image")
 
-    with Parts() as parts:
-        runner = Runner(Target("fails", fails).on(PROBLEM))
-        runner.begin(PROBLEM, parts.compiling)
-        outcome = runner(PROBLEM)
+    runner = Runner(Target("fails", fails).on(PROBLEM))
+    programs.compile_each([lambda: runner.lowered(PROBLEM)])
+    outcome = runner(PROBLEM)
     assert (outcome.status, outcome.reason) == (
         "failed",
         "RuntimeError: no kernel image",

@@ -16,6 +16,8 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from attn_jax.audit import (
     attribution,
     calls,
@@ -121,11 +123,11 @@ class _Course:
         if set(first.families) & set(attribution.FAMILIES):
             self._predictions.begin(audit.recipes, first)
         if not parts.apart:
-            for group in audit.measured:
-                if not parts.has(str(group)):
-                    problem = group.problems(audit.dtype)[0]
-                    _runner(audit, group).begin(problem, parts.compiling)
-            programs.wait()
+            programs.compile_each(
+                functools.partial(_lowered, audit, group)
+                for group in audit.measured
+                if not parts.has(str(group))
+            )
         self._asked[first] = _begin(audit, parts, first)
         # The longest of all; where the target does nothing they end at once.
         looking = _begin_looks(audit, parts)
@@ -367,6 +369,10 @@ def _runner(audit: Audit, group: Group) -> Runner:
     problem = group.problems(audit.dtype)[0]
     attend, shards = audit.target.on(problem), audit.target.adapter.shards
     return Runner(attend, gradients=audit.gradients, shards=shards)
+
+
+def _lowered(audit: Audit, group: Group) -> jax.stages.Lowered:
+    return _runner(audit, group).lowered(group.problems(audit.dtype)[0])
 
 
 def _measure(audit: Audit, group: Group) -> Iterator[Row]:

@@ -1,9 +1,9 @@
 """Runs a target on a problem and says how far each result is from exact."""
 
-import concurrent.futures
 import time
 from typing import Literal, NamedTuple
 
+import jax
 import numpy as np
 
 from attn_jax.audit import programs
@@ -84,9 +84,10 @@ class Runner:
         self._shards = shards
         self._no_gradients = ""
 
-    def begin(self, problem: Problem, pool: concurrent.futures.Executor) -> None:
-        """Has the program compiled in the pool."""
-        programs.begin(self._attend, problem.arrays, pool, gradients=self._wanted[0])
+    def lowered(self, problem: Problem) -> jax.stages.Lowered:
+        """What it runs, unless that raises."""
+        types = programs.types_of(problem.arrays)
+        return programs.lowered(self._attend, self._wanted[0], *types)
 
     def __call__(self, problem: Problem) -> Outcome:
         began = time.monotonic()

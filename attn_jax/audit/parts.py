@@ -48,8 +48,8 @@ class Asked(NamedTuple):
 class Parts(contextlib.AbstractContextManager):
     """Rows by name of a part. With a `store` they are kept there, and those that it has
     are not made again. `tell` is called when a part begins, by one thread at a time.
-    `workers` are the target's; None: it runs in this process. `compiling` has threads
-    to compile in. `done` parts are there, `taken` of them from the store as it was.
+    `workers` are the target's; None: it runs in this process. `done` parts are there,
+    `taken` of them from the store as it was.
     """
 
     def __init__(
@@ -60,15 +60,12 @@ class Parts(contextlib.AbstractContextManager):
     ):
         self._store, self._tell, self._workers = store, tell, workers
         threads = min(_MOST_THREADS, max(1, cores() - 1))
-        pool = concurrent.futures.ThreadPoolExecutor
-        self._recipes = pool(threads, "recipes")
-        self.compiling = pool(threads, "target")
+        self._recipes = concurrent.futures.ThreadPoolExecutor(threads, "recipes")
         self._lock = threading.Lock()
         self.done = self.taken = self._known = 0
 
     def __exit__(self, *raised) -> None:
-        for pool in (self._recipes, self.compiling):
-            pool.shutdown(cancel_futures=True)
+        self._recipes.shutdown(cancel_futures=True)
 
     def expect(self, number: int) -> None:
         """So many parts will be asked for."""

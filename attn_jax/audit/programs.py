@@ -1,7 +1,7 @@
 """Programs of an attention, each compiled once, whoever wants its results.
 
-One is traced in the thread that wants it, in the modes of that thread; it may be
-compiled beside what else goes on (`begin`).
+One is traced in the thread that wants it, in the modes of that thread; several are
+compiled side by side (`compile_each`).
 """
 
 import concurrent.futures
@@ -24,17 +24,12 @@ from attn_jax.xla_options import NO_GRAPHS
 Arrays = Sequence[Any]
 # How many of a part's are compiled at a time.
 _THREADS = 4
-_begun: dict[tuple[Attend, bool], concurrent.futures.Future] = {}
 
 
 def run(attend: Attend, arrays: Arrays, *, gradients: bool = True) -> Results:
     """out, lse if there is one and, with `gradients`, dquery, dkey, dvalue and, where
     there is a bias, dbias, for dLSE = 0. Raises what the attention raises."""
-    begun = _begun.pop((attend, gradients), None)
-    if begun is not None:
-        concurrent.futures.wait([begun])
-    else:
-        lowered(attend, gradients, *types_of(arrays)).compile()
+    lowered(attend, gradients, *types_of(arrays)).compile()
     with ALONE:
         return jax.device_get(_results(attend, gradients, *map(jnp.asarray, arrays)))
 
@@ -58,33 +53,14 @@ def run_forward(attend: Attend, query, key, value, *bias) -> Results:
     return run(attend, (query, key, value, query, *bias), gradients=False)
 
 
-def begin(
-    attend: Attend,
-    arrays: Arrays,
-    pool: concurrent.futures.Executor,
-    *,
-    gradients: bool = True,
-) -> None:
-    """Traces the program and has it compiled in the pool, for `run` to find it there.
-    What that raises `run` will raise again."""
-    with contextlib.suppress(Exception):
-        program = lowered(attend, gradients, *types_of(arrays))
-        _begun[attend, gradients] = pool.submit(program.compile)
-
-
 def compile_each(lower: Iterable[Callable[[], jax.stages.Lowered]]) -> None:
     """Traces one program after the other here, and has each compiled in a thread; waits
-    for all. What one of them raises it will raise where it is run."""
+    for all: compilers try programs out on the device, and some that run there want it
+    for themselves (`alone`). What one of them raises it will raise where it is run."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         for each in lower:
             with contextlib.suppress(Exception):
                 pool.submit(each().compile)
-
-
-def wait() -> None:
-    """For what was begun. Compilers try programs out on the device, and some that run
-    there want it for themselves (`alone`)."""
-    concurrent.futures.wait(_begun.values())
 
 
 def types_of(arrays: Arrays) -> list[jax.ShapeDtypeStruct]:

@@ -1,5 +1,6 @@
 """`audit_attention`: a callable in, a report out."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -149,11 +150,12 @@ def audit_attention(
         _store(audit, written, fresh) as store,
         apart as workers,
         Parts(store, tell, workers) as parts,
+        concurrent.futures.ThreadPoolExecutor(1, "canaries") as beside,
         callbacks_unlogged(),
     ):
         tell(Progress("canaries", 0, 1))
         x64 = bool(jax.config.read("jax_enable_x64"))
-        passed = parts.compiling.submit(_passed, x64)
+        passed = beside.submit(_passed, x64)
         result = carry_out(audit, parts, passed.result)
         if parts.taken:
             say(
