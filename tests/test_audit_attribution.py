@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -116,6 +117,33 @@ def test_gradients_that_query_heads_round_are_recognised(apart):
     assert suspected == ("gradients by query head" if apart else "")
     # Of what nothing is near the nearest says nothing.
     assert attribution.suspect([nearest._replace(distance=3 * FITS), *others]) == ""
+
+
+def test_repeated_keys_in_fp32_are_recognised():
+    """As it is often written: the step that costs is none of those within."""
+
+    def function(query, key, value):
+        groups = query.shape[2] // key.shape[2]
+        key, value = (jnp.repeat(x, groups, 2) for x in (key, value))
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+        logits = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), value)
+        return out.astype(jnp.bfloat16)
+
+    problems = tuple(
+        Problem(Shape(1, 64, 64, 4, 2, 32), family=family) for family in FAMILIES
+    )
+    mine = "flash2 (gradients by query head, all else in FP32)"
+    names = {mine, "exact_fp32", "attn_jax_hopper", "flash2 (FP32 operands)"}
+    names |= {"flash2 (gradients by query head)"}
+    nearest, *others = attribution.fits(
+        _measured(function, problems), _predicted(names, problems)
+    )
+    assert nearest.candidate == mine and nearest.distance < FITS / 3
+    # The kernels' own was the nearest, and its dS was said to cost what this does.
+    far = [fit for fit in others if fit.candidate != "attn_jax_hopper"]
+    assert all(fit.distance > 1.2 * FITS for fit in far), others
+    assert set(attribution.better(CANDIDATES[mine])) == {"group_gradient"}
 
 
 _SCALED = "query rounded after scaling"

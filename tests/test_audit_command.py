@@ -313,6 +313,13 @@ def test_the_help_has_a_text_for_every_option(capsys):
         (["xla", "--families", "gauss"], "invalid choice: 'gauss'"),
         (["xla", "--rename", "is_causal"], "a name, '=' and what stands"),
         (
+            ["xla", "--argument", "a=1", "--argument", "a=2"],
+            "a is given more than once",
+        ),
+        (["xla", "--argument", "implementation="], "an empty text is '\"\"'"),
+        (["./my/attention.py:f"], "is the name of a file: name its module, such as "),
+        (["./my/attention.py:f"], "such as my.attention:f, where Python can import it"),
+        (
             ["xla", "--rename", "causal=is_causal"],
             "'causal' is no argument to rename; there are bias, mask, scale, is_causal",
         ),
@@ -337,6 +344,18 @@ def test_bad_commands_are_refused_in_one_line(options, says, capsys, tmp_path):
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert says in line
+
+
+def test_an_option_may_be_given_again():
+    """The earlier was lost without a word."""
+    text = "xla --masks causal --masks full window --shapes 1,8,8,2,1,8"
+    options = parser().parse_args([*text.split(), "--shapes", "1,4,4,2,1,8"])
+    assert options.masks == ["causal", "full", "window"]
+    assert [x.key_length for x in options.shapes] == [8, 4]
+    again = "--argument a=1 --argument b=2 --rename scale=s --rename mask=m"
+    options = parser().parse_args(["xla", *again.split()])
+    assert options.argument == [("a", 1), ("b", 2)]
+    assert options.rename == [("scale", "s"), ("mask", "m")]
 
 
 def test_of_another_adapter_only_what_differs_is_said(tmp_path, capsys):

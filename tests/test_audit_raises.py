@@ -13,7 +13,7 @@ from attn_jax.audit.finding import Finding
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.measure import Runner
 from attn_jax.audit.problem import MASKS, Problem
-from attn_jax.audit.raised import WrongResultError
+from attn_jax.audit.raised import WrongResultError, in_one_line
 from attn_jax.audit.refusal import is_excused, is_refusal
 from attn_jax.audit.target import Adapter, Target
 from tests.planted import HONEST, honest, wrapped
@@ -141,6 +141,7 @@ def test_an_array_of_another_trace_in_a_loop_over_layers_is_no_fault():
     for error in tracers:
         assert is_excused("layers", error) and is_excused("mapping", error)
         assert not is_excused("batch size", error) and not is_refusal(error)
+    assert "pass it as an argument" in in_one_line(tracers[1])
     assert not is_excused("layers", IndexError())
     assert not is_refusal(WrongResultError("3 results"))
 

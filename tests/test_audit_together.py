@@ -68,6 +68,21 @@ def test_a_rule_that_another_makes_void_is_found(mask, seen):
     assert found == {mask: [HIDDEN_PAIRS]}
 
 
+def without_a_last_whole_tile(visible, given):
+    """A loop that counts tiles ends one short where the last is whole."""
+    if given.key_value_lengths is None:
+        return visible
+    ends = jnp.asarray(given.key_value_lengths)[:, None, None, None]
+    key = jnp.arange(visible.shape[-1])
+    return visible & ~((ends % 16 == 0) & (key >= ends - 16))
+
+
+def test_key_lengths_of_whole_tiles_are_read():
+    """Others hid it: only keys that pad them were said to change results."""
+    found = read(honest(seen=without_a_last_whole_tile))
+    assert found == {"key lengths": ["visible pairs carry none"]}
+
+
 def not_a_number_without_keys(*arrays, key_value_seq_lengths=None, **rules):
     rules["key_value_seq_lengths"] = key_value_seq_lengths
     out, lse = honest()(*arrays, **rules)

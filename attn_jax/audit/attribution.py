@@ -52,58 +52,76 @@ FAMILIES = ("normal", "uniform", "outlier", "wide")
 _WIDE = Step(FLASH2.carrier)
 _CAST = Step(BF16)
 _CUT = Step(BF16, Rounding.TOWARD_ZERO)
+_ALL_FP32 = dict(
+    probability=_WIDE,
+    backward_probability=_WIDE,
+    dlogits=_WIDE,
+    delta_source="o_f32",
+)
 # What is often done wrong, or well, in an otherwise ordinary flash attention.
-_ALTERED: dict[str, tuple[Recipe, dict[str, Any]]] = {
-    "accumulator": (FLASH2, dict(accumulator=_CAST)),
-    "accumulator, blocks of 16": (FLASH2, dict(accumulator=_CAST, block_kv=16)),
-    "row_sum": (FLASH2, dict(row_sum=_CAST)),
-    "row_sum, blocks of 16": (FLASH2, dict(row_sum=_CAST, block_kv=16)),
-    "logits": (FLASH2, dict(logits=_CAST)),
-    "operands cut off": (
+_ALTERED: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
+    ("accumulator", FLASH2, dict(accumulator=_CAST)),
+    ("accumulator, blocks of 16", FLASH2, dict(accumulator=_CAST, block_kv=16)),
+    ("row_sum", FLASH2, dict(row_sum=_CAST)),
+    ("row_sum, blocks of 16", FLASH2, dict(row_sum=_CAST, block_kv=16)),
+    ("logits", FLASH2, dict(logits=_CAST)),
+    (
+        "operands cut off",
         FLASH2,
         dict(probability=_CUT, backward_probability=_CUT, dlogits=_CUT),
     ),
-    "output cut off": (FLASH2, dict(output=_CUT)),
-    "output and gradients cut off": (FLASH2, dict(output=_CUT, gradient=_CUT)),
-    "dk_accumulator": (FLASH2, dict(dk_accumulator=_CAST, dv_accumulator=_CAST)),
+    ("output cut off", FLASH2, dict(output=_CUT)),
+    ("output and gradients cut off", FLASH2, dict(output=_CUT, gradient=_CUT)),
+    ("dk_accumulator", FLASH2, dict(dk_accumulator=_CAST, dv_accumulator=_CAST)),
     # Each query head's, added up over those that share a key head.
-    "gradients by query head": (FLASH2, dict(group_gradient=_CAST)),
+    ("gradients by query head", FLASH2, dict(group_gradient=_CAST)),
     # As `jnp.repeat` of keys and values is differentiated, which textbooks have.
-    "gradients by query head, P normalised": (JAX_NN, dict(group_gradient=_CAST)),
-    "gradients by query head, unrounded dS": (
+    ("gradients by query head, P normalised", JAX_NN, dict(group_gradient=_CAST)),
+    (
+        "gradients by query head, unrounded dS",
         JAX_NN,
         dict(group_gradient=_CAST, dlogits=_WIDE),
     ),
-    "gradients by query head, softmax in 16 bits": (
+    (
+        "gradients by query head, all else in FP32",
+        FLASH2,
+        _ALL_FP32 | dict(group_gradient=_CAST),
+    ),
+    (
+        "gradients by query head, softmax in 16 bits",
         EAGER_OP_BY_OP,
         dict(group_gradient=_CAST),
     ),
-    "dq_accumulator": (FLASH2, dict(dq_accumulator=_CAST)),
-    "delta": (FLASH2, dict(delta=_CAST)),
-    "exact delta": (FLASH2, dict(delta_source="o_f32")),
-    "exact delta, rounded": (FLASH2, dict(delta_source="o_f32", delta=_CAST)),
-    "FP32 operands": (
+    ("dq_accumulator", FLASH2, dict(dq_accumulator=_CAST)),
+    ("delta", FLASH2, dict(delta=_CAST)),
+    ("exact delta", FLASH2, dict(delta_source="o_f32")),
+    ("exact delta, rounded", FLASH2, dict(delta_source="o_f32", delta=_CAST)),
+    (
+        "FP32 operands",
         FLASH2,
         dict(probability=_WIDE, backward_probability=_WIDE, dlogits=_WIDE),
     ),
     # Finer than BF16, which is what takes it for FP32's on most inputs.
-    "P in FP16": (
+    (
+        "P in FP16",
         EXACT_FP32,
         dict(probability=Step(FP16), backward_probability=Step(FP16)),
     ),
-    "delta of P dP": (FLASH2, dict(delta_source="p_dp")),
+    ("delta of P dP", FLASH2, dict(delta_source="p_dp")),
     # As XLA's CPU compiler does it.
-    "unrounded dS": (JAX_NN, dict(dlogits=_WIDE)),
+    ("unrounded dS", JAX_NN, dict(dlogits=_WIDE)),
     # By a scale that is no power of two, before the product.
-    "query rounded after scaling": (FLASH2, dict(scaled_query=_CAST)),
+    ("query rounded after scaling", FLASH2, dict(scaled_query=_CAST)),
     # JAX's `attention_mgpu`, as its users call it.
-    "query rounded after scaling, gradients by query head": (
+    (
+        "query rounded after scaling, gradients by query head",
         FLASH2,
         dict(scaled_query=_CAST, group_gradient=_CAST),
     ),
     # `flax.linen.dot_product_attention`, by default and with its softmax in FP32.
-    "query rounded after scaling, too": (EAGER_OP_BY_OP, dict(scaled_query=_CAST)),
-    "query rounded after scaling, FP32 P": (
+    ("query rounded after scaling, too", EAGER_OP_BY_OP, dict(scaled_query=_CAST)),
+    (
+        "query rounded after scaling, FP32 P",
         JAX_NN,
         dict(
             scaled_query=_CAST,
@@ -112,7 +130,7 @@ _ALTERED: dict[str, tuple[Recipe, dict[str, Any]]] = {
             dprobability=_WIDE,
         ),
     ),
-}
+)
 """Recipes with a change, which are candidates of their own."""
 # What rings round between their devices; one in FP32 throughout rounds as one device
 # does. Where all keys are gathered forward there is one part, whose out is rounded.
@@ -174,7 +192,7 @@ def candidates(inputs: NumberFormat, shards: int = 1) -> dict[str, Recipe]:
         and recipe.carrier == FLASH2.carrier
         and min(_bits(recipe)) >= BF16.mantissa_bits
     } | {"exact_fp32": EXACT_FP32}
-    for what, (base, changes) in _ALTERED.items():
+    for what, base, changes in _ALTERED:
         name = f"{base.name} ({what})"
         plain[name] = dataclasses.replace(base, name=name, **changes)
     for what, base, changes in _RINGS if shards > 1 else ():
@@ -330,7 +348,7 @@ def suspect(fits: Sequence[Fit]) -> str:
     if not fits or fits[0].distance > _SUSPECT_FITS:
         return ""
     by_name = {fit.candidate: fit.distance for fit in fits}
-    for what, (base, _) in _ALTERED.items():
+    for what, base, _ in _ALTERED:
         if fits[0].candidate == f"{base.name} ({what})":
             apart = by_name.get(base.name, math.inf)
             return what if fits[0].distance < _SUSPECT * apart else ""
@@ -339,14 +357,15 @@ def suspect(fits: Sequence[Fit]) -> str:
 
 def better(recipe: Recipe) -> dict[str, Recipe]:
     """By a thing that it could do better, the recipe that does."""
-    changes = {
-        what: changes
-        for what, (base, changes) in _ALTERED.items()
-        if recipe.name == f"{base.name} ({what})"
+    changed = [x for x in _ALTERED if recipe.name == f"{x[1].name} ({x[0]})"]
+    # Where some of a change is for the better, its steps are looked at one by one.
+    found = {
+        what: for_inputs(base, recipe.inputs)
+        for what, base, fields in changed
+        if _WIDE not in fields.values()
     }
-    found = {what: _ALTERED[what][0].with_inputs(recipe.inputs) for what in changes}
     # What undoing the change leaves out has the change's name alone.
-    named = [tuple(fields) for fields in changes.values()]
+    named = [tuple(fields) for *_, fields in changed]
     found |= {
         _IN_WORDS.get(name, name): without(recipe, fields)
         for name, fields in casts(recipe).items()

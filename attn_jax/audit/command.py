@@ -77,7 +77,9 @@ def _count(text: str) -> int:
 def _pair(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        wanted = "a name, '=' and what stands for it are wanted"
+        wanted = (
+            "a name, '=' and what stands for it are wanted (an empty text is '\"\"')"
+        )
         raise argparse.ArgumentTypeError(f"{wanted}, not {text!r}")
     return name, value
 
@@ -98,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         *("--shapes",),
         nargs="+",
+        action="extend",
         type=shape,
         metavar="B,T,S,N,K,H",
         help="batch, queries, keys, query heads, key heads, head dim, such as "
@@ -113,11 +116,19 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--families",
         nargs="+",
+        action="extend",
         choices=FAMILIES,
         metavar="FAMILY",
         help=_among(FAMILIES),
     )
-    add("--masks", nargs="+", choices=MASKS, metavar="MASK", help=_among(MASKS))
+    add(
+        *("--masks",),
+        nargs="+",
+        action="extend",
+        choices=MASKS,
+        metavar="MASK",
+        help=_among(MASKS),
+    )
     add(
         "--no-gradients",
         action="store_true",
@@ -127,6 +138,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         *("--against",),
         nargs="+",
+        action="extend",
         choices=RECIPES,
         metavar="RECIPE",
         help="recipes to look among for one that rounds alike; all, if not given",
@@ -181,6 +193,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         *("--rename",),
         nargs="+",
+        action="extend",
         type=_pair,
         default=[],
         metavar="NAME=THEIRS",
@@ -189,6 +202,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         *("--argument",),
         nargs="+",
+        action="extend",
         type=_argument,
         default=[],
         metavar="NAME=VALUE",
@@ -204,6 +218,17 @@ def parser() -> argparse.ArgumentParser:
         "context_parallel takes so many, all if not given",
     )
     return made
+
+
+def _once[T](
+    made: argparse.ArgumentParser, option: str, pairs: Sequence[tuple[str, T]]
+) -> dict[str, T]:
+    """By name, each of which may be given once."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            made.error(f"{option} {name} is given more than once")
+    return dict(pairs)
 
 
 def _devices(text: str) -> int:
@@ -266,6 +291,8 @@ def _hint(reason: str, adapter: Adapter) -> str:
         scale = adapter.renamed.get("scale", "scale")
         without[scale] = "--scale none, if it scales by itself"
     without |= dict.fromkeys(adapter.more, "leave out --argument")
+    if "positional arguments but" in reason:
+        return " (it is called with query, key and value, or with --packed as one)"
     for name, option in without.items():
         if f"unexpected keyword argument {name!r}" in reason:
             return f" (without {name}: {option})"
@@ -284,8 +311,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lse=None if options.lse == "never" else options.lse,
         lse_layout=options.lse_layout,
         lse_base=options.lse_base,
-        renamed=dict(options.rename),
-        more=dict(options.argument),
+        renamed=_once(made, "--rename", options.rename),
+        more=_once(made, "--argument", options.argument),
         shards=options.shards,
     )
     folder = options.out or _folder(options)

@@ -87,8 +87,11 @@ def of_probabilities(
         found.append(Finding(kind, cause, says, ("out",), where, figures))
 
     if (~sees & (p > least)).any():
-        rows = int(((~sees & (p > least)).any(-1)).sum())
-        says = f"{rows} queries that see no key put weight on keys: give zeros there"
+        blind = (~sees & (p > least)).any((1, 3))
+        rows = int(blind.sum())
+        entry, first = (int(x[0]) for x in np.nonzero(blind))
+        says = f"{rows} queries that see no key, the first of them {first} of batch "
+        says += f"entry {entry}, put weight on keys: give zeros there"
         add("wrong wiring", BLIND_WEIGHTS, says, rows=rows)
     if shown.any():
         says = f"{_pairs(shown, ~visible & sees)}, which the mask hides, carry weight, "

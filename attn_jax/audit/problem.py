@@ -99,8 +99,10 @@ def _no_keys(shape: Shape) -> Mask:
 
 
 def _key_lengths(shape: Shape) -> Mask:
-    """Without any of queries, as kernels that decode have them."""
-    return dataclasses.replace(_lengths(shape), query_lengths=None)
+    """Without any of queries, as kernels that decode have them; of whole tiles, where a
+    loop that counts tiles may stop one short."""
+    powers = np.floor(np.log2(np.asarray(_lengths(shape).key_value_lengths)))
+    return Mask(key_value_lengths=(2**powers).astype(np.int32))
 
 
 def _query_lengths(shape: Shape) -> Mask:
@@ -182,7 +184,8 @@ class Problem:
         s = self.shape
         lengths = f"{s.query_length}"
         if s.key_length != s.query_length:
-            lengths += f" queries, {s.key_length}"
+            queries = "query" if s.query_length == 1 else "queries"
+            lengths += f" {queries}, {s.key_length}"
         heads = f"{s.heads}"
         if s.key_heads != s.heads:
             heads += f" query, {s.key_heads} key"

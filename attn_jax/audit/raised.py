@@ -12,6 +12,8 @@ from attn_jax.audit.interrupt import is_ours
 # How Python says that a function has not, or wants, an argument.
 _ARGUMENTS = "unexpected keyword argument", "required positional argument"
 _ARGUMENTS += "required keyword-only argument", "positional arguments but"
+# JAX names the type of what a function with a gradient of its own closes over alone.
+_OF_ANOTHER_TRACE = " (it holds an array of another trace: pass it as an argument)"
 # Characters of an exception's line that are repeated.
 _MOST_SAID = 500
 # What a terminal obeys, whole: sequences with parameters, texts for it such as its
@@ -56,7 +58,13 @@ def in_one_line(error: BaseException) -> str:
     if line.endswith(":") and len(lines) > 1 and not within:
         line += f" {' '.join(x.strip() for x in lines[1:] if x.strip())}"
     line = printable(line)
-    return f"{name}: {line if len(line) <= _MOST_SAID else line[:_MOST_SAID] + '...'}"
+    if len(line) > _MOST_SAID:
+        line = line[:_MOST_SAID] + "..."
+    return f"{name}: {line}{_OF_ANOTHER_TRACE if _is_of_another_trace(line) else ''}"
+
+
+def _is_of_another_trace(line: str) -> bool:
+    return "No constant handler for type" in line and "Tracer" in line
 
 
 def printable(text: object) -> str:

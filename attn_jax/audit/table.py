@@ -125,7 +125,8 @@ def _cells(report: Report) -> Iterator[str]:
         # Some ran beside each other, and the audit takes its own time besides.
         seconds = sum(cell.seconds for cell in report.cells)
         beside = len(report.settings.get("beside", ()))
-        more = f", {beside} more looked at" if beside else ""
+        whole = len(report.cells) + beside
+        more = f", {beside} more looked at, {whole} in all" if beside else ""
         yield f"Problems: {counts}{more}; {figure(seconds)} s in the target"
     if passed := report.settings.get("mask_arguments"):
         yield "Masks: " + ", ".join(f"{mask} by {by}" for mask, by in passed.items())

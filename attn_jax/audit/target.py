@@ -284,7 +284,8 @@ def _attend(target: Target, mask: Mask, scale: float, query, key, value, bias=No
     if target.has_lse:
         if not (isinstance(results, tuple | list) and len(results) == 2):
             raise WrongResultError(
-                f"it returns {described(results)} where (out, LSE) was asked for"
+                f"it returns {described(results)} where (out, LSE) was asked for "
+                "(--lse never, if it gives none)"
             )
         results, lse = results
     out = checked(results, query.dtype, shape, adapter.layout)
@@ -384,6 +385,12 @@ def resolve(name: str, adapter: Adapter = Adapter()) -> Target:
             elif module == "context_parallel":
                 more, adapter = _cut(name, function, adapter)
             module, function = PREFIXES[module]
+    if module.endswith(".py") or "/" in module:
+        dotted = module.removesuffix(".py").strip("./").replace("/", ".")
+        raise TargetError(
+            f"{module} is the name of a file: name its module, such as "
+            f"{dotted}:{function}, where Python can import it"
+        )
     try:
         found = importlib.import_module(module)
     # A module of somebody's may raise anything, and a script may end itself.
