@@ -311,7 +311,7 @@ def test_the_help_has_a_text_for_every_option(capsys):
         (["xla", "--argument", "scale=2"], "'scale' is given by the audit itself"),
         (["xla", "--argument", "foo=1"], "xla has no argument 'foo' to be given to"),
         (["xla", "--families", "gauss"], "invalid choice: 'gauss'"),
-        (["xla", "--rename", "is_causal"], "a name, '=' and what stands"),
+        (["xla", "--rename", "is_causal"], "stands for it are wanted, not 'is_causal'"),
         (
             ["xla", "--argument", "a=1", "--argument", "a=2"],
             "a is given more than once",

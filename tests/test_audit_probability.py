@@ -164,6 +164,18 @@ def test_what_is_wrong_with_p_hides_no_wrong_gradient(knobs, cause):
     assert [f for f in found if f.kind == WORSE and "dquery" in f.tensors], found
 
 
+def test_queries_that_see_no_key_are_counted_once_for_all_heads():
+    """They were as many as rows of all heads, and it was not said which."""
+    visible = np.ones((2, 1, 8, 8), bool)
+    visible[1, :, 6:] = False
+    p = np.full((2, 3, 8, 8), 1 / 8)
+    (found,) = of_probabilities(p, np.where(visible, p, 0), visible)
+    assert found.says.startswith(
+        "2 queries that see no key, the first of them 6 of batch entry 1, put weight"
+    )
+    assert found.evidence == {"rows": 2.0}
+
+
 def test_what_p_explains_in_out_is_said_once():
     cells_of = Problem(SMALL)
     finding = of(honest(pad=True), cells_of)[1][0]

@@ -52,12 +52,7 @@ FAMILIES = ("normal", "uniform", "outlier", "wide")
 _WIDE = Step(FLASH2.carrier)
 _CAST = Step(BF16)
 _CUT = Step(BF16, Rounding.TOWARD_ZERO)
-_ALL_FP32 = dict(
-    probability=_WIDE,
-    backward_probability=_WIDE,
-    dlogits=_WIDE,
-    delta_source="o_f32",
-)
+_FP32_OPERANDS = dict(probability=_WIDE, backward_probability=_WIDE, dlogits=_WIDE)
 # What is often done wrong, or well, in an otherwise ordinary flash attention.
 _ALTERED: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("accumulator", FLASH2, dict(accumulator=_CAST)),
@@ -85,7 +80,7 @@ _ALTERED: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     (
         "gradients by query head, all else in FP32",
         FLASH2,
-        _ALL_FP32 | dict(group_gradient=_CAST),
+        _FP32_OPERANDS | dict(delta_source="o_f32", group_gradient=_CAST),
     ),
     (
         "gradients by query head, softmax in 16 bits",
@@ -96,11 +91,7 @@ _ALTERED: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("delta", FLASH2, dict(delta=_CAST)),
     ("exact delta", FLASH2, dict(delta_source="o_f32")),
     ("exact delta, rounded", FLASH2, dict(delta_source="o_f32", delta=_CAST)),
-    (
-        "FP32 operands",
-        FLASH2,
-        dict(probability=_WIDE, backward_probability=_WIDE, dlogits=_WIDE),
-    ),
+    ("FP32 operands", FLASH2, _FP32_OPERANDS),
     # Finer than BF16, which is what takes it for FP32's on most inputs.
     (
         "P in FP16",

@@ -74,18 +74,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _pair(text: str, hint: str = "") -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        wanted = (
-            "a name, '=' and what stands for it are wanted (an empty text is '\"\"')"
-        )
-        raise argparse.ArgumentTypeError(f"{wanted}, not {text!r}")
+        wanted = "a name, '=' and what stands for it are wanted"
+        raise argparse.ArgumentTypeError(f"{wanted}{hint}, not {text!r}")
     return name, value
 
 
 def _argument(text: str) -> tuple[str, object]:
-    name, value = _pair(text)
+    name, value = _pair(text, " (an empty text is '\"\"')")
     try:
         return name, json.loads(value)
     except ValueError:

@@ -86,8 +86,7 @@ class Runner:
 
     def lowered(self, problem: Problem) -> jax.stages.Lowered:
         """What it runs, unless that raises."""
-        types = programs.types_of(problem.arrays)
-        return programs.lowered(self._attend, self._wanted[0], *types)
+        return programs.lowered(self._attend, self._wanted[0], problem.arrays)
 
     def __call__(self, problem: Problem) -> Outcome:
         began = time.monotonic()

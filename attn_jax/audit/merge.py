@@ -156,8 +156,7 @@ class _Call(NamedTuple):
     def lowered(self) -> jax.stages.Lowered:
         attend, parts, names, arrays = self
         if parts == 1:
-            types = programs.types_of(arrays)
-            return programs.lowered(attend, names == _RESULTS, *types)
+            return programs.lowered(attend, names == _RESULTS, arrays)
         with contained():
             return _merge.lower(attend, parts, names, *arrays)
 

@@ -104,8 +104,7 @@ def _compile(target: Target, problems: Iterable[Problem], *, gradients: bool) ->
     """What `programs.run` runs on these, side by side."""
 
     def lowered(problem: Problem) -> jax.stages.Lowered:
-        types = programs.types_of(problem.arrays)
-        return programs.lowered(target.on(problem), gradients, *types)
+        return programs.lowered(target.on(problem), gradients, problem.arrays)
 
     programs.compile_each(functools.partial(lowered, x) for x in problems)
 
@@ -359,8 +358,7 @@ def other_mode(
 def _not_lowered(target: Target, problem: Problem, gradients: bool) -> str:
     """Why it cannot be compiled in the mode that this thread is in, or ""."""
     try:
-        types = programs.types_of(problem.arrays)
-        programs.lowered(target.on(problem), gradients, *types)
+        programs.lowered(target.on(problem), gradients, problem.arrays)
     except Exception as error:  # A function of somebody's may raise anything.
         return said(error)
     return ""

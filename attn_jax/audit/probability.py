@@ -86,8 +86,7 @@ def of_probabilities(
         figures = {name: float(x) for name, x in evidence.items()}
         found.append(Finding(kind, cause, says, ("out",), where, figures))
 
-    if (~sees & (p > least)).any():
-        blind = (~sees & (p > least)).any((1, 3))
+    if (blind := (~sees & (p > least)).any((1, 3))).any():
         rows = int(blind.sum())
         entry, first = (int(x[0]) for x in np.nonzero(blind))
         says = f"{rows} queries that see no key, the first of them {first} of batch "

@@ -125,10 +125,13 @@ def _wide_window(shape: Shape) -> Mask:
     return Mask(window=(max(2 * s // 3, 2), max(s // 3, 1)))
 
 
-def _drawn(shape: Shape, seen: np.ndarray) -> Mask:
-    """Of an array, which every entry of the batch has, whether it needs one or not."""
-    each = shape.batch, 1, shape.query_length, shape.key_length
-    return Mask(dense=np.broadcast_to(seen, each))
+def _as_array(rules: Mask, shape: Shape) -> Mask:
+    """One array for each entry of the batch, whatever the rules: so all have one
+    program."""
+    _, T, S, *_ = dataclasses.astuple(shape)
+    seen = rules.materialise(T, S, np)
+    each = np.broadcast_to(True if seen is None else seen, (shape.batch, 1, T, S))
+    return Mask(dense=each)
 
 
 # A bias may say a mask, by -inf or by the least number of its format.
@@ -268,11 +271,7 @@ class Problem:
         return self.shape.query_length * self.shape.key_length <= _DRAWN
 
     def _drawn(self) -> Mask:
-        if not self.is_drawn:
-            return self.rules
-        s = self.shape
-        seen = self.rules.materialise(s.query_length, s.key_length, np)
-        return _drawn(s, np.ones((), bool) if seen is None else seen)
+        return _as_array(self.rules, self.shape) if self.is_drawn else self.rules
 
     def yardstick(self, tensor: str, fmt: NumberFormat) -> Yardstick:
         """A result of `exact` to measure against in `fmt`, 0 where it is not finite."""
@@ -360,7 +359,7 @@ def _compile_exact(problem: Problem, absolute: bool) -> None:
     s = problem.shape
     mask, name = problem.rules, problem.mask
     if problem.is_drawn:  # Whatever is hidden.
-        mask, name = _drawn(s, np.ones((), bool)), ""
+        mask, name = _as_array(Mask(), s), ""
     key = s, name, problem.has_bias, problem.scale_factor, absolute
     with _COMPILING:
         lock = _PROGRAMS.setdefault(key, threading.Lock())

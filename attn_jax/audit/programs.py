@@ -29,7 +29,7 @@ _THREADS = 4
 def run(attend: Attend, arrays: Arrays, *, gradients: bool = True) -> Results:
     """out, lse if there is one and, with `gradients`, dquery, dkey, dvalue and, where
     there is a bias, dbias, for dLSE = 0. Raises what the attention raises."""
-    lowered(attend, gradients, *types_of(arrays)).compile()
+    lowered(attend, gradients, arrays).compile()
     with ALONE:
         return jax.device_get(_results(attend, gradients, *map(jnp.asarray, arrays)))
 
@@ -42,7 +42,7 @@ def run_compiled(
     gradients: bool = True,
 ) -> Results:
     """What `run` gives, compiled by itself with XLA's `options`."""
-    program = lowered(attend, gradients, *types_of(arrays))
+    program = lowered(attend, gradients, arrays)
     compiled = program.compile(compiler_options=dict(options))
     with ALONE:
         return jax.device_get(compiled(*map(jnp.asarray, arrays)))
@@ -61,10 +61,6 @@ def compile_each(lower: Iterable[Callable[[], jax.stages.Lowered]]) -> None:
         for each in lower:
             with contextlib.suppress(Exception):
                 pool.submit(each().compile)
-
-
-def types_of(arrays: Arrays) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
 
 
 def results(attend: Attend, gradients: bool, query, key, value, dout, *bias) -> dict:
@@ -87,7 +83,9 @@ _results = functools.partial(
 )(results)
 
 
-def lowered(attend: Attend, gradients: bool, *types) -> jax.stages.Lowered:
-    """Traced in this thread, which is when the attention is called."""
+def lowered(attend: Attend, gradients: bool, arrays: Arrays) -> jax.stages.Lowered:
+    """What `run` runs on such arrays, traced in this thread, which is when the
+    attention is called."""
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     with contained():
         return _results.lower(attend, gradients, *types)
