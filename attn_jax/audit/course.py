@@ -226,13 +226,14 @@ class _Course:
         wiring += more.of_read(read, verdict.masks_of(wiring, {"out"}, cells))
         suspect = attribution.suspect(self._fits)
         found = verdict.judge(cells, self._fit, costs, wiring, suspect)
-        if "again" in audit.looks:
-            found = _again(audit, self._parts, cells, found)
         more_found = [
             finding
             for of_rows in (*rows.values(), *looks.values())
             for finding in findings_of(of_rows)
         ]
+        if "again" in audit.looks:
+            found, of_runs = _again(audit, self._parts, cells, found)
+            more_found += of_runs
         more_found = lse_gradient.unexplained(more_found, wiring)
         more_found += calls.findings(
             looks.get("calls", ()),
@@ -304,8 +305,9 @@ def _algorithms(audit: Audit, fit: Fit | None, group: Group) -> Sequence[str]:
 
 def _again(
     audit: Audit, parts: Parts, cells: list[Judged], found: list[Finding]
-) -> list[Finding]:
-    """What is worse than its algorithm allows, with what more runs show of it."""
+) -> tuple[list[Finding], list[Finding]]:
+    """What was found, with the rows where that is worse than its algorithm allows, and
+    what more runs show."""
     problems = {str(cell.problem): cell.problem for cell in cells}
     kind = "worse than its algorithm allows"
     # P may have been read on inputs that are among no cells.
@@ -334,7 +336,7 @@ def _again(
         else f
         for f in found
     ]
-    return with_rows + new
+    return with_rows, new
 
 
 def _begin(audit: Audit, parts: Parts, group: Group) -> Asked:

@@ -14,7 +14,7 @@ where it is a refusal, and else that it fails there (`refusal`).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -335,9 +335,9 @@ def other_mode(
         ]
         if differ:
             says = (
-                f"{', '.join(differ)} have other bits {mode}: a constant or a cast "
-                "follows the mode; give each its type, and not float64, which is "
-                "float32 where the mode is off"
+                f"{_have(differ)} other bits {mode}: a constant or a cast follows the "
+                "mode; give each its type, and not float64, which is float32 where "
+                "the mode is off"
             )
             places = (str(problem),)
             kind = "not reproducible"
@@ -346,7 +346,7 @@ def other_mode(
             units = one[tensor].errors.units, other[tensor].errors.units
             if max(units) > _MARKEDLY * min(units) and max(units) > _MARKEDLY:
                 says = (
-                    f"{tensor} is {units[1]:.3g} units from exact {mode}, and "
+                    f"{SYMBOLS[tensor]} is {units[1]:.3g} units from exact {mode}, and "
                     f"{units[0]:.3g} in the other mode"
                 )
                 kind = "worse than its algorithm allows"
@@ -368,7 +368,7 @@ def again(
     target: Target, problem: Problem, tensors: Sequence[str], *, gradients: bool = True
 ) -> Iterator[Row]:
     """A problem on which results are wrong, run again: whether they are so each time,
-    and in which rows. One row for each result."""
+    and in which rows. One row for each result, the first with what more runs show."""
     runner = Runner(target.on(problem), gradients=gradients)
     outcome = runner(problem)
     findings = unequal(runner, problem, outcome, _RUNS)
@@ -384,29 +384,36 @@ def again(
         yield {
             "tensor": tensor,
             "rows": rows,
-            "findings": _rows(f for f in findings if tensor in f.tensors),
+            "findings": _rows(findings),
         }
+        findings = []
 
 
 def unequal(
     runner: Runner, problem: Problem, outcome: Outcome, runs: int | None = None
 ) -> list[Finding]:
-    """Findings of more runs: results that have not always the bits of the first."""
+    """A finding if results have not always the bits of the first, in as many of `runs`
+    more as the most unsteady of them; `runs` on a GPU `_RUNS`, else one."""
     if runs is None:
         runs = 1 if jax.default_backend() == "cpu" else _RUNS
     others = [runner(problem).results for _ in range(runs if outcome.results else 0)]
-    findings = []
+    differ = {}
     for tensor, x in outcome.results.items():
-        differ = sum(not same_bits(x, other[tensor]) for other in others)
-        if differ:
-            says = (
-                f"{SYMBOLS[tensor]} has other bits in {differ} of {runs} more runs on "
-                f"{problem}: it reads what is not there yet, or sums up in no fixed "
-                "order"
-            )
-            kind, places = "not reproducible", (str(problem),)
-            findings.append(Finding(kind, "re-run", says, (tensor,), places))
-    return findings
+        if times := sum(not same_bits(x, other[tensor]) for other in others):
+            differ[tensor] = times
+    if not differ:
+        return []
+    says = (
+        f"{_have(differ)} other bits in {max(differ.values())} of {runs} more runs on "
+        f"{problem}: it reads what is not there yet, or sums up in no fixed order"
+    )
+    kind, places = "not reproducible", (str(problem),)
+    return [Finding(kind, "re-run", says, tuple(differ), places)]
+
+
+def _have(tensors: Collection[str]) -> str:
+    symbols = ", ".join(SYMBOLS[tensor] for tensor in tensors)
+    return f"{symbols} {'has' if len(tensors) == 1 else 'have'}"
 
 
 def _by_row(tensor: str, e: np.ndarray) -> Float[np.ndarray, "B L N"]:
