@@ -374,6 +374,10 @@ def test_bits_that_hang_on_how_xla_compiles_are_found(monkeypatch):
         findings = [r.finding for r in found if r.finding]
         assert bool(findings) == hangs
         assert {(f.kind, f.cause) for f in findings} <= {("not reproducible", "tuning")}
+        # One line for all results, with the largest of their differences.
+        off = [r for r in found if not r.bit_equal]
+        assert {f.tensors for f in findings} <= {tuple(r.tensor for r in off)}
+        assert all(f.evidence["ulps"] == max(r.ulps for r in off) for f in findings)
 
 
 def test_the_batch_position_is_found():

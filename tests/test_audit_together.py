@@ -16,6 +16,7 @@ from attn_jax.audit.problem import (
     Problem,
     made_of,
 )
+from attn_jax.audit.rows import findings_of
 from attn_jax.audit.target import Adapter, Target
 from tests.planted import honest
 from tests.planted_masks import broadcast
@@ -109,6 +110,35 @@ def test_out_without_keys_is_read_too():
 def test_an_honest_function_has_none():
     assert read(honest()) == {}
     assert read(jax.nn.dot_product_attention) == {}
+
+
+def test_what_a_mask_hides_is_no_consequence_of_what_is_wrong_without_one():
+    def row(cause, **mask):
+        finding = Finding("wrong wiring", cause, "", ("out",), ("P",))
+        return {**mask, "findings": [dataclasses.asdict(finding)]}
+
+    rows = [row("crash"), row("rows do not sum to one", mask="full")]
+    rows += [row(HIDDEN_PAIRS, mask="causal"), row("dropout left on", mask="causal")]
+    read = [(row.get("mask"), findings_of([row])) for row in rows]
+    said = {
+        spoilt: [f.cause for f in more.of_read(read, {spoilt})]
+        for spoilt in ("full", "causal", "window")
+    }
+    assert said == {
+        "full": ["crash", HIDDEN_PAIRS],
+        "causal": ["crash", "rows do not sum to one"],
+        "window": [f["findings"][0]["cause"] for f in rows],
+    }
+
+
+def test_what_the_measurements_say_is_not_finite_is_not_said_again():
+    broken, other = (
+        Finding("not finite", "", ""),
+        Finding("wrong wiring", HIDDEN_PAIRS, ""),
+    )
+    rows = [("causal", [broken]), ("window", [broken, other])]
+    assert more.of_read(rows, set(), {"window"}) == [broken, other]
+    assert more.of_read(rows, set()) == [broken, broken, other]
 
 
 def test_what_one_mask_does_is_not_said_again_of_two():

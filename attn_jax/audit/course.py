@@ -223,7 +223,9 @@ class _Course:
         wiring = one_cause(_wiring(rows), [cell.problem for cell in cells])
         rows_of_p = [*looks.pop("P", []), *looks.pop("P together", [])]
         read = [(row.get("mask"), findings_of([row])) for row in rows_of_p]
-        wiring += more.of_read(read, verdict.masks_of(wiring, {"out"}, cells))
+        broken = {c.problem.mask for c in cells if verdict.is_broken(c, "out")}
+        spoilt = verdict.masks_of(wiring, {"out"}, cells)
+        wiring += more.of_read(read, spoilt, broken)
         suspect = attribution.suspect(self._fits)
         found = verdict.judge(cells, self._fit, costs, wiring, suspect)
         more_found = [

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -96,19 +96,18 @@ def invariances(
     # A backward pass takes the time of two forward passes at least.
     runs = RUNS if gradients else 3 * RUNS
     again = [run(attend, inputs) for _ in range(runs - 1)]
-    records = [
-        _bit_by_bit(max(pairs, key=lambda record: record.ulps), _RERUN)
-        for pairs in zip(
-            *(_compare("re-run", first, x, noise, problem) for x in again), strict=True
-        )
-    ]
+    pairs = zip(
+        *(_compare("re-run", first, x, noise, problem) for x in again), strict=True
+    )
+    most = [max(of_result, key=lambda record: record.ulps) for of_result in pairs]
+    records = _bit_by_bit(most, _RERUN)
     unsteady = {r.tensor: r.measured for r in records if not r.bit_equal}
     steady = len(records)
     # What differs from run to run says nothing of how it was compiled.
     if (options := _untuned()) is not None and all(r.bit_equal for r in records):
         other = programs.run_compiled(attend, inputs, options, gradients=gradients)
         found = _compare("tuning", first, other, noise, problem)
-        records += [_bit_by_bit(record, _TUNING) for record in found]
+        records += _bit_by_bit(found, _TUNING)
     for name, transformed in _transformed(run, attend, problem, attend_of, with_scale):
         try:
             results = transformed()
@@ -366,13 +365,13 @@ _BATCHED = set(Noise._fields) - {"rows", "by_logits"}
 
 
 _RERUN = (
-    "of one program on the same inputs differs from run to run, by up to {ulps:.3g} "
-    "units of the last place: sums are added up in no fixed order"
+    "other bits from run to run of one program on the same inputs, by up to {ulps:.3g} "
+    "ulp: sums are added up in no fixed order"
 )
 _TUNING = (
-    "has other bits, by up to {ulps:.3g} units of the last place, when XLA compiles it "
-    "without trying out what is fastest (xla_gpu_autotune_level=0): two compilations "
-    "may differ, as the order of a sum depends on what was fastest that time"
+    "other bits, by up to {ulps:.3g} ulp, when XLA compiles it without trying out what "
+    "is fastest (xla_gpu_autotune_level=0): two compilations may differ, as the order "
+    "of a sum depends on what was fastest that time"
 )
 
 
@@ -381,19 +380,24 @@ def _untuned() -> Mapping[str, Any] | None:
     return RUN_ONCE if jax.default_backend() == "gpu" else None
 
 
-def _bit_by_bit(record: Invariance, says: str) -> Invariance:
-    """Other bits are a finding, and nothing else is."""
-    finding = None
-    if not record.bit_equal:
-        finding = Finding(
-            "not reproducible",
-            record.name,
-            f"{SYMBOLS[record.tensor]} {says.format(ulps=record.ulps)}",
-            (record.tensor,),
-            (record.name,),
-            {"ulps": record.ulps},
-        )
-    return dataclasses.replace(record, finding=finding)
+def _bit_by_bit(records: Sequence[Invariance], says: str) -> list[Invariance]:
+    """Other bits are a finding, the same of all results, and nothing else is."""
+    others = [record for record in records if not record.bit_equal]
+    if not others:
+        return [dataclasses.replace(record, finding=None) for record in records]
+    name, ulps = others[0].name, max(record.ulps for record in others)
+    finding = Finding(
+        "not reproducible",
+        name,
+        f"{', '.join(SYMBOLS[x.tensor] for x in others)}: {says.format(ulps=ulps)}",
+        tuple(record.tensor for record in others),
+        (name,),
+        {"ulps": ulps},
+    )
+    return [
+        dataclasses.replace(record, finding=None if record.bit_equal else finding)
+        for record in records
+    ]
 
 
 def _hidden(

@@ -124,12 +124,14 @@ def _short(problem: Problem, shards: int) -> Problem:
 
 
 def of_read(
-    rows: Iterable[tuple[str | None, list[Finding]]], spoilt: set[str]
+    rows: Iterable[tuple[str | None, list[Finding]]],
+    spoilt: set[str],
+    broken: Collection[str] = (),
 ) -> list[Finding]:
     """What to say of what `read` found, by mask. Under a `spoilt` one, where out is
     recognised, it is a consequence; but what is wrong without a mask hides nothing, and
     so shows nothing that a mask hides. What is said of a mask goes for those that are
-    made of it."""
+    made of it. Of one in `broken` the measurements say that out is not finite."""
     found, named = [], set(spoilt)
     for mask, findings in rows:
         if mask is not None:
@@ -140,6 +142,8 @@ def of_read(
                 findings = [f for f in findings if f.cause == HIDDEN_PAIRS]
             if findings:
                 named.add(mask)
+            if mask in broken:
+                findings = [f for f in findings if f.kind != "not finite"]
         found += findings
     return found
 

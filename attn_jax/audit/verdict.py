@@ -108,10 +108,10 @@ def judge(
     same. What is wrong with P alone is so with out, and gradients are judged."""
     found = [*_refusals(cells), *_merged(wiring)]
     others = [finding for finding in wiring if finding.is_other_attention]
+    out_spoilt = masks_of(others, {"out"}, cells)
+    found += _not_finite([c for c in cells if not _is_of(c, out_spoilt)])
     for tensor in TENSORS:
-        out_spoilt = masks_of(others, {"out"}, cells)
         spoilt = out_spoilt | masks_of(wiring, {tensor}, cells)
-        found += _not_finite([c for c in cells if not _is_of(c, out_spoilt)], tensor)
         right = [cell for cell in cells if not _is_of(cell, spoilt)]
         here = [cell for cell in right if tensor in cell.found]
         poor = [cell for cell in here if cell.found[tensor].errors.units > POOR_UNITS]
@@ -402,27 +402,37 @@ def _is_without(units: float, cost: Cost) -> bool:
     return units * units < cost.units * cost.without
 
 
-def _not_finite(cells: Sequence[Judged], tensor: str) -> list[Finding]:
-    bad = [c for c in cells if tensor in c.found and c.found[tensor].not_finite]
-    if not bad:
-        return []
-    first = bad[0]
-    unseen = all(_is_unseen(cell, tensor) for cell in bad)
-    instead = [cell.found[tensor].instead for cell in bad]
-    # In words, since NaN is not equal to NaN.
-    values = {"" if x is None else f"{x:.3g} in all of them" for x in instead}
-    value = values.pop() if len(values) == 1 else ""
-    finding = Finding(
-        "not finite",
-        SEES_NO_KEY if unseen else "",
-        f"{SYMBOLS[tensor]} is not finite where the exact one is, or finite where it "
-        f"is infinite, in {first.found[tensor].not_finite} values on {first.problem}, "
-        f"and on {len(bad)} of {len(cells)} problems" + (f": {value}" if value else ""),
-        (tensor,),
-        tuple(str(cell.problem) for cell in bad),
-        {"values": float(first.found[tensor].not_finite)},
-    )
-    return [finding]
+def is_broken(cell: Judged, tensor: str) -> bool:
+    """Whether values are not finite that should be, or the reverse."""
+    return tensor in cell.found and cell.found[tensor].not_finite > 0
+
+
+def _not_finite(cells: Sequence[Judged]) -> list[Finding]:
+    """One for all results that are so on the same problems, and for the same reason."""
+    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for tensor in TENSORS:
+        bad = [i for i, cell in enumerate(cells) if is_broken(cell, tensor)]
+        unseen = all(_is_unseen(cells[i], tensor) for i in bad)
+        if bad:
+            alike.setdefault((SEES_NO_KEY * unseen, (*bad,)), []).append(tensor)
+    findings = []
+    for (cause, places), tensors in alike.items():
+        bad = [cells[i] for i in places]
+        instead = [cell.found[tensor].instead for cell in bad for tensor in tensors]
+        # In words, since NaN is not equal to NaN.
+        values = {"" if x is None else f": {x:.3g} in all of them" for x in instead}
+        first = [bad[0].found[tensor].not_finite for tensor in tensors]
+        says = (
+            f"{', '.join(SYMBOLS[tensor] for tensor in tensors)}: not finite where the "
+            "exact result is, or finite where that is infinite, in "
+            f"{', '.join(map(str, first))} values on {bad[0].problem}, and on "
+            f"{len(bad)} of {len(cells)} problems"
+        ) + (values.pop() if len(values) == 1 else "")
+        where, counts = tuple(str(cell.problem) for cell in bad), zip(tensors, first)
+        evidence = {f"values, {tensor}": float(count) for tensor, count in counts}
+        finding = Finding("not finite", cause, says, tuple(tensors), where, evidence)
+        findings.append(finding)
+    return findings
 
 
 def _is_unseen(cell: Judged, tensor: str) -> bool:
