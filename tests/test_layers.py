@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.layers import gelu, modulated_norm, rms_norm
+from train.layers import gated_sum, gelu, modulated_norm, rms_norm
 
 # Of the largest result: sums of at most 30 terms, some of which cancel, of products of
 # at most a dozen factors, each rounded once. A wrong formula is off by shares of it.
@@ -28,8 +28,12 @@ def plain_gelu(x):
 
 CASES = {
     "modulated_norm": (
-        *(modulated_norm, plain_modulated),
+        *(lambda *x: modulated_norm(*x, x[0].dtype), plain_modulated),
         ((3, 5, 8), (3, 1, 8), (3, 1, 8)),
+    ),
+    "gated_sum": (
+        *(gated_sum, lambda x, gate, update: x + gate * update),
+        ((3, 5, 8), (3, 1, 8), (3, 5, 8)),
     ),
     "rms_norm": (rms_norm, plain_rms, ((3, 5, 2, 8), (8,))),
     "gelu": (gelu, plain_gelu, ((3, 5, 8),)),
@@ -66,8 +70,8 @@ def test_nothing_but_inputs_and_numbers_of_rows_is_kept(name):
     _, pullback = jax.vjp(layer, *inputs)
     kept = [leaf for leaf in jax.tree.leaves(pullback) if leaf.size > 1]
     wide = [leaf for leaf in kept if leaf.shape == inputs[0].shape]
-    assert len(wide) == 1 and wide[0] is inputs[0]
-    # Mean and root of a row, and the learned or given scale.
+    assert len(wide) == 1 and any(wide[0] is x for x in inputs)
+    # Mean and root of a row, and the learned or given scale or gate.
     rows = inputs[0].size // inputs[0].shape[-1]
     beside = 2 * rows + sum(x.size for x in inputs[1:2])
     assert sum(leaf.size for leaf in kept if leaf is not wide[0]) <= beside
@@ -81,3 +85,11 @@ def test_gradients_have_the_format_of_what_they_are_of(dtype):
     assert [g.dtype for g in pullback(out)] == [dtype, dtype]
     out, pullback = jax.vjp(gelu, x)
     assert out.dtype == dtype and pullback(out)[0].dtype == dtype
+    (x, scale, update) = arrays(((3, 5, 8), (3, 1, 8), (3, 5, 8)), jnp.float32)
+    normal, pullback = jax.vjp(lambda *y: modulated_norm(*y, dtype), x, scale, scale)
+    wide = modulated_norm(x, scale, scale, x.dtype)
+    assert normal.dtype == dtype and (normal == wide.astype(dtype)).all()
+    assert {g.dtype for g in pullback(normal)} == {jnp.dtype(jnp.float32)}
+    out, pullback = jax.vjp(gated_sum, x, scale, update.astype(dtype))
+    assert out.dtype == jnp.float32
+    assert [g.dtype for g in pullback(out)] == [jnp.float32, jnp.float32, dtype]

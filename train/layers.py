@@ -10,36 +10,44 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 _EPS = 1e-6
 _ROOT, _CUBIC = (2.0 / math.pi) ** 0.5, 0.044715  # of the activation
 
 
-@jax.custom_vjp
 def modulated_norm(
-    x: Float[Array, "B L d"], scale: Float[Array, "B 1 d"], shift: Float[Array, "B 1 d"]
+    x: Float[Array, "B L d"],
+    scale: Float[Array, "B 1 d"],
+    shift: Float[Array, "B 1 d"],
+    dtype: DTypeLike,
 ) -> Float[Array, "B L d"]:
     """(1 + scale) n + shift, where n is x with zero mean and unit variance over the
-    last axis (layer normalisation with nothing learned), in the format of x.
+    last axis (layer normalisation with nothing learned), rounded to `dtype` from the
+    format of x.
 
     With g the gradient of the result, h = (1 + scale) g and r = 1 / sqrt(variance):
     dx = r (h - mean(h) - n mean(h n)), dscale and dshift the sums of g n and of g.
     """
-    return _modulated(x, scale, shift)[0]
+    return _modulated_norm(x, scale, shift, dtype)
 
 
-def _modulated(x, scale, shift):
+def _modulated(x, scale, shift, dtype):
     # One pass over x for both sums. In FP32 this costs the variance (mean / spread)^2
     # units roundoff: less than the result's rounding to 16 bits up to a mean of 100
     # times the spread.
     mean, square = (y.mean(-1, keepdims=True) for y in (x, jnp.square(x)))
     root = jax.lax.rsqrt(jnp.maximum(square - jnp.square(mean), 0.0) + _EPS)
-    return (x - mean) * root * (1.0 + scale) + shift, (x, scale, mean, root)
+    result = (x - mean) * root * (1.0 + scale) + shift
+    return result.astype(dtype), (x, scale, mean, root)
 
 
-def _modulated_backward(kept, gradient):
-    x, scale, mean, root = jax.lax.optimization_barrier(kept)
+def _modulated_backward(dtype, kept, gradient):
+    # The gradient behind the barrier, too: if three products make it, all are added by
+    # the products, and no pass here reads two of them.
+    x, scale, mean, root, gradient = jax.lax.optimization_barrier((*kept, gradient))
+    gradient = gradient.astype(x.dtype)
     normal, inner = (x - mean) * root, gradient * (1.0 + scale)
     # Sums of the same pass over x and the gradient.
     along, offset = (y.mean(-1, keepdims=True) for y in (inner * normal, inner))
@@ -47,7 +55,33 @@ def _modulated_backward(kept, gradient):
     return dx, (gradient * normal).sum(1, keepdims=True), gradient.sum(1, keepdims=True)
 
 
-modulated_norm.defvjp(_modulated, _modulated_backward)
+_modulated_norm = jax.custom_vjp(lambda *x: _modulated(*x)[0], nondiff_argnums=(3,))
+_modulated_norm.defvjp(_modulated, _modulated_backward)
+
+
+@jax.custom_vjp
+def gated_sum(
+    x: Float[Array, "B L d"], gate: Float[Array, "B 1 d"], update: Float[Array, "B L d"]
+) -> Float[Array, "B L d"]:
+    """x + gate update, in the format of x.
+
+    With g the gradient of the result: dupdate = gate g, dgate the sum of g update.
+    """
+    return x + gate * update.astype(x.dtype)
+
+
+def _gated_sum_backward(kept, gradient):
+    gate, update = kept
+    # One pass makes both gradients; without the barrier XLA takes two.
+    g = jax.lax.optimization_barrier(gradient)
+    dgate = (g * update.astype(g.dtype)).sum(1, keepdims=True)
+    return gradient, dgate, (gate * g).astype(update.dtype)
+
+
+gated_sum.defvjp(
+    lambda x, gate, update: (gated_sum(x, gate, update), (gate, update)),
+    _gated_sum_backward,
+)
 
 
 @jax.custom_vjp

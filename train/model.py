@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from train.config import ModelConfig
-from train.layers import gelu, modulated_norm, rms_norm
+from train.layers import gated_sum, gelu, modulated_norm, rms_norm
 from train.precision import Policy
 
 AttentionFn = Callable[[Array, Array, Array], Array]
@@ -96,7 +96,7 @@ class Block(nnx.Module):
                 rngs=rngs,
             )
 
-        self.heads = config.heads
+        self.heads, self.compute = config.heads, policy.compute
         self.query = linear(width, width, False)
         self.key = linear(width, width, False)
         self.value = linear(width, width, False)
@@ -124,21 +124,21 @@ class Block(nnx.Module):
             part[:, None] for part in jnp.split(modulation + table, 6, axis=-1)
         )
         heads = (*x.shape[:2], self.heads, x.shape[-1] // self.heads)
-        # In the format of the products at once: three gradients of it are then added by
-        # the products that make them.
-        y = modulated_norm(x, scale1, shift1).astype(self.query.dtype)
-        query, key, value = (
-            _by_rows(layer, y).reshape(heads)
-            for layer in (self.query, self.key, self.value)
-        )
+        y = modulated_norm(x, scale1, shift1, self.compute)
+        rows = y.reshape(-1, x.shape[-1])
+        # Apart from the query's, whose product then adds the sum of the other two
+        # gradients to its own; XLA has a product add one array, but no sum of products.
+        others = jax.lax.optimization_barrier(rows)
+        key, value = (layer(others).reshape(heads) for layer in (self.key, self.value))
+        query = self.query(rows).reshape(heads)
         if self.qk_norm:
             query = rms_norm(query, self.query_scale[...])
             key = rms_norm(key, self.key_scale[...])
         attended = attention_fn(query, key, value).reshape(x.shape)
-        x = x + gate1 * _by_rows(self.out, attended).astype(jnp.float32)
-        y = modulated_norm(x, scale2, shift2)
+        x = gated_sum(x, gate1, _by_rows(self.out, attended))
+        y = modulated_norm(x, scale2, shift2, self.compute)
         y = _by_rows(lambda rows: self.down(gelu(self.up(rows))), y)
-        return x + gate2 * y.astype(jnp.float32)
+        return gated_sum(x, gate2, y)
 
 
 class Transformer(nnx.Module):
@@ -154,6 +154,7 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.config = config
+        self.compute = policy.compute
         self.vocab_size = vocab_size
         self.grid = resolution // config.patch
         width = config.width
@@ -225,5 +226,5 @@ class Transformer(nnx.Module):
                 x = block(x, modulation, attention_fn)
         final = self.final_modulation(time).astype(jnp.float32)[:, None]
         shift, scale = jnp.split(final, 2, axis=-1)
-        x = modulated_norm(x[:, tokens.shape[1] :], scale, shift)
+        x = modulated_norm(x[:, tokens.shape[1] :], scale, shift, self.compute)
         return unpatchify(_by_rows(self.patch_out, x), self.config.patch)
