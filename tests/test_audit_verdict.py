@@ -205,6 +205,17 @@ def test_what_explains_a_part_explains_not_the_rest():
     assert verdict.together([bits], [x64], cells) == [bits, x64]
 
 
+def test_gradients_of_a_wrong_p_are_not_called_poor():
+    """They may be so by it, whatever the algorithm."""
+    poor = cell(dkey=2.2, allowed=2.5)
+    (said,) = judge([poor], None)
+    assert said.kind.startswith("as accurate") and said.tensors == ("dkey",)
+    wrong = Finding("wrong wiring", ROWS_NOT_ONE, "", ("out",), (str(poor.problem),))
+    assert judge([poor], None, wiring=[wrong]) == [wrong]
+    worse = cell(dkey=90.0)
+    assert {f.kind for f in judge([worse], None, wiring=[wrong])} == {wrong.kind, WORSE}
+
+
 def test_what_was_not_run_is_said_whatever_is_known():
     cells = [cell(out=900.0)]
     place = str(cells[0].problem)

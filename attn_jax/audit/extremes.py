@@ -56,7 +56,8 @@ def extremes(
             broken,
             EXTREME,
             "{measured:.0f} values are not finite where logits are about +1000 or "
-            "-1000: take the row's largest logit off before exp",
+            "-1000: take the row's largest logit off before exp, in each term of the "
+            "sum, of padding, too",
         ),
         count(
             "rows that see nothing",

@@ -109,6 +109,7 @@ def judge(
     found = [*_refusals(cells), *_merged(wiring)]
     others = [finding for finding in wiring if finding.is_other_attention]
     out_spoilt = masks_of(others, {"out"}, cells)
+    out_wrong = masks_of(wiring, {"out"}, cells)
     found += _not_finite([c for c in cells if not _is_of(c, out_spoilt)])
     for tensor in TENSORS:
         spoilt = out_spoilt | masks_of(wiring, {tensor}, cells)
@@ -121,6 +122,8 @@ def judge(
             found.append(_worse(bad, here, first, tensor, fit, suspect))
         # What FP32 leaves in LSE is many units, and so small that nobody need act.
         rest = [cell for cell in poor if cell not in bad and tensor != "lse"]
+        # Of a wrong P gradients may be poor, which says nothing of its algorithm.
+        rest = [cell for cell in rest if not _is_of(cell, out_wrong)]
         if rest:
             found.append(_poor(rest, here, tensor, fit, costs))
     return found
