@@ -396,8 +396,8 @@ def again(
 def unequal(
     runner: Runner, problem: Problem, outcome: Outcome, runs: int | None = None
 ) -> list[Finding]:
-    """A finding if results have not always the bits of the first, in as many of `runs`
-    more as the most unsteady of them; `runs` on a GPU `_RUNS`, else one."""
+    """One finding, if results have not always the bits of the first in `runs` more: on
+    a GPU `_RUNS`, else one."""
     if runs is None:
         runs = 1 if jax.default_backend() == "cpu" else _RUNS
     others = [runner(problem).results for _ in range(runs if outcome.results else 0)]
@@ -407,8 +407,10 @@ def unequal(
             differ[tensor] = times
     if not differ:
         return []
+    most = max(differ.values())
+    up_to = "up to " if min(differ.values()) < most else ""
     says = (
-        f"{_have(differ)} other bits in {max(differ.values())} of {runs} more runs on "
+        f"{_have(differ)} other bits in {up_to}{most} of {runs} more runs on "
         f"{problem}: it reads what is not there yet, or sums up in no fixed order"
     )
     kind, places = "not reproducible", (str(problem),)
