@@ -40,7 +40,7 @@ def assert_differentiated(result):
 def test_fp32_partial_results_merge_exactly(mask, family):
     shape = Shape(2, 128, 128, 1, 1, 64)
     result = audit(problem=Problem(shape, mask=mask, family=family), parts=PARTS)
-    assert result.verdict == "merges exactly" and not result.findings
+    assert result.verdict == "merging adds no error" and not result.findings
     assert result.combination == ("fp32", "fp32") and result.against == "golden"
     # A tenth: what an error that does not grow is by how keys happen to be cut.
     assert abs(result.growth["out"]) < 0.1
@@ -92,7 +92,7 @@ def test_a_rounding_that_is_undone_stays(numbers, fully_optimised):
 def test_lse_without_gradient_is_wrong_wiring():
     result = audit("LSE without gradient")
     assert kinds(result) == {("wrong wiring", "LSE gets no gradient")}
-    assert result.verdict == "LSE gets no gradient; out merges exactly"
+    assert result.verdict == "LSE gets no gradient; merging adds no error to out"
     assert set(result.lse_gradient) == {"dquery", "dkey"}
     assert all(abs(share) < 0.05 for share in result.lse_gradient.values())
     assert result.errors["dquery"][4] > 10 * result.errors["dquery"][1]
@@ -140,7 +140,7 @@ def test_recipes_lose_by_16_bits_and_by_nothing_else(name):
 
 def test_float32_merges_exactly():
     result = audit(problem=Problem(SHAPE, "float32"))
-    assert result.verdict == "merges exactly"
+    assert result.verdict == "merging adds no error"
 
 
 def test_an_exact_zero_is_no_error():

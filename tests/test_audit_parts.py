@@ -314,7 +314,7 @@ def test_what_a_target_will_not_be_run_for_hides_nothing_else():
     (finding,) = (f for row in rows for f in row["findings"])
     assert finding["kind"] == "not taken"
     assert finding["says"] == (
-        "invariances padded keys not run: ValueError: no lengths today"
+        "invariance under padded keys not run: ValueError: no lengths today"
     )
 
 

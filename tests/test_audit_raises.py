@@ -65,7 +65,7 @@ def test_what_is_no_refusal_at_another_batch_size_is_a_fault(error, kind):
     rows = more.vary(target(odd_batches(error)), PROBLEM, gradients=False)
     word = "failed" if kind == "fails" else "not run"
     name = type(error).__name__
-    assert said(rows) == {f"invariances batch size {word}: {name}: {error}": kind}
+    assert said(rows) == {f"invariance under batch size {word}: {name}: {error}": kind}
 
 
 @pytest.mark.parametrize(

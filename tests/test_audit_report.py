@@ -320,6 +320,17 @@ def test_the_terminal_says_all_that_matters():
     assert "out 2: 1.65, 4: 2.34, 8: 3.31, 16: 4.68 (predicted 1.25," in flat
 
 
+def test_steps_that_cost_nothing_are_not_named():
+    shares = {"dear": 0.9, "cheap": 0.004, "free": -0.02, "unclear": math.nan}
+    row = example().attribution[0]
+    report = example(
+        attribution=[row | {"step": step, "share": x} for step, x in shares.items()]
+    )
+    assert "; dear 90%, unclear nan%" in printed(report)
+    for drawn in (printed(report), page(report)):
+        assert [step for step in shares if step in drawn] == ["dear", "unclear"]
+
+
 def test_the_terminal_says_how_masks_were_passed():
     passed = {"causal": "is_causal", "window": "an array (mask)"}
     said = printed(example(settings={"mask_arguments": passed}))

@@ -16,7 +16,6 @@ from attn_jax.audit.svg import Bar, Series, Tile
 # Longer ones, such as a compiler's messages, are in `report.json`.
 _LONGEST = 300
 _MOST_PLACES = 6
-_LEAST_SHARE = 0.005
 _STYLE = (
     ":root{color-scheme:light dark;--page:#ffffff;--ink:#1b1b1b;--faint:#767676;"
     f"--good:#00664a;--bad:#a31515;{svg.series_variables(svg.LIGHT)}}}"
@@ -247,9 +246,7 @@ def _attribution(report: Report) -> str:
     shares = {
         tensor: [
             Bar(row["step"], row["share"], f"{row['share']:.1%}", 2)
-            for row in rows
-            # As NaN is not below it, that is shown.
-            if row["step"] and not row["share"] < _LEAST_SHARE
+            for row in summary.shares(rows)
         ]
         for tensor, rows in groups.items()
     }

@@ -387,5 +387,5 @@ def _verdict(combination, findings: tuple[Finding, ...]) -> list[str]:
     }
     said: list[str] = [words.get(f.cause) or f.cause for f in findings]
     if combination is not None and all(f.kind != POOR for f in findings):
-        said.append("merges exactly" if not said else "out merges exactly")
+        said.append("merging adds no error" + (" to out" if said else ""))
     return said

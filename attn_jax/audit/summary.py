@@ -8,6 +8,9 @@ from attn_jax.audit.problem import TENSORS
 from attn_jax.audit.raised import printable
 from attn_jax.audit.report import Attribution, Cell, Probe, Report
 
+# Of squared error; a step below it is not named.
+_LEAST_SHARE = 0.005
+
 
 class Worst(NamedTuple):
     """The largest error of some cells, in units; NaN is the worst of all."""
@@ -113,6 +116,12 @@ def attributed(rows: Iterable[Attribution]) -> dict[str, list[Attribution]]:
         )
         for tensor in tensors(row["tensor"] for row in rows)
     }
+
+
+def shares(rows: Iterable[Attribution]) -> list[Attribution]:
+    """Of the steps that cost something, or of which it is not known (NaN). Beside a
+    larger error, chance alone makes the others a little dearer or cheaper."""
+    return [row for row in rows if row["step"] and not row["share"] < _LEAST_SHARE]
 
 
 def verdict(report: Report) -> str:

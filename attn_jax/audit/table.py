@@ -144,7 +144,7 @@ def _cells(report: Report) -> Iterator[str]:
 def _attribution(report: Report) -> Iterator[str]:
     for tensor, rows in summary.attributed(report.attribution).items():
         first = rows[0]
-        shares = [f"{x['step']} {x['share']:.0%}" for x in rows if x["step"]]
+        shares = [f"{x['step']} {x['share']:.0%}" for x in summary.shares(rows)]
         yield (
             f"Attribution of {tensor}: {figure(first['measured'])} units measured, "
             f"{figure(first['predicted'])} predicted by {first['recipe']}"
