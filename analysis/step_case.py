@@ -36,7 +36,7 @@ _USABLE = 0.97
 _EXHAUSTED = "RESOURCE_EXHAUSTED"
 # What a kernel does, by its name; the first that fits.
 KINDS = {
-    "attention": re.compile(r"mosaic_gpu|cudnn|fmha|flash"),
+    "attention": re.compile(r"attention_|cudnn|fmha|flash"),
     "products": re.compile(r"gemm|nvjet|cutlass|xmma|cublas", re.IGNORECASE),
 }
 BETWEEN = "between kernels"

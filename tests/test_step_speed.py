@@ -85,6 +85,7 @@ def test_kernels_are_told_apart_by_their_names():
         "nvjet_sm90_tst_144x128_64x6_2x1_v_bz_TTN": "products",
         "gemm_fusion_dot_212": "products",
         "input_add_reduce_fusion_8": "other",
+        "gated_norm_backward_mosaic_gpu_kernel": "other",
     }
     assert {name: kind_of(name) for name in names} == names
     kernels = [

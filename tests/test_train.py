@@ -463,14 +463,23 @@ def test_lowered_program_is_held_against_the_request():
     pallas = ResolvedAttention("pallas", "pallas", None, None)
     cudnn = ResolvedAttention("cudnn", "cudnn", None, None)
     baseline = ResolvedAttention("baseline", "xla", None, None)
+    mosaic = 'custom_call_target="mosaic_gpu_v2", metadata={op_name'
     program = (
-        'x = bf16[2] custom-call(y), custom_call_target="mosaic_gpu_v2"\n'
-        'z = bf16[2] custom-call(x), custom_call_target="mosaic_gpu_v2"\n'
-        'w = f32[2] custom-call(x), custom_call_target="__cublas$gemm"\n'
+        f'x = bf16[2] custom-call(y), {mosaic}="jit(f)/jvp()/attention_one/mpmd_map"\n'
+        f'z = bf16[2] custom-call(x), {mosaic}="jit(f)/attention_one/mpmd_map"\n'
+        f'n = bf16[2] custom-call(z), {mosaic}="jit(f)/some_norm/mpmd_map"\n'
+        'w = f32[2] custom-call(x), custom_call_target="__cublas$gemm", '
+        'metadata={op_name="jit(f)/layer/dot_general"}\n'
     )
     calls = lowered_kernels(program)
-    assert calls == {"mosaic_gpu_v2": 2, "__cublas$gemm": 1}
-    assert "mosaic_gpu_v2 (2 calls)" in check_lowered(pallas, calls)
+    norm = {"mosaic_gpu_v2:some_norm": 1, "__cublas$gemm": 1}
+    assert calls == {"mosaic_gpu_v2:attention_one": 2} | norm
+    said = check_lowered(pallas, calls)
+    assert said == "attention lowered to mosaic_gpu_v2:attention_one (2 calls)"
+    # Kernels of other layers are no attention.
+    assert "XLA operations" in check_lowered(baseline, norm)
+    with pytest.raises(RuntimeError, match="no pallas kernel"):
+        check_lowered(pallas, norm)
     for wrong in (cudnn, baseline):
         with pytest.raises(RuntimeError, match="compiled step has"):
             check_lowered(wrong, calls)

@@ -16,6 +16,7 @@ from train.attention import (
     ResolvedAttention,
     check_attention,
     compiler_options,
+    has_kernels,
     make_attention,
     resolve_attention,
     shard_attention,
@@ -24,6 +25,7 @@ from train.config import Config, UsageError
 from train.data import DataError, make_tokenizer, open_source
 from train.data.source import Source
 from train.data.tokenizer import Tokenizer
+from train.layers import Norms
 from train.model import AttentionFn
 from train.optimizer import make_optimizer
 from train.precision import Policy, make_policy
@@ -98,7 +100,7 @@ def assemble(config: Config, devices: list[Any] | None = None) -> Assembly:
     else:  # It communicates, which it can on a mesh alone.
         check_attention(config, attention_fn, policy.attention, batch_shards(mesh))
     tokenizer = make_tokenizer(config.model.tokenizer, config.model.text_length)
-    parts = make_parts(config, policy, tokenizer.vocab_size)
+    parts = make_parts(config, policy, tokenizer.vocab_size, make_norms(mesh))
     optimizer = make_optimizer(config)
     return Assembly(
         config=config,
@@ -111,6 +113,17 @@ def assemble(config: Config, devices: list[Any] | None = None) -> Assembly:
         optimizer=optimizer,
         shardings=state_shardings(parts, optimizer, mesh),
     )
+
+
+def make_norms(mesh: Mesh) -> Norms:
+    """Kernels where they run, whatever the attention."""
+    if not has_kernels(mesh.devices.flat[0]):
+        return Norms()
+    # Imported on use: Pallas takes long.
+    from train.head_norm_kernels import KernelHeadNorm
+    from train.norm_kernels import KernelNorm
+
+    return Norms(KernelNorm(mesh), KernelHeadNorm(mesh))
 
 
 def open_split(config: Config, split: str) -> Source:

@@ -42,8 +42,12 @@ _PARALLEL: dict[ContextParallel, tuple[context_parallel.Strategy, Any]] = {
     "all-gather": ("all_gather", "contiguous"),
     "ulysses": ("ulysses", "contiguous"),
 }
-# Parts of custom-call names by which the compiled program shows its attention.
-_MARKS = {"pallas": "mosaic_gpu", "cudnn": "fmha"}
+# Patterns of custom-call names by which the compiled program shows its attention.
+_MARKS = {"pallas": r"mosaic_gpu_v\d:attention_", "cudnn": "fmha"}
+# Mosaic's calls have one target: the kernel's own name is that of an operation's scope.
+_CALL = re.compile(
+    r'custom_call_target="([^"]+)"(?:(?<=mosaic_gpu_v\d").*?op_name="[^"]*?(\w+)/\w+")?'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,9 +278,8 @@ def check_attention(
 
 def lowered_kernels(program: str) -> dict[str, int]:
     """Custom calls in a compiled program's text, by name, with their number."""
-    return dict(
-        collections.Counter(re.findall(r'custom_call_target="([^"]+)"', program))
-    )
+    calls = (":".join(filter(None, x)) for x in _CALL.findall(program))
+    return dict(collections.Counter(calls))
 
 
 def check_lowered(resolved: ResolvedAttention, calls: dict[str, int]) -> str:
@@ -286,7 +289,8 @@ def check_lowered(resolved: ResolvedAttention, calls: dict[str, int]) -> str:
       RuntimeError: the attention kernel is missing, or there is one not asked for.
     """
     found = {
-        name: [call for call in calls if mark in call] for name, mark in _MARKS.items()
+        name: [call for call in calls if re.search(mark, call)]
+        for name, mark in _MARKS.items()
     }
     for name, present in found.items():
         wanted = name == resolved.implementation

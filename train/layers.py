@@ -7,13 +7,15 @@ forward pass made it already, and from storing it all the same.
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-_EPS = 1e-6
+EPS = 1e-6
 _ROOT, _CUBIC = (2.0 / math.pi) ** 0.5, 0.044715  # of the activation
 
 
@@ -38,7 +40,7 @@ def _modulated(x, scale, shift, dtype):
     # units roundoff: less than the result's rounding to 16 bits up to a mean of 100
     # times the spread.
     mean, square = (y.mean(-1, keepdims=True) for y in (x, jnp.square(x)))
-    root = jax.lax.rsqrt(jnp.maximum(square - jnp.square(mean), 0.0) + _EPS)
+    root = jax.lax.rsqrt(jnp.maximum(square - jnp.square(mean), 0.0) + EPS)
     result = (x - mean) * root * (1.0 + scale) + shift
     return result.astype(dtype), (x, scale, mean, root)
 
@@ -84,38 +86,60 @@ gated_sum.defvjp(
 )
 
 
-@jax.custom_vjp
+def gated_norm(
+    x: Float[Array, "B L d"],
+    gate: Float[Array, "B 1 d"] | None,
+    update: Float[Array, "B L d"] | None,
+    scale: Float[Array, "B 1 d"],
+    shift: Float[Array, "B 1 d"],
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "B L d"], Float[Array, "B L d"]]:
+    """(s, `modulated_norm` of s): s is `gated_sum`, or x where there is no update."""
+    if update is not None:
+        x = gated_sum(x, gate, update)
+    return x, modulated_norm(x, scale, shift, dtype)
+
+
 def rms_norm(
-    x: Float[Array, "B L N H"], scale: Float[Array, " H"]
+    x: Float[Array, "B L N H"], scale: Float[Array, " H"], dtype: DTypeLike
 ) -> Float[Array, "B L N H"]:
     """Unit root mean square over the last axis, times a learned scale, at least in
-    FP32.
+    FP32, rounded to `dtype`.
 
     With g the gradient of the result, h = scale g, r = 1 / sqrt(mean square) and
     n = r x: dx = r (h - n mean(h n)), dscale the sum of g n.
     """
-    return _rms(x, scale)[0]
+    return _rms_norm(x, scale, dtype)
 
 
-def _rms(x, scale):
+def _rms(x, scale, dtype):
     wide = _wide(x)
-    root = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + _EPS)
-    return wide * root * _wide(scale), (x, scale)
+    root = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + EPS)
+    return (wide * root * _wide(scale)).astype(dtype), (x, scale)
 
 
-def _rms_backward(kept, gradient):
+def _rms_backward(dtype, kept, gradient):
     x, scale = jax.lax.optimization_barrier(kept)
+    gradient = _wide(gradient)
     wide, inner = _wide(x), gradient * _wide(scale)
     square, along = (
         y.mean(-1, keepdims=True) for y in (jnp.square(wide), inner * wide)
     )
-    root = jax.lax.rsqrt(square + _EPS)
+    root = jax.lax.rsqrt(square + EPS)
     dx = root * (inner - wide * (jnp.square(root) * along))
     dscale = (gradient * (wide * root)).sum(range(x.ndim - 1))
     return dx.astype(x.dtype), dscale.astype(scale.dtype)
 
 
-rms_norm.defvjp(_rms, _rms_backward)
+_rms_norm = jax.custom_vjp(lambda *x: _rms(*x)[0], nondiff_argnums=(2,))
+_rms_norm.defvjp(_rms, _rms_backward)
+
+
+class Norms(NamedTuple):
+    """The norms of a model: those of this module, or kernels for them."""
+
+    gated_norm: Callable[..., tuple[Array, Array]] = gated_norm
+    rms_norm: Callable[..., Array] = rms_norm
 
 
 def _wide(x: Array) -> Array:

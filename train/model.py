@@ -11,7 +11,9 @@ would turn into steps of full size. No dropout. No gather: tokens are embedded b
 product with one-hot vectors, whose backward pass needs no scatter.
 """
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +22,26 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from train.config import ModelConfig
-from train.layers import gated_sum, gelu, modulated_norm, rms_norm
+from train.layers import Norms, gated_sum, gelu, modulated_norm
 from train.precision import Policy
 
 AttentionFn = Callable[[Array, Array, Array], Array]
+
+
+class Stream(NamedTuple):
+    """The residual stream: x + gate update, or x. The sum is left to the norm that
+    comes next, which reads it anyway."""
+
+    x: Float[Array, "B L d"]
+    gate: Float[Array, "B 1 d"] | None = None
+    update: Float[Array, "B L d"] | None = None
+
+    def summed(self) -> Float[Array, "B L d"]:
+        """The sum itself."""
+        if self.gate is None or self.update is None:
+            return self.x
+        return gated_sum(self.x, self.gate, self.update)
+
 
 _TIME_FREQUENCIES = 128
 
@@ -96,7 +114,8 @@ class Block(nnx.Module):
                 rngs=rngs,
             )
 
-        self.heads, self.compute = config.heads, policy.compute
+        self.heads = config.heads
+        self.compute, self.attention = policy.compute, policy.attention
         self.query = linear(width, width, False)
         self.key = linear(width, width, False)
         self.value = linear(width, width, False)
@@ -112,10 +131,11 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B L d"],
-        modulation: Float[Array, "B 6*{x.shape[-1]}"],
+        stream: Stream,
+        modulation: Float[Array, "B 6*{stream.x.shape[-1]}"],
         attention_fn: AttentionFn,
-    ) -> Float[Array, "B L d"]:
+        norms: Norms,
+    ) -> Stream:
         """Adds the block's two updates to the fp32 residual stream."""
         # Numbers in one row: an axis of six makes XLA lay out the gradients, and with
         # them the network, with tokens along memory; norms then take more passes.
@@ -123,8 +143,8 @@ class Block(nnx.Module):
         shift1, scale1, gate1, shift2, scale2, gate2 = (
             part[:, None] for part in jnp.split(modulation + table, 6, axis=-1)
         )
+        x, y = norms.gated_norm(*stream, scale1, shift1, self.compute)
         heads = (*x.shape[:2], self.heads, x.shape[-1] // self.heads)
-        y = modulated_norm(x, scale1, shift1, self.compute)
         rows = y.reshape(-1, x.shape[-1])
         # Apart from the query's, whose product then adds the sum of the other two
         # gradients to its own; XLA has a product add one array, but no sum of products.
@@ -132,13 +152,13 @@ class Block(nnx.Module):
         key, value = (layer(others).reshape(heads) for layer in (self.key, self.value))
         query = self.query(rows).reshape(heads)
         if self.qk_norm:
-            query = rms_norm(query, self.query_scale[...])
-            key = rms_norm(key, self.key_scale[...])
+            query = norms.rms_norm(query, self.query_scale[...], self.attention)
+            key = norms.rms_norm(key, self.key_scale[...], self.attention)
         attended = attention_fn(query, key, value).reshape(x.shape)
-        x = gated_sum(x, gate1, _by_rows(self.out, attended))
-        y = modulated_norm(x, scale2, shift2, self.compute)
+        attended = _by_rows(self.out, attended)
+        x, y = norms.gated_norm(x, gate1, attended, scale2, shift2, self.compute)
         y = _by_rows(lambda rows: self.down(gelu(self.up(rows))), y)
-        return gated_sum(x, gate2, y)
+        return Stream(x, gate2, y)
 
 
 class Transformer(nnx.Module):
@@ -152,8 +172,10 @@ class Transformer(nnx.Module):
         vocab_size: int,
         resolution: int,
         rngs: nnx.Rngs,
+        norms: Norms = Norms(),
     ):
         self.config = config
+        self.norms = norms
         self.compute = policy.compute
         self.vocab_size = vocab_size
         self.grid = resolution // config.patch
@@ -209,22 +231,28 @@ class Transformer(nnx.Module):
         text = text + sinusoids(np.arange(tokens.shape[1]), width)
         picture = _by_rows(self.patch_in, patchify(images, self.config.patch))
         picture = picture.astype(jnp.float32) + grid_positions(self.grid, width)
-        x = jnp.concatenate([text, picture], axis=1)
+        stream = Stream(jnp.concatenate([text, picture], axis=1))
 
         # Times times 1000: the range the frequencies of `sinusoids` are made for.
         time = self.time_in(sinusoids(1000.0 * t, 2 * _TIME_FREQUENCIES))
         time = jax.nn.silu(self.time_out(jax.nn.silu(time)))
         modulation = self.modulation(time).astype(jnp.float32)
+
+        def through(block: Block, stream: Stream, modulation: Array) -> Stream:
+            return block(stream, modulation, attention_fn, self.norms)
+
+        def alone(block: Block, x: Array, modulation: Array) -> Array:
+            return through(block, Stream(x), modulation).summed()
+
         for block in self.blocks:
             if self.config.remat:
-                x = jax.checkpoint(
-                    lambda x, modulation, block=block: block(
-                        x, modulation, attention_fn
-                    )
-                )(x, modulation)
+                # The sum: of each block that is kept, and not what it is made of.
+                again = jax.checkpoint(functools.partial(alone, block))
+                stream = Stream(again(stream.x, modulation))
             else:
-                x = block(x, modulation, attention_fn)
+                stream = through(block, stream, modulation)
         final = self.final_modulation(time).astype(jnp.float32)[:, None]
         shift, scale = jnp.split(final, 2, axis=-1)
-        x = modulated_norm(x[:, tokens.shape[1] :], scale, shift, self.compute)
+        x = stream.summed()[:, tokens.shape[1] :]
+        x = modulated_norm(x, scale, shift, self.compute)
         return unpatchify(_by_rows(self.patch_out, x), self.config.patch)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, UInt32
 
 from train.config import Config
+from train.layers import Norms
 from train.model import Transformer
 from train.precision import LossScale, Policy, start_loss_scale
 from train.sharding import parameter_shardings, replicated
@@ -45,6 +46,7 @@ class ModelParts:
     config: Config
     policy: Policy
     vocab_size: int
+    norms: Norms = Norms()
 
     def build(self, key: Array) -> Transformer:
         """A model with fresh weights."""
@@ -54,6 +56,7 @@ class ModelParts:
             vocab_size=self.vocab_size,
             resolution=self.config.data.resolution,
             rngs=nnx.Rngs(params=key),
+            norms=self.norms,
         )
 
     def merge(self, params: Any) -> Transformer:
@@ -61,9 +64,14 @@ class ModelParts:
         return nnx.merge(self.graph, nnx.State(params))
 
 
-def make_parts(config: Config, policy: Policy, vocab_size: int) -> ModelParts:
+def make_parts(
+    config: Config,
+    policy: Policy,
+    vocab_size: int,
+    norms: Norms = Norms(),
+) -> ModelParts:
     """Traces the model's structure; no array is made."""
-    parts = ModelParts(None, config, policy, vocab_size)
+    parts = ModelParts(None, config, policy, vocab_size, norms)
     abstract = nnx.eval_shape(lambda: parts.build(jax.random.key(0)))
     return dataclasses.replace(parts, graph=nnx.split(abstract)[0])
 
