@@ -111,8 +111,9 @@ def test_interpreted_kernels_are_as_exact_as_their_formats(
 
 def test_what_kernels_do_not_take_is_left_to_layers():
     norms = kernels(mesh_of(1, 1, 1, 1))
-    inputs, _ = of_stream((1, 4, 100), True, jnp.bfloat16)
-    for x in (inputs, jax.tree.map(lambda y: y.astype(jnp.bfloat16), inputs)):
+    for width, kind in ((100, "f4"), (3200, "f4"), (128, "f2")):
+        inputs, _ = of_stream((1, 4, width), True, jnp.bfloat16)
+        x = jax.tree.map(lambda y: y.astype(kind), inputs)
         one, other = norms.gated_norm(*x, jnp.bfloat16), gated_norm(*x, jnp.bfloat16)
         assert all((a == b).all() for a, b in zip(one, other, strict=True))
     (x, scale), gradient = of_heads((1, 3, 5, 64), jnp.bfloat16)
@@ -199,7 +200,12 @@ def _compiled(gpu: Gpu, width: int, gated: bool, dtype):
 @pytest.mark.parametrize("gpu", ["a100", "h200"])
 @pytest.mark.parametrize(
     ("width", "gated", "dtype"),
-    [(1152, True, jnp.bfloat16), (1152, False, jnp.float32), (384, True, jnp.float16)],
+    [
+        (384, True, jnp.float16),
+        (1152, False, jnp.float32),
+        (2048, True, jnp.bfloat16),
+        (3072, True, jnp.bfloat16),
+    ],
 )
 def test_nothing_spills(gpu, width, gated, dtype):
     program = in_child_process(

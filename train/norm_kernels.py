@@ -34,15 +34,16 @@ from train.sharding import BATCH
 
 _THREADS = 128
 _CHUNK = 32
-# Tokens of which a warpgroup waits for memory together: one more costs registers.
-_TOGETHER = 2
+# The widest streams of which a warpgroup has registers for two tokens, so that it waits
+# for the memory of both together, and for one.
+_WIDTH_OF_TWO, _WIDTH_OF_ONE = 2048, 3072
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelNorm:
     """`layers.gated_norm` on a mesh of GPUs, each of which has its own examples: a
-    kernel is opaque to XLA's partitioner. A stream that is no FP32 or no multiple of
-    128 wide is left to `layers`."""
+    kernel is opaque to XLA's partitioner. A stream that is no FP32, or whose width is
+    no multiple of 128 or above 3072, is left to `layers`."""
 
     mesh: Mesh
 
@@ -55,7 +56,8 @@ class KernelNorm:
         shift: Float[Array, "B 1 d"],
         dtype: DTypeLike,
     ) -> tuple[Float[Array, "B L d"], Float[Array, "B L d"]]:
-        if x.dtype != jnp.float32 or x.shape[-1] % _THREADS:
+        width = x.shape[-1]
+        if x.dtype != jnp.float32 or width % _THREADS or width > _WIDTH_OF_ONE:
             return layers.gated_norm(x, gate, update, scale, shift, dtype)
         return _gated_norm(x, gate, update, scale, shift, jnp.dtype(dtype), self.mesh)
 
@@ -105,7 +107,7 @@ class _Rows:
 
     @property
     def together(self) -> int:
-        return math.gcd(self.length, _TOGETHER)
+        return math.gcd(self.length, 2 if self.width <= _WIDTH_OF_TWO else 1)
 
     @property
     def layout(self) -> Any:
