@@ -11,7 +11,7 @@ from attn_jax.kernels.internals import interpreted
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Gpu, compiled
 from train import head_norm_kernels, norm_kernels
-from train.layers import Norms, gated_norm, rms_norm
+from train.layers import Norms, Stream, gated_norm, rms_norm
 from train.sharding import AXES
 
 TIME_LIMIT = 120
@@ -39,13 +39,13 @@ def arrays(seed: int, shapes, dtypes):
 
 
 def of_stream(shape, gated: bool, dtype):
-    """(x, gate, update, scale, shift), gradients of (sum, norm)"""
+    """(stream, scale, shift), gradients of (sum, norm)"""
     example = shape[0], 1, shape[2]
     shapes = shape, example, shape, example, example, shape, shape
     kinds = *[jnp.float32] * 2, dtype, *[jnp.float32] * 3, dtype
     x, gate, update, scale, shift, *gradients = arrays(0, shapes, kinds)
-    given = (gate, update) if gated else (None, None)
-    return (x, *given, scale, shift), tuple(gradients)
+    stream = Stream(x, gate, update) if gated else Stream(x)
+    return (stream, scale, shift), tuple(gradients)
 
 
 def of_heads(shape, dtype):
@@ -125,7 +125,8 @@ def test_what_kernels_do_not_take_is_left_to_layers():
 
 def _played_forward(of_tokens, of_example, *, dtype):
     x, update = of_tokens
-    summed, out = gated_norm(x, of_example[0], update, *of_example[1:], dtype)
+    gate, scale, shift = of_example
+    summed, out = gated_norm(Stream(x, gate, update), scale, shift, dtype)
     return (None if update is None else summed), out
 
 
@@ -134,7 +135,7 @@ def _played_backward(of_tokens, of_example):
     gate, scale = of_example
 
     def norm(x, scale, shift):
-        return gated_norm(x, None, None, scale, shift, gradients[1].dtype)
+        return gated_norm(Stream(x), scale, shift, gradients[1].dtype)
 
     _, pullback = jax.vjp(norm, x, scale, jnp.zeros_like(scale))
     dx, *sums = pullback(tuple(gradients))

@@ -86,17 +86,29 @@ gated_sum.defvjp(
 )
 
 
+class Stream(NamedTuple):
+    """The residual stream: x + gate update, or x. The sum is left to the norm that
+    comes next, which reads it anyway."""
+
+    x: Float[Array, "B L d"]
+    gate: Float[Array, "B 1 d"] | None = None
+    update: Float[Array, "B L d"] | None = None
+
+    def summed(self) -> Float[Array, "B L d"]:
+        """The sum itself."""
+        if self.gate is None or self.update is None:
+            return self.x
+        return gated_sum(self.x, self.gate, self.update)
+
+
 def gated_norm(
-    x: Float[Array, "B L d"],
-    gate: Float[Array, "B 1 d"] | None,
-    update: Float[Array, "B L d"] | None,
+    stream: Stream,
     scale: Float[Array, "B 1 d"],
     shift: Float[Array, "B 1 d"],
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "B L d"], Float[Array, "B L d"]]:
-    """(s, `modulated_norm` of s): s is `gated_sum`, or x where there is no update."""
-    if update is not None:
-        x = gated_sum(x, gate, update)
+    """(the stream's sum, `modulated_norm` of it)"""
+    x = stream.summed()
     return x, modulated_norm(x, scale, shift, dtype)
 
 

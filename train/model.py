@@ -13,7 +13,6 @@ product with one-hot vectors, whose backward pass needs no scatter.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,25 +21,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from train.config import ModelConfig
-from train.layers import Norms, gated_sum, gelu, modulated_norm
+from train.layers import Norms, Stream, gelu, modulated_norm
 from train.precision import Policy
 
 AttentionFn = Callable[[Array, Array, Array], Array]
-
-
-class Stream(NamedTuple):
-    """The residual stream: x + gate update, or x. The sum is left to the norm that
-    comes next, which reads it anyway."""
-
-    x: Float[Array, "B L d"]
-    gate: Float[Array, "B 1 d"] | None = None
-    update: Float[Array, "B L d"] | None = None
-
-    def summed(self) -> Float[Array, "B L d"]:
-        """The sum itself."""
-        if self.gate is None or self.update is None:
-            return self.x
-        return gated_sum(self.x, self.gate, self.update)
 
 
 _TIME_FREQUENCIES = 128
@@ -143,7 +127,7 @@ class Block(nnx.Module):
         shift1, scale1, gate1, shift2, scale2, gate2 = (
             part[:, None] for part in jnp.split(modulation + table, 6, axis=-1)
         )
-        x, y = norms.gated_norm(*stream, scale1, shift1, self.compute)
+        x, y = norms.gated_norm(stream, scale1, shift1, self.compute)
         heads = (*x.shape[:2], self.heads, x.shape[-1] // self.heads)
         rows = y.reshape(-1, x.shape[-1])
         # Apart from the query's, whose product then adds the sum of the other two
@@ -155,8 +139,8 @@ class Block(nnx.Module):
             query = norms.rms_norm(query, self.query_scale[...], self.attention)
             key = norms.rms_norm(key, self.key_scale[...], self.attention)
         attended = attention_fn(query, key, value).reshape(x.shape)
-        attended = _by_rows(self.out, attended)
-        x, y = norms.gated_norm(x, gate1, attended, scale2, shift2, self.compute)
+        stream = Stream(x, gate1, _by_rows(self.out, attended))
+        x, y = norms.gated_norm(stream, scale2, shift2, self.compute)
         y = _by_rows(lambda rows: self.down(gelu(self.up(rows))), y)
         return Stream(x, gate2, y)
 

@@ -30,6 +30,7 @@ from jaxtyping import Array, Float
 
 from attn_jax.pairwise import pairwise_sum
 from train import layers
+from train.layers import Stream
 from train.sharding import BATCH
 
 _THREADS = 128
@@ -49,37 +50,37 @@ class KernelNorm:
 
     def __call__(
         self,
-        x: Float[Array, "B L d"],
-        gate: Float[Array, "B 1 d"] | None,
-        update: Float[Array, "B L d"] | None,
+        stream: Stream,
         scale: Float[Array, "B 1 d"],
         shift: Float[Array, "B 1 d"],
         dtype: DTypeLike,
     ) -> tuple[Float[Array, "B L d"], Float[Array, "B L d"]]:
-        width = x.shape[-1]
-        if x.dtype != jnp.float32 or width % _THREADS or width > _WIDTH_OF_ONE:
-            return layers.gated_norm(x, gate, update, scale, shift, dtype)
-        return _gated_norm(x, gate, update, scale, shift, jnp.dtype(dtype), self.mesh)
+        kind, width = stream.x.dtype, stream.x.shape[-1]
+        if kind != jnp.float32 or width % _THREADS or width > _WIDTH_OF_ONE:
+            return layers.gated_norm(stream, scale, shift, dtype)
+        return _gated_norm(stream, scale, shift, jnp.dtype(dtype), self.mesh)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _gated_norm(x, gate, update, scale, shift, dtype, mesh):
-    return _forward(x, gate, update, scale, shift, dtype, mesh)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _gated_norm(stream, scale, shift, dtype, mesh):
+    return _forward(stream, scale, shift, dtype, mesh)[0]
 
 
-def _forward(x, gate, update, scale, shift, dtype, mesh):
+def _forward(stream, scale, shift, dtype, mesh):
+    x, gate, update = stream
     kernel = functools.partial(_forward_kernel, dtype=dtype)
     summed, out = _on_each(kernel, mesh)((x, update), (gate, scale, shift))
     x = x if summed is None else summed
-    return (x, out), (x, gate, update, scale)
+    return (x, out), (Stream(x, gate, update), scale)
 
 
 def _backward(dtype, mesh, kept, gradients):
-    x, gate, update, scale = kept
+    (x, gate, update), scale = kept
     kernel = _on_each(_backward_kernel, mesh)
     dx, dupdate, sums = kernel((x, update, *gradients), (gate, scale))
-    dscale, dshift, *dgate = jnp.split(sums, sums.shape[1], axis=1)
-    return dx, *(dgate or [None]), dupdate, dscale, dshift
+    dscale, dshift, *others = jnp.split(sums, sums.shape[1], axis=1)
+    dgate = others[0] if others else None
+    return Stream(dx, dgate, dupdate), dscale, dshift
 
 
 _gated_norm.defvjp(_forward, _backward)
