@@ -291,6 +291,7 @@ def test_a_scale_that_is_ignored_is_found(function, is_right):
         (np.where(np.arange(64) < 3, 50.0, 1.4), "positions 0 to 2 of heads 0"),
         (np.where(np.arange(64) < 3, 900.0, 40.0), ""),
         (np.full(64, 9.0), ""),
+        (50.0 * (np.arange(64) == 9), "position 9"),  # Most have no error at all.
         # From end to end, which is no place.
         (np.where(np.arange(64) % 63, 1.4, 50.0), "far off, heads 0"),
     ],

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attn_jax.audit.error import unit, unit_error
+from attn_jax.audit.error import correctly_rounded, unit, unit_error
 from attn_jax.audit.exact import exact, visible
 from attn_jax.audit.finding import Finding
 from attn_jax.audit.inputs import FAMILIES, Shape
@@ -228,6 +228,26 @@ def test_two_mistakes_are_two_findings():
         ("scale missing", ("out", "dquery", "dkey", "dvalue")),
         ("LSE in base 2", ("lse",)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("family", "by", "cause"),
+    [
+        # Where a key less hardly changes anything, rows that see no key and get the
+        # mean of V are as near to both mistakes as to one.
+        ("repeated_max", 0, "queries that see no key"),
+        ("normal", 0, "queries that see no key"),
+        ("normal", 1, "key lengths off by one"),
+    ],
+)
+def test_one_mistake_is_not_taken_for_two(family, by, cause):
+    problem = Problem(Shape(2, 96, 96, 2, 1, 32), family=family, mask="lengths")
+    lengths = np.maximum(np.asarray(problem.rules.key_value_lengths) - by, 0)
+    mask = dataclasses.replace(problem.rules, key_value_lengths=lengths)
+    found = exact(problem).replaced(empty="mean", visible=visible(mask, 96, 96))
+    names = [name for name in TENSORS if name not in ("lse", "dbias")]
+    x = {name: correctly_rounded(getattr(found, name), BF16) for name in names}
+    assert [finding.cause for finding in recognise(x, problem)] == [cause]
 
 
 def test_a_natural_logarithm_that_is_said_to_be_another():

@@ -430,7 +430,8 @@ def _by_row(tensor: str, e: np.ndarray) -> Float[np.ndarray, "B L N"]:
 
 def _concentrated(errors: Float[np.ndarray, "B L N"]) -> str:
     """Which positions and heads hold the error (in units), if only a part of them."""
-    far = errors > _FAR * np.median(errors)
+    # Where most rows are exactly right no error of theirs is a measure.
+    far = errors > max(_FAR * np.median(errors), _RIGHT)
     # Where the rest is far off, too, these are only the worst.
     if not far.any() or np.sqrt(np.mean(errors[~far] ** 2)) > _RIGHT:
         return ""
@@ -438,8 +439,11 @@ def _concentrated(errors: Float[np.ndarray, "B L N"]) -> str:
     named = ", ".join(map(str, np.unique(heads)))
     first, last = positions.min(), positions.max()
     # What reaches from end to end says nothing of where.
-    within = last - first < far.shape[1] - 1
-    span = f"positions {first} to {last} of heads" if within else "heads"
+    span = f"positions {first} to {last} of heads"
+    if first == last:
+        span = f"position {first} of heads"
+    elif last - first == far.shape[1] - 1:
+        span = "heads"
     return f"{100 * far.mean():.2g} % of its rows are far off, {span} {named}"
 
 

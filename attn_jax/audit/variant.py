@@ -24,11 +24,13 @@ class Wrong(NamedTuple):
     detail: what tells it from other forms, "" if nothing need.
     attention: all of it where the mistake is in what is attended to, so that further
     mistakes can be looked for on top of it.
+    twofold: it has another mistake besides.
     """
 
     detail: str
     results: Mapping[str, Thunk]
     attention: Exact | None = None
+    twofold: bool = False
 
 
 class Setting(NamedTuple):

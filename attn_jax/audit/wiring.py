@@ -322,7 +322,9 @@ def _cover(matches: Iterable[_Match], far: Mapping[str, _Far]) -> list[_Match]:
     def weight(match: _Match):
         explained = rest & match.errors.keys()
         ratios = (match.errors[name] / far[name].relative for name in explained)
-        return len(explained), -max(ratios, default=np.inf)
+        # Of one mistake, unless with another it is markedly closer.
+        handicap = _MARKEDLY if match.wrong.twofold else 1
+        return len(explained), -handicap * max(ratios, default=np.inf)
 
     while matches and weight(best := max(matches, key=weight))[0]:
         errors = {name: best.errors[name] for name in best.errors if name in rest}

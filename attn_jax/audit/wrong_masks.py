@@ -26,7 +26,9 @@ def seen(s: Setting, mask: np.ndarray | None, detail: str = "") -> Iterator[Wron
     masked = s.attention.replaced(visible=mask)
     yield whole(masked, detail)
     if mask is not None and not mask.any(-1).all():
-        yield whole(masked.replaced(empty="mean"), detail)
+        other = whole(masked.replaced(empty="mean"), detail)
+        # Where some see none by the right mask, too, "queries that see no key" besides.
+        yield other._replace(twofold=bool(s.attention.sees_none.any()))
 
 
 def _ruled(s: Setting, detail: str = "", **rules) -> Iterator[Wrong]:
