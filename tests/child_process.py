@@ -5,6 +5,7 @@ Since it takes seconds to start, a process is kept for the next function.
 
 import atexit
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,13 @@ __all__ = ["ChildFailed", "in_child_process"]
 _THREADS = {"NPROC": "16", "PJRT_NPROC": "16"}
 
 _kept: dict[str, list[Worker]] = {}
+
+
+def _strictly(function: Callable, *arguments: Any) -> Any:
+    """With pytest's rule for warnings (`pyproject.toml`), which children don't have."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", module="(attn_jax|train|analysis)")
+        return function(*arguments)
 
 
 def in_child_process(
@@ -37,11 +45,11 @@ def in_child_process(
     """
     if alone:
         with Worker(_THREADS) as worker:
-            return worker.call(function, *arguments, seconds=seconds)
+            return worker.call(_strictly, function, *arguments, seconds=seconds)
     kept = _kept.setdefault(among, [])
     worker = kept.pop() if kept else Worker(_THREADS)
     try:
-        return worker.call(function, *arguments, seconds=seconds)
+        return worker.call(_strictly, function, *arguments, seconds=seconds)
     finally:
         kept.append(worker)
 

@@ -113,7 +113,7 @@ def _backward_kernel(x, gradient, scale):
         cell = lax.axis_index("cell")
         first = cell * rows.cell
         count = jnp.minimum(rows.cell, rows.count - first)
-        scale = read(scale_gmem, (), layout=layout)
+        scale = read(scale_gmem, layout=layout)
 
         def mean(x):
             return x.sum(axis=1) * (1.0 / rows.width)
@@ -124,7 +124,7 @@ def _backward_kernel(x, gradient, scale):
         def step(i, total):
             span = pl.ds(first + i * rows.together, rows.together)
             x, g = (
-                read(ref.at[span], (), layout=layout).astype(jnp.float32)
+                read(ref.at[span], layout=layout).astype(jnp.float32)
                 for ref in (x_gmem, gradient_gmem)
             )
             inner = g * scale

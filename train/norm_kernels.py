@@ -116,7 +116,7 @@ class _Rows:
         return plgpu.Layout.WG_STRIDED((self.width,), vec_size=vector)
 
     def read(self, ref) -> Float[Array, " d"]:
-        row = plgpu.load(ref, (), layout=self.layout, optimized=False)
+        row = plgpu.load(ref, layout=self.layout, optimized=False)
         return row.astype(jnp.float32)
 
     def tokens(self, chunk):
