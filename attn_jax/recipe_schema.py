@@ -133,7 +133,8 @@ class Recipe:
     tile by tile, by the lines of dK and dV with dot over its queries alone, and
         dK = gradient(sum over n of group_gradient(dK_n g))
         dV = gradient(sum over n of group_gradient(dV_n))
-    with the sums over n in order, in the carrier.
+    with the sums over n in order, in the carrier; with a group_accumulator from 0, and
+    each of the sums so far rounded by it.
     The centre is 0 for dq_centre 'none'; for 'mean' the mean of the keys that any query
     of the same block of `backward_block_q` sees (under a dense mask or segment ids of
     those that the row itself sees: `emulator.attention`); or, for 'row', the row's own
@@ -229,6 +230,9 @@ class Recipe:
       group_gradient      None: dK and dV of a key head are one sum over all query heads
                           of its group. Backward passes that have a key head for each
                           query head, and add them up afterwards, round each
+      group_accumulator   None: their sum is the carrier's. It is in 16 bits where a
+                          compiler adds up 16-bit numbers as such, as XLA does on a CPU.
+                          Without a group_gradient it is not used
     """
 
     name: str
@@ -280,6 +284,7 @@ class Recipe:
     dk_accumulator: Step = _FP32
     dv_accumulator: Step = _FP32
     group_gradient: Step | None = None
+    group_accumulator: Step | None = None
     gradient: Step = _BF16
     ring_size: int = 1
     ring_merge: Literal["lse", "sigmoid", "two_pass", "carry"] = "lse"

@@ -261,6 +261,8 @@ class _Oracle(ForwardOracle):
         total = self.a.point(0)
         for x in sums:
             total = self.a.add(total, self.a.round(x, self.r.group_gradient))
+            if self.r.group_accumulator is not None:
+                total = self.a.round(total, self.r.group_accumulator)
         return total
 
     def tiles(

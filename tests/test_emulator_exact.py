@@ -163,7 +163,9 @@ def test_each_step_named_in_a_recipe_changes_the_result(what):
         for f in dataclasses.fields(Recipe)
         if isinstance(getattr(base, f.name), Step) and not f.name.startswith("ring_")
     ]
-    formats += [{"dq_dlogits": e5m2}, {"group_gradient": e5m2}, {"scaled_query": e5m2}]
+    formats += [{"dq_dlogits": e5m2}, {"scaled_query": e5m2}]
+    formats += [{"group_gradient": e5m2}]
+    formats += [{"group_gradient": Step(FP32), "group_accumulator": e5m2}]
     knobs: list[dict] = [
         {"row_sum_of": "rounded"},
         {"normalise": "each_step", "accumulator": Step(BF16)},

@@ -261,6 +261,7 @@ def test_one_key_gives_one_result_compiled_or_not_and_another_key_another():
         dq_dlogits=Step(FP16, Rounding.STOCHASTIC),
         backward_probability=STOCHASTIC,
         group_gradient=STOCHASTIC,
+        group_accumulator=STOCHASTIC,
         scaled_query=STOCHASTIC,
         block_kv=6,
         exponential="exp",

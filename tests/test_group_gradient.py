@@ -9,7 +9,7 @@ import pytest
 from attn_jax import on_tensor_cores
 from attn_jax.audit.inputs import Inputs, Shape, make_inputs
 from attn_jax.bounds import bound
-from attn_jax.formats import BF16, E4M3FN, FP16, FP32, Rounding
+from attn_jax.formats import BF16, E4M3FN, E5M2, FP16, FP32, Rounding
 from attn_jax.recipe import EXACT_FP32, Step
 from attn_jax.reference import golden
 from tests.bounds_outcome import computed, errors, excess
@@ -37,6 +37,13 @@ CASES: dict[str, tuple[int, int, dict]] = {
         dict(dk_accumulator=_BF16, dv_accumulator=Step(FP16)),
     ),
     "two of two, ring": (4, 2, dict(ring_size=2, ring_merge="carry")),
+    "five, summed in 16 bits": (5, 1, dict(group_accumulator=_BF16)),
+    "three, summed in 8 bits": (3, 1, dict(group_accumulator=Step(E5M2))),
+    "four, ring, summed in 16 bits": (
+        4,
+        1,
+        dict(ring_size=2, ring_merge="carry", group_accumulator=Step(FP16)),
+    ),
     "four, ring": (
         4,
         1,
@@ -45,7 +52,7 @@ CASES: dict[str, tuple[int, int, dict]] = {
 }
 
 
-ALWAYS = "three", "four, ring"
+ALWAYS = "three", "four, ring", "five, summed in 16 bits"
 
 
 @pytest.mark.parametrize(

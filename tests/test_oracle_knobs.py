@@ -98,6 +98,10 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
         _WINDOW,
         dict(group_gradient=_BF16, dk_accumulator=Step(FP16), dv_accumulator=_BF16),
     ),
+    "gradients by query head, narrow sum": (
+        _WINDOW,
+        dict(group_gradient=_BF16, group_accumulator=_BF16),
+    ),
     "toward zero": (
         _OPEN,
         dict.fromkeys(

@@ -159,6 +159,7 @@ SINGLE_STEPS = {
     "dk_accumulator": Single(_COARSE),
     "dv_accumulator": Single(_COARSE),
     "group_gradient": Single(_COARSE),
+    "group_accumulator": Single(_COARSE, dict(group_gradient=Step(FP32))),
     "gradient": Single(_COARSE),
     "ring_partial": Single(
         _COARSE, dict(ring_size=2), ("out", "lse"), 0.0, _ONE_HOP, 2

@@ -35,7 +35,7 @@ BACKWARD = (
     *("softmax_probability", "backward_probability", "delta", "dprobability"),
     *("dlogits", "dq_dlogits"),
     *("dq_accumulator", "dk_accumulator", "dv_accumulator"),
-    *("group_gradient", "gradient"),
+    *("group_gradient", "group_accumulator", "gradient"),
     *("ring_gradient_partial", "ring_gradient_accumulator"),
 )
 

@@ -110,7 +110,8 @@ def _over_queries(
     """at_end sum_i terms_ij factors_i over the rows of all heads, block by block.
 
     In a ring each device's keys meet one device's queries after the other. With a
-    group_gradient each query head has a sum of its own, rounded before they are added.
+    group_gradient each query head has a sum of its own, rounded before they are added,
+    and with a group_accumulator after each addition, too.
     """
     apart = arithmetic.recipe.group_gradient is not None
     heads = list(zip(terms, factors))
@@ -130,13 +131,20 @@ def _over_queries(
                     arithmetic.step("group_gradient", _over_tiles([head], *at))
                     for head in heads
                 )
+                part = _kept(arithmetic, part)
                 for other in others:
-                    part = arithmetic.carried(plus(part, other))
+                    part = _kept(arithmetic, arithmetic.carried(plus(part, other)))
             else:
                 part = _over_tiles(heads, *at)
             total = _after_hop(arithmetic, total, part)
         whole.append(total)
     return joined(whole)
+
+
+def _kept(arithmetic: Arithmetic, total: Ball) -> Ball:
+    if arithmetic.recipe.group_accumulator is None:
+        return total
+    return arithmetic.step("group_accumulator", total)
 
 
 def _over_tiles(

@@ -177,8 +177,18 @@ def over_group(x: Operands, sums: Array, site: str) -> Array:
     if x.recipe.group_gradient is None:
         return sums
     rounded = x.round(sums, "group_gradient", site=site)
+
+    def kept(total, n: int):
+        if x.recipe.group_accumulator is None:
+            return total
+        return x.round(total, "group_accumulator", n, site=site)
+
     # One addition after the other: a sum over an axis may be made in any order.
-    return functools.reduce(jnp.add, jnp.unstack(rounded, axis=2))
+    first, *others = jnp.unstack(rounded, axis=2)
+    total = kept(first, 0)
+    for n, of_head in enumerate(others, 1):
+        total = kept(total + of_head, n)
+    return total
 
 
 def _sum_hops(x: Operands, rows: Rows, scale: float) -> _Sums:
