@@ -141,6 +141,7 @@ HONEST: dict[str, Callable] = {
     "FP32 everything": honest(narrow=same, delta_from="unrounded out"),
     "scaled query": wrapped(scaled_query),
     "keys repeated for every query head": wrapped(planted_keys.repeated),
+    "textbook": Honest(planted_keys.textbook, residual=False),
     "heads first": Honest(wrapped(_heads_first), layout="BNTH"),
     "jax.nn": Honest(_jax_nn, residual=False),
     "reference": functools.partial(

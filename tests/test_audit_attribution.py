@@ -19,6 +19,7 @@ from attn_jax.formats import BF16, FP16, FP32
 from attn_jax.kernels.attention import declared_recipe
 from attn_jax.recipe import ATTN_JAX_HOPPER, FLASH2, RECIPES, Step
 from tests.knobs import Knobs, attention, bfloat16, scaled_query
+from tests.planted_keys import textbook
 
 SHAPE = Shape(2, 192, 192, 4, 2, 64)
 PROBLEMS = tuple(Problem(SHAPE, family=family) for family in FAMILIES)
@@ -146,7 +147,30 @@ def test_repeated_keys_in_fp32_are_recognised():
     assert set(attribution.better(CANDIDATES[mine])) == {"group_gradient"}
 
 
+_BY_HEAD = "P normalised", "unrounded dS", "summed in 16 bits"
+_SUMMED = "query heads' gradients summed in 16 bits"
 _SCALED = "query rounded after scaling"
+
+
+@pytest.mark.ci
+def test_sums_over_query_heads_in_16_bits_are_recognised():
+    """XLA's, on a CPU, of a group of eight."""
+    problems = tuple(
+        Problem(Shape(1, 96, 96, 8, 1, 64), family=family) for family in FAMILIES
+    )
+    mine = f"jax_nn ({_SCALED}, gradients by query head summed in 16 bits)"
+    names = {mine, "jax_nn", "jax_nn (unrounded dS)", "eager_bf16"}
+    names |= {f"jax_nn (gradients by query head, {x})" for x in _BY_HEAD}
+    nearest, *others = attribution.fits(
+        _measured(textbook, problems), _predicted(names, problems)
+    )
+    assert nearest.candidate == mine and nearest.fits
+    assert all(fit.distance > 1.2 * FITS for fit in others), others
+    better = attribution.better(CANDIDATES[mine])
+    assert better[_SUMMED].group_gradient == Step(BF16)
+    assert better[_SUMMED].group_accumulator == Step(FP32)
+
+
 _SCALED_APART = "query rounded after scaling, gradients by query head"
 
 
@@ -230,6 +254,16 @@ def _prediction(name, problems):
 
 def _predicted(names, problems):
     return {name: _prediction(name, problems) for name in sorted(names)}
+
+
+def test_a_group_of_two_has_one_sum():
+    """In 16 bits as in FP32, and rounded to 16 bits in the end."""
+    problems = (Problem(Shape(1, 64, 96, 4, 2, 32)),)
+    wide, narrow = (
+        attribution.predict(CANDIDATES[name], problems, gradients=True)
+        for name in (f"jax_nn (gradients by query head, {x})" for x in _BY_HEAD[::2])
+    )
+    assert wide == narrow
 
 
 def test_a_group_of_one_has_nothing_to_tell_apart():

@@ -11,6 +11,7 @@ from attn_jax.audit import attribution, verdict
 from attn_jax.audit.audit import Audit
 from attn_jax.audit.course import carry_out
 from attn_jax.audit.finding import HARMLESS
+from attn_jax.audit.inputs import Shape
 from attn_jax.audit.parts import Parts
 from attn_jax.audit.plan import Group
 from attn_jax.audit.target import Adapter, Target
@@ -108,6 +109,15 @@ def test_honest_functions_are_not_accused(name):
         if mask == "full":
             assert found.fits[0].fits, found.fits[:3]
     assert set(ACCUSED).isdisjoint(HARMLESS)
+
+
+def test_sums_over_query_heads_in_16_bits_are_no_fault():
+    """Of eight to one key head; two heavy keys leave them no average. Nothing fits."""
+    group = Group(Shape(1, 96, 160, 8, 1, 32), "causal", ("repeated_max",))
+    found = audit(HONEST["textbook"], group)
+    (cell,) = found.cells
+    assert not found.fits and cell.found["dvalue"].errors.units > verdict.POOR_UNITS
+    assert {f.kind for f in found.findings} <= {POOR}, found.findings
 
 
 def in_fp16(x, like):

@@ -53,6 +53,7 @@ _WIDE = Step(FLASH2.carrier)
 _CAST = Step(BF16)
 _CUT = Step(BF16, Rounding.TOWARD_ZERO)
 _FP32_OPERANDS = dict(probability=_WIDE, backward_probability=_WIDE, dlogits=_WIDE)
+_BY_HEAD_IN_16_BITS = dict(group_gradient=_CAST, group_accumulator=_CAST)
 # What is often done wrong, or well, in an otherwise ordinary flash attention.
 _ALTERED: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("accumulator", FLASH2, dict(accumulator=_CAST)),
@@ -72,6 +73,8 @@ _ALTERED: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("gradients by query head", FLASH2, dict(group_gradient=_CAST)),
     # As `jnp.repeat` of keys and values is differentiated, which textbooks have.
     ("gradients by query head, P normalised", JAX_NN, dict(group_gradient=_CAST)),
+    # The transpose of `jnp.repeat` adds 16-bit numbers, in 16 bits where XLA has those.
+    ("gradients by query head, summed in 16 bits", JAX_NN, _BY_HEAD_IN_16_BITS),
     (
         "gradients by query head, unrounded dS",
         JAX_NN,
@@ -121,6 +124,13 @@ _ALTERED: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
             dprobability=_WIDE,
         ),
     ),
+    # With fewer key heads, which are repeated, and P and dS as XLA's CPU compiler has
+    # them.
+    (
+        "query rounded after scaling, gradients by query head summed in 16 bits",
+        JAX_NN,
+        _BY_HEAD_IN_16_BITS | dict(scaled_query=_CAST, dlogits=_WIDE),
+    ),
 )
 """Recipes with a change, which are candidates of their own."""
 # What rings round between their devices; one in FP32 throughout rounds as one device
@@ -141,6 +151,7 @@ _SUSPECT_FITS = 2 * FITS
 # Casts that candidates are named by, too.
 _IN_WORDS = {
     "scaled_query": "query rounded after scaling",
+    "group_accumulator": "query heads' gradients summed in 16 bits",
     "ring_partial": "out of parts in 16 bits",
     "ring_accumulator": "merged out in 16 bits",
     "ring_gradient_partial": "gradients of parts in 16 bits",

@@ -55,7 +55,7 @@ REAL_SHARE = 0.1
 PLAIN = (
     "flash2",
     "jax_nn",
-    "jax_nn (gradients by query head, P normalised)",
+    "jax_nn (gradients by query head, summed in 16 bits)",
     "eager_bf16",
 )
 
