@@ -30,7 +30,7 @@ def textbook(query, key, value, bias=0.0, *, scale=None, **rules):
     seen = Mask(**rules).materialise(query.shape[1], key.shape[1])
     seen = True if seen is None else seen
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    query = query * jnp.asarray(scale, query.dtype)
+    query = (jnp.float32(scale) * query).astype(query.dtype)
     key, value = (_for_every_head(x, query) for x in (key, value))
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     x = dot("btnh,bsnh->bnts", query, key) + bias

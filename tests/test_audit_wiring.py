@@ -144,10 +144,10 @@ def test_rounding_is_not_taken_for_wiring(name):
             if problem.has_bias:
                 units["dbias"] = 3
             right = exact_results(problem)
-            if name == "scaled query":
+            if name in ("scaled query", "textbook"):
                 # The gradient of what it makes of the query is rounded, then dQ.
                 right, units["dquery"] = of_scaled_query(problem), 4
-            if name == "keys repeated for every query head":
+            if name in ("keys repeated for every query head", "textbook"):
                 # Each head's gradient is rounded, then their sum.
                 units |= {"dkey": 4, "dvalue": 4}
             for tensor, count in units.items():
