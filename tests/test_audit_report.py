@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import attn_jax.audit.html
+from attn_jax.audit import audit_attention
 from attn_jax.audit import report as schema
 from attn_jax.audit.error import Errors
 from attn_jax.audit.finding import KINDS, Finding
@@ -25,6 +26,7 @@ from attn_jax.audit.problem import TENSORS
 from attn_jax.audit.report import Cell, Report, ReportError
 from attn_jax.audit.summary import figure, two_times, worst
 from attn_jax.audit.table import print_report
+from attn_jax.recipe import FLASH2
 from tests.page_parser import outside, overlapping, parsed
 from tests.report_example import AWKWARD, cell, cells, empty, example, tensor_errors
 
@@ -382,6 +384,24 @@ def test_where_a_plain_implementation_is_exact_there_is_no_two_times_rule():
     for some, said in ((given, True), (given[:1], True), (given[1:], False)):
         text = " ".join(printed(empty(cells=some)).split())
         assert (allows in text) == said and "Two-times rule" in text
+
+
+def test_where_nothing_is_finite_there_is_no_error():
+    """It was 0 units, in green."""
+    report = audit_attention(
+        lambda query, key, value: query * math.nan,
+        shapes=[(1, 16, 16, 1, 1, 16)],
+        families=["normal"],
+        masks=["full"],
+        gradients=False,
+        against=[FLASH2],
+    )
+    units = [cell.errors["out"]["units"] for cell in report.cells]
+    assert units and all(map(math.isnan, units))
+    assert report.findings[0].kind == "not finite"
+    text = io.StringIO()
+    print_report(report, text)
+    assert re.search("^normal +nan", text.getvalue(), re.MULTILINE)
 
 
 def test_nan_is_worse_than_any_number():

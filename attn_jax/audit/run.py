@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import functools
 import importlib
+import math
 import pickle
 import platform
 import sys
@@ -26,6 +27,7 @@ from attn_jax.audit.bar import say
 from attn_jax.audit.course import Result, carry_out
 from attn_jax.audit.fingerprint import fingerprint
 from attn_jax.audit.inputs import Shape
+from attn_jax.audit.measure import Measured
 from attn_jax.audit.parts import Parts, Progress, cores
 from attn_jax.audit.plan import plan
 from attn_jax.audit.problem import FORMATS, GRADIENTS
@@ -378,13 +380,20 @@ def _cell(cell: verdict.Judged, x64: bool) -> Cell:
         reason=cell.outcome.reason or cell.outcome.no_gradients,
         x64=x64,
         errors={
-            tensor: TensorErrors(
-                **dataclasses.asdict(m.errors), two_times_rule=cell.twice.get(tensor)
-            )
+            tensor: TensorErrors(**_said(m), two_times_rule=cell.twice.get(tensor))
             for tensor, m in cell.found.items()
         },
         seconds=cell.outcome.seconds,
     )
+
+
+def _said(measured: Measured) -> dict[str, Any]:
+    """Its errors; NaN where no value is finite, which leaves none to measure."""
+    errors = measured.errors
+    fields = dataclasses.asdict(errors)
+    if measured.not_finite and not errors.units:
+        fields = dict.fromkeys(fields, math.nan) | {"degenerate": errors.degenerate}
+    return fields
 
 
 def _attribution(result: Result) -> list[Attribution]:
