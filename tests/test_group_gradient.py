@@ -2,11 +2,13 @@
 are added up."""
 
 import dataclasses
+import functools
 
+import jax
 import numpy as np
 import pytest
 
-from attn_jax import on_tensor_cores
+from attn_jax import emulator, on_tensor_cores
 from attn_jax.audit.inputs import Inputs, Shape, make_inputs
 from attn_jax.bounds import bound
 from attn_jax.formats import BF16, E4M3FN, E5M2, FP16, FP32, Rounding
@@ -143,3 +145,22 @@ def test_its_roundings_are_bounded_and_need_their_term(step, ring_size):
         assert min(worst["dkey"], worst["dvalue"]) > 0.2, (kind, worst)
         worst = excess(found, bound(plain, *inputs, kind=kind, confidence=0.9999))
         assert min(worst["dkey"], worst["dvalue"]) > 1, (kind, worst)
+
+
+def test_a_sum_in_16_bits_is_no_longer_a_program_for_more_heads():
+    """Written out XLA took twice as long to compile it with each head, from 20 on."""
+    recipe = dataclasses.replace(
+        EXACT_FP32, group_gradient=_BF16, group_accumulator=_BF16
+    )
+
+    def gradients(*qkv):
+        attend = functools.partial(emulator.attention, recipe=recipe)
+        out, pullback = jax.vjp(lambda *qkv: attend(*qkv)[0], *qkv)
+        return pullback(out)
+
+    def length(heads: int) -> int:
+        shapes = (1, 8, heads, 16), (1, 8, 1, 16), (1, 8, 1, 16)
+        qkv = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+        return jax.jit(gradients).lower(*qkv).as_text().count("stablehlo.")
+
+    assert length(24) == length(3)

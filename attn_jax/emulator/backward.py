@@ -4,7 +4,7 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from attn_jax.emulator.centre import mean_centre, with_centred_keys
 from attn_jax.emulator.forward import softmax_block, start
@@ -177,18 +177,18 @@ def over_group(x: Operands, sums: Array, site: str) -> Array:
     if x.recipe.group_gradient is None:
         return sums
     rounded = x.round(sums, "group_gradient", site=site)
+    if x.recipe.group_accumulator is None:
+        # One addition after the other: a sum over an axis may be made in any order.
+        return functools.reduce(jnp.add, jnp.unstack(rounded, axis=2))
 
-    def kept(total, n: int):
-        if x.recipe.group_accumulator is None:
-            return total
-        return x.round(total, "group_accumulator", n, site=site)
+    def add(total, head):
+        n, of_head = head
+        return x.round(total + of_head, "group_accumulator", n, site=site), None
 
-    # One addition after the other: a sum over an axis may be made in any order.
-    first, *others = jnp.unstack(rounded, axis=2)
-    total = kept(first, 0)
-    for n, of_head in enumerate(others, 1):
-        total = kept(total + of_head, n)
-    return total
+    heads = jnp.moveaxis(rounded, 2, 0)
+    total = x.round(heads[0], "group_accumulator", 0, site=site)
+    # Written out, 32 roundings one of the other take XLA many minutes to compile.
+    return lax.scan(add, total, (jnp.arange(1, len(heads)), heads[1:]))[0]
 
 
 def _sum_hops(x: Operands, rows: Rows, scale: float) -> _Sums:
