@@ -19,6 +19,7 @@ from attn_jax.audit.problem import MASKS, Problem
 from attn_jax.audit.target import Adapter, Target
 from attn_jax.audit.verdict import POOR_UNITS
 from attn_jax.audit.wiring import recognise
+from attn_jax.formats import BF16
 from tests import audit_targets, planted
 from tests.planted_masks import without
 from tests.test_audit_verdict import cell
@@ -135,7 +136,7 @@ def test_a_scale_in_16_bits_is_seen_at_a_head_dim_of_the_plan(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     seen = {shape.head_dim for shape in {group.shape for group in plan()}}
     rounded = planted.wrapped(in_bfloat16, exact)
-    most = verdict.allowance(1.0)
+    most = verdict.allowance(BF16)
     assert units(rounded, 64) < most < POOR_UNITS < max(units(rounded, H) for H in seen)
     assert max(units(exact, H) for H in seen) < most
 

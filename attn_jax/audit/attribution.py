@@ -97,9 +97,13 @@ _ALTERED: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("FP32 operands", FLASH2, _FP32_OPERANDS),
     # Finer than BF16, which is what takes it for FP32's on most inputs.
     (
-        "P in FP16",
+        "P and dS in FP16",
         EXACT_FP32,
-        dict(probability=Step(FP16), backward_probability=Step(FP16)),
+        dict(
+            probability=Step(FP16),
+            backward_probability=Step(FP16),
+            dlogits=Step(FP16),
+        ),
     ),
     ("delta of P dP", FLASH2, dict(delta_source="p_dp")),
     # As XLA's CPU compiler does it.
@@ -144,6 +148,8 @@ _RINGS: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("parts in 16 bits, ring of {}", ATTN_JAX, _16_BITS),
     ("keys gathered forward, parts in 16 bits, ring of {}", ATTN_JAX, _GATHERED),
 )
+# What `jnp.repeat` of keys and values gets.
+BY_HEAD_IN_16_BITS = "jax_nn (gradients by query head, summed in 16 bits)"
 # How much nearer than the recipe itself a change of it has to be, and how near. Beyond
 # twice `FITS` the nearest of all is as good as any.
 _SUSPECT = 0.7

@@ -299,10 +299,16 @@ def _is_measured(rows: list[Row]) -> bool:
 
 def _algorithms(audit: Audit, fit: Fit | None, group: Group) -> Sequence[str]:
     """What a target is judged by on a group: the recipe that fits, or plain ones."""
-    if fit and fit.fits:
-        if attribution.runs_on(audit.recipes[fit.candidate], group.shape):
-            return (fit.candidate,)
-    return verdict.PLAIN
+    if not (fit and fit.fits):
+        return verdict.PLAIN
+    recipe = audit.recipes[fit.candidate]
+    is_larger = group.shape.group_size > audit.groups[0].shape.group_size
+    if not attribution.runs_on(recipe, group.shape):
+        return verdict.PLAIN
+    if recipe.group_gradient and is_larger:
+        # Of two query heads a sum in 16 bits is one in FP32, rounded: either fits.
+        return fit.candidate, attribution.BY_HEAD_IN_16_BITS
+    return (fit.candidate,)
 
 
 def _again(

@@ -12,9 +12,12 @@ from attn_jax.formats import NumberFormat
 DIRECTIONALITY_NULL_95 = 1.96
 
 # A golden result whose own rounding error is this much smaller than that of the sum of
-# absolute values is zero, or a machine number, but for FP64 noise (2**-53 times a few
-# thousand terms); no family that merely cancels comes near (uniform dQ: about 2**-10).
+# absolute values is zero, or a machine number, but for FP64 noise; no family that
+# merely cancels comes near (uniform dQ: about 2**-10).
 _DEGENERATE = 2.0**-24
+# That noise, of the sum itself: 2**-53 times a few thousand terms. An FP32 error is
+# 2**-25, and 2**-24 of it would be less.
+_NOISE = 2.0**-41
 # The bits of an FP64 number that hold its exponent.
 _EXPONENT = np.uint64(0x7FF << 52)
 # Numbers that a core's cache holds with what is made of them.
@@ -124,8 +127,10 @@ def _unit(golden, rounded, fmt: NumberFormat, absolute) -> tuple[float, bool]:
                 "of absolute values from reference.golden(..., absolute=True)"
             )
         return usual, False
-    of_size = fmt.rms_roundoff * _rms(absolute)
-    return (usual, False) if usual > _DEGENERATE * of_size else (of_size, True)
+    size = _rms(absolute)
+    of_size = fmt.rms_roundoff * size
+    is_real = usual > max(_DEGENERATE * of_size, _NOISE * size)
+    return (usual, False) if is_real else (of_size, True)
 
 
 def unit_error(

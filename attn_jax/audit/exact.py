@@ -195,7 +195,7 @@ class Exact:
 def exact(problem: Problem) -> Exact:
     """The right attention of a problem, by parts."""
     s = problem.shape
-    group = s.heads // s.key_heads
+    group = s.group_size
     inputs = (np.asarray(x).astype(np.float64) for x in problem.inputs)
     query, key, value, dout = inputs
     bias = problem.bias

@@ -108,7 +108,7 @@ def _outs(
     """
     s = problem.shape
     span = np.ptp(problem.inputs.value.astype(np.float64), axis=1)
-    any_mean = np.square(np.repeat(span, s.heads // s.key_heads, 1))[:, None]
+    any_mean = np.square(np.repeat(span, s.group_size, 1))[:, None]
     found = []
     before = noise_of(problem, signed[1])
     for sign, index in ((-1, 0), (1, 2)):

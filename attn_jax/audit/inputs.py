@@ -44,6 +44,11 @@ class Shape:
     def key(self) -> tuple[int, int, int, int]:
         return self.batch, self.key_length, self.key_heads, self.head_dim
 
+    @property
+    def group_size(self) -> int:
+        """Query heads for each key head."""
+        return self.heads // self.key_heads
+
     def is_cut(self, shards: int) -> bool:
         """Whether any layout cuts the sequence into so many equal parts: zigzag deals
         two chunks to each."""

@@ -166,7 +166,7 @@ def sum_of_dvalue(attend: Attend, problem: Problem) -> tuple[ProbeResult, ...]:
     """
     s, inputs = problem.shape, problem.inputs
     dvalue = run(attend, inputs)["dvalue"]
-    groups = s.batch, -1, s.key_heads, s.heads // s.key_heads, s.head_dim
+    groups = s.batch, -1, s.key_heads, s.group_size, s.head_dim
     wanted, squares = np.zeros((2, s.batch, s.key_heads, s.head_dim))
     for start, stop, seen in counted(problem.rules, s, np.zeros(s.key_length, int), 1):
         part = inputs.dout[:, start:stop].astype(np.float64) * (seen > 0)

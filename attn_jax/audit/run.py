@@ -418,13 +418,14 @@ def _attribution(result: Result) -> list[Attribution]:
     rows = []
     for tensor in ("out", *GRADIENTS, "dbias"):
         priced = [
-            (found[problem][tensor].errors.units, costs)
+            (found[problem][tensor].errors.units, costs, problem.format)
             for problem, costs in result.costs
             if tensor in found.get(problem, ())
         ]
         if tensor in wired or not priced:
             continue
-        units, costs = max(priced, key=lambda x: x[0])
+        units, costs, fmt = max(priced, key=lambda x: x[0])
+        most = verdict.allowance(fmt)
         rows += [
             Attribution(
                 tensor=tensor,
@@ -436,11 +437,8 @@ def _attribution(result: Result) -> list[Attribution]:
                 share=cost.share,
             )
             for cost in costs
-            if cost.tensor == tensor and cost.acts and _explains(cost.units, units)
+            if cost.tensor == tensor and cost.acts
+            # What it predicts is neither more nor less than was measured.
+            if units <= most * cost.units and cost.units <= most * units
         ]
     return rows
-
-
-def _explains(predicted: float, units: float) -> bool:
-    most = verdict.allowance(predicted)
-    return units <= most * predicted and predicted <= most * units

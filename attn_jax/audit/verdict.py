@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from attn_jax.audit.attribution import Cost, Fit
+from attn_jax.audit.attribution import BY_HEAD_IN_16_BITS, Cost, Fit
 from attn_jax.audit.finding import (
     DEPENDS,
     EXTREME,
@@ -42,7 +42,7 @@ from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.measure import Measured, Outcome
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem, made_of
 from attn_jax.audit.raised import numberless
-from attn_jax.formats import FP32
+from attn_jax.formats import FP32, NumberFormat
 
 # To the author of what raises a ValueError where that is a fault.
 REFUSE = "if that is a refusal, raise NotImplementedError"
@@ -52,12 +52,7 @@ POOR_UNITS = 1.7
 # of the error itself, by which `merge` takes two predictions for the same.
 REAL_SHARE = 0.1
 # Ordinary algorithms: what nobody is blamed for.
-PLAIN = (
-    "flash2",
-    "jax_nn",
-    "jax_nn (gradients by query head, summed in 16 bits)",
-    "eager_bf16",
-)
+PLAIN = "flash2", "jax_nn", BY_HEAD_IN_16_BITS, "eager_bf16"
 
 
 class Judged(NamedTuple):
@@ -74,10 +69,10 @@ class Judged(NamedTuple):
     twice: dict[str, float] = {}
 
 
-def allowance(predicted: float) -> float:
-    """How many times its predicted error an honest target may have: errors that come
-    from a few roundings are half luck."""
-    return 1.5 if predicted < 4 else 4.0
+def allowance(fmt: NumberFormat) -> float:
+    """How many times its predicted error an honest target may have, by the format of
+    its inputs: roundings to 16 bits are in known places, sums in FP32 in any order."""
+    return 4.0 if fmt == FP32 else 1.5
 
 
 def with_faults(cells: Sequence[Judged]) -> list[Judged]:
@@ -282,7 +277,8 @@ def _is_of(cell: Judged, masks: set[str]) -> bool:
 
 def _is_worse(cell: Judged, tensor: str) -> bool:
     allowed = cell.allowed.get(tensor, math.inf)
-    return cell.found[tensor].errors.units > allowance(allowed) * allowed
+    units = cell.found[tensor].errors.units
+    return units > allowance(cell.problem.format) * allowed
 
 
 def _worst(cells: Sequence[Judged], tensor: str) -> Judged:
@@ -384,7 +380,8 @@ def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
     if fit and fit.fits:
         algorithm = f"where {fit.candidate} predicts {allowed:.3g}"
     if units > allowed:
-        algorithm += f" and luck may make it {allowance(allowed):g} times as large"
+        most = allowance(worst.problem.format)
+        algorithm += f", of which up to {most:g} times are allowed"
     return Finding(
         POOR,
         cause,
