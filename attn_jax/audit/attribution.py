@@ -272,6 +272,11 @@ class Fit(NamedTuple):
     def fits(self) -> bool:
         return self.distance <= FITS
 
+    def predicts(self, inputs: NumberFormat) -> bool:
+        """Whether the target is judged by what the candidate has alone. Errors of FP32
+        inputs are those of sums, whose order a candidate may have by chance."""
+        return self.fits and inputs != FP32
+
 
 def fits(target: Profile, predictions: Mapping[str, Profile]) -> list[Fit]:
     """Of all candidates, the nearest first."""

@@ -35,7 +35,7 @@ from attn_jax.audit.measure import Outcome, Runner, measured
 from attn_jax.audit.parts import Asked, Parts
 from attn_jax.audit.plan import Group
 from attn_jax.audit.predictions import Beside, Predictions, Prices
-from attn_jax.audit.problem import Problem
+from attn_jax.audit.problem import FORMATS, Problem
 from attn_jax.audit.rows import (
     Found,
     finding_of,
@@ -305,6 +305,8 @@ def _algorithms(audit: Audit, fit: Fit | None, group: Group) -> Sequence[str]:
     is_larger = group.shape.group_size > audit.groups[0].shape.group_size
     if not attribution.runs_on(recipe, group.shape):
         return verdict.PLAIN
+    if not fit.predicts(FORMATS[audit.dtype]):
+        return fit.candidate, *verdict.PLAIN
     if recipe.group_gradient and is_larger:
         # Of two query heads a sum in 16 bits is one in FP32, rounded: either fits.
         return fit.candidate, attribution.BY_HEAD_IN_16_BITS

@@ -303,7 +303,9 @@ def _worse(
         bad, key=lambda c: c.found[tensor].errors.units / max(c.allowed[tensor], 1e-300)
     )
     units, allowed = worst.found[tensor].errors.units, worst.allowed[tensor]
-    whose = f"{fit.candidate} has" if fit and fit.fits else "ordinary algorithms have"
+    whose = "ordinary algorithms have"
+    if fit and fit.predicts(worst.problem.format):
+        whose = f"{fit.candidate} has"
     place = ""
     if tensor == "lse":
         # Recipes are not compared by it.
@@ -377,7 +379,7 @@ def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
             because += ": it is that of the sums themselves, in FP32"
     allowed = worst.allowed[tensor]
     algorithm = f"where ordinary algorithms have {allowed:.3g}"
-    if fit and fit.fits:
+    if fit and fit.predicts(worst.problem.format):
         algorithm = f"where {fit.candidate} predicts {allowed:.3g}"
     if units > allowed:
         most = allowance(worst.problem.format)
