@@ -295,21 +295,33 @@ def _kernel_names(changes: dict | None, backward=None, out_dtype=None) -> list[s
 @pytest.mark.parametrize(
     ("changes", "backward", "kernels"),
     [
-        (None, "fused", ["key_numbers", "forward", "row_sums", "fused"]),
+        (
+            None,
+            "fused",
+            ["key_numbers", "forward", "row_sums", "fused", "query_gradient"],
+        ),
         (None, None, ["key_numbers", "forward", "row_sums", "dq", "dkv"]),
         ({}, None, ["forward", "dq", "dkv"]),
         (
             dict(dq_centre="keys"),
             None,
-            ["key_numbers", "forward", "row_sums", "fused"],
+            ["key_numbers", "forward", "row_sums", "fused", "query_gradient"],
         ),
-        (NO_CURES, "fused", ["forward", "row_sums", "fused"]),
+        (NO_CURES, "fused", ["forward", "row_sums", "fused", "query_gradient"]),
         pytest.param(NO_CURES, None, ["forward", "dq", "dkv"], marks=THOROUGH),
-        (NONE, "fused", ["key_numbers", "forward", "row_sums", "fused"]),
+        (
+            NONE,
+            "fused",
+            ["key_numbers", "forward", "row_sums", "fused", "query_gradient"],
+        ),
         (NONE, None, ["key_numbers", "forward", "row_sums", "dq", "dkv"]),
         (MEAN, None, ["key_numbers", "forward", "row_sums", "dq", "dkv"]),
         (ROW, None, ["forward", "delta", "forward", "dq", "dkv"]),
-        (NO_CURES | dict(delta_source="p_dp"), "fused", ["forward", "delta", "fused"]),
+        (
+            NO_CURES | dict(delta_source="p_dp"),
+            "fused",
+            ["forward", "delta", "fused", "query_gradient"],
+        ),
     ],
 )
 def test_options_choose_the_kernels(changes, backward, kernels):

@@ -37,7 +37,7 @@ Where it rounds (16 bit: the inputs' format):
   P is rounded to 16 bit as the operand of P^T dO, dS as that of dS^T Q;
   dS is rounded to FP16 as the operand of dS K', and so is K';
   tiles of dQ are added in FP32, as are dK and dV of the parts of a key head;
-  scale is applied to the sums, which are then rounded once.
+  scale is applied to the sums, which are then rounded once (`hopper_query_gradient`).
 """
 
 import jax
@@ -62,6 +62,7 @@ from attn_jax.kernels.hopper_fused_work import (
     hide,
     slot,
 )
+from attn_jax.kernels.hopper_query_gradient import query_gradient
 from attn_jax.kernels.hopper_range import Range, power_of_two
 from attn_jax.kernels.tiles import (
     COLUMNS,
@@ -149,7 +150,7 @@ def backward_fused(
         plan = tuning.fused(head_dim, key_count, is_causal=masked)
     group = query_heads // key_heads
     exponent = jnp.repeat(numbers.row_exponent, group, axis=1)[..., None]
-    total, dk, dv = _sums(
+    sums, dk, dv = _sums(
         *(query, key, value, dout, lse * LOG2_E - exponent, delta),
         numbers,
         query_count=query_count,
@@ -161,14 +162,8 @@ def backward_fused(
         dq_dtype=dq_dtype,
         wide=wide,
     )
-    for power in numbers.undone():
-        total = total * jnp.repeat(power, group, axis=1)[:, None, :, None]
-    dq = total[:, :query_count]
-    if row_sum is not None:
-        shift = row_sum.swapaxes(1, 2)[..., None]
-        dq += shift * jnp.repeat(numbers.centre, group, axis=1)[:, None]
-    dq = scale * dq
-    dq = dq if wide else dq.astype(query.dtype)
+    dq = query_gradient(sums, numbers, row_sum, scale, query.dtype, wide=wide)
+    dq = dq[:, :query_count]
     return dq, dk[:, :key_count], dv[:, :key_count]
 
 
@@ -177,8 +172,9 @@ def _sums(
     *, query_count: int, key_count: int, scale: float, is_causal: bool,
     window: Band | None, plan: tuning.Plan, dq_dtype: jnp.dtype, wide: bool,
 ):  # fmt: skip
-    """(sum over keys of dS K' in FP32, scaled, dK, dV), padded. `lse2` is LSE in units
-    of log2, less log2 of what dS is scaled by."""
+    """(sums over keys of dS K' in FP32, scaled, dK, dV), padded: of all keys, or of
+    long tiles and, for the last queries, of short ones. `lse2` is LSE in units of log2,
+    less log2 of what dS is scaled by."""
     batch, rows_in_all, query_heads, head_dim = query.shape
     dtype = query.dtype
     shapes = Shapes(batch, query_count, key_count, query_heads, key.shape[2], head_dim)
@@ -485,7 +481,7 @@ def _sums(
         ),
     )
     # Semaphores begin as zeros.
-    total, *apart, dk, dv = internals.in_place(kernel)(
+    *sums, dk, dv = internals.in_place(kernel)(
         *(query, key, value, dout, *rows, numbers.centre),
         numbers.key_factor,
         power_of_two(-numbers.row_exponent),
@@ -494,6 +490,4 @@ def _sums(
         dk, dv = (sum_of_parts(x) for x in (dk, dv))
     else:
         dk, dv = (lax.bitcast_convert_type(x, dtype) for x in (dk, dv))
-    for part, first in zip(apart, firsts[1:], strict=True):
-        total += jnp.pad(part, ((0, 0), (first, 0), (0, 0), (0, 0)))
-    return total, dk, dv
+    return sums, dk, dv

@@ -4,7 +4,8 @@
 
 in one launch, at the speed of memory: every array is read once, by TMA, some tiles
 ahead, by a grid whose CTAs stay. A fill is the tiles of dO, out and low for some rows
-and heads.
+and heads. It begins at the end: the last part of dO was written last and may still be
+in the L2 cache, and the first part, which the backward kernel wants first, then is.
 
 Where it rounds: all is FP32, u = 2^-24, added in an order that shapes and plan fix (no
 atomics): two runs give the same bits.
@@ -171,7 +172,7 @@ def row_sums(
         def item(step):
             """(batch entry, rows, columns, heads)"""
             groups, blocks = jnp.int32(tiles.heads // group), jnp.int32(tiles.blocks)
-            number = cta + step * ctas
+            number = tiles.items - 1 - (cta + step * ctas)
             block, g = lax.div(number, groups), lax.rem(number, groups)
             b, block = lax.div(block, blocks), lax.rem(block, blocks)
             columns, heads = pl.ds(g * width, width), pl.ds(g * group, group)
