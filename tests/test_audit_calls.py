@@ -4,7 +4,7 @@ scale."""
 import jax
 import pytest
 
-from attn_jax.audit import attribution, calls, verdict
+from attn_jax.audit import algorithms, attribution, calls, verdict
 from attn_jax.audit.audit import Audit
 from attn_jax.audit.course import carry_out
 from attn_jax.audit.inputs import Shape
@@ -176,7 +176,7 @@ def test_a_call_that_fails_is_said_unless_it_may_want_the_argument():
 
 def test_the_audit_has_them():
     known = attribution.candidates(BF16)
-    recipes = {name: known[name] for name in verdict.PLAIN}
+    recipes = {name: known[name] for name in algorithms.PLAIN}
     groups = tuple(Group(SHAPE, p.mask, ("normal",)) for p in PROBLEMS)
 
     def attend(query, key, value, *, scale=None, is_causal=False):

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from attn_jax import context_parallel
-from attn_jax.audit import attribution, audit_attention, command, verdict
+from attn_jax.audit import algorithms, attribution, audit_attention, command
 from attn_jax.audit.audit import Audit
 from attn_jax.audit.course import carry_out
 from attn_jax.audit.inputs import Shape
@@ -31,7 +31,7 @@ RAGGED = Shape(1, 100, 133, 4, 2, 64)
 CANDIDATES = attribution.candidates(BF16, W)
 PARTS = f"attn_jax (parts in 16 bits, ring of {W})"
 # Those that a ring of ours may be taken for.
-NAMES = (*verdict.PLAIN, "attn_jax", PARTS)
+NAMES = (*algorithms.PLAIN, "attn_jax", PARTS)
 NAMES += (f"ring_flash_attn (ring of {W})",)
 NAMES += (f"attn_jax (keys gathered forward, parts in 16 bits, ring of {W})",)
 SOME = {name: CANDIDATES[name] for name in NAMES}
@@ -171,7 +171,7 @@ def no_guard(monkeypatch):
     monkeypatch.setattr(merge, "merged", wrong)
 
 
-PLAIN = {name: CANDIDATES[name] for name in verdict.PLAIN}
+PLAIN = {name: CANDIDATES[name] for name in algorithms.PLAIN}
 
 
 @pytest.mark.parametrize(

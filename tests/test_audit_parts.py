@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from attn_jax import emulator, reference
-from attn_jax.audit import attribution, more, problem, programs, verdict
+from attn_jax.audit import algorithms, attribution, more, problem, programs
 from attn_jax.audit.alone import ALONE
 from attn_jax.audit.audit import Audit
 from attn_jax.audit.course import carry_out
@@ -207,7 +207,7 @@ def test_a_race_is_said_once():
     looks = ("P", "again")
     with Parts() as parts:
         candidates = attribution.candidates(BF16)
-        plain = {name: candidates[name] for name in verdict.PLAIN}
+        plain = {name: candidates[name] for name in algorithms.PLAIN}
         target = _racing(itertools.count(1))
         wanted = Audit(target, (group,), "bfloat16", plain, True, looks)
         found = carry_out(wanted, parts)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attn_jax.audit import attribution, verdict
+from attn_jax.audit import algorithms, attribution
 from attn_jax.audit.audit import Audit
 from attn_jax.audit.course import carry_out
 from attn_jax.audit.exact import exact
@@ -24,7 +24,7 @@ from attn_jax.formats import BF16, FP32
 from tests.planted import GROUPED, attend, honest
 
 SMALL = Shape(2, 48, 80, 4, 2, 32)
-RECIPES = {name: attribution.candidates(BF16)[name] for name in verdict.PLAIN}
+RECIPES = {name: attribution.candidates(BF16)[name] for name in algorithms.PLAIN}
 
 
 def p_of_lse(query, key, value, *, scale=None, is_causal=False, return_residual=False):

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from attn_jax.audit import attribution, programs, verdict
+from attn_jax.audit import algorithms, attribution, programs
 from attn_jax.audit.audit import Audit
 from attn_jax.audit.course import carry_out
 from attn_jax.audit.inputs import Shape, most_of_a_bias
@@ -274,7 +274,7 @@ def test_a_bias_hides_in_every_format(dtype):
 
 def audit(function, mask: str):
     known = attribution.candidates(BF16)
-    recipes = {name: known[name] for name in verdict.PLAIN}
+    recipes = {name: known[name] for name in algorithms.PLAIN}
     groups = (Group(SHAPE, mask, ("normal",)),)
     with Parts() as parts:
         target = Target("planted", function)
@@ -321,7 +321,7 @@ def test_recipes_there_are_begun_before_one_is_waited_for():
         return (out * (1 + noise)).astype(out.dtype), lse
 
     known = attribution.candidates(BF16)
-    recipes = {name: known[name] for name in verdict.PLAIN}
+    recipes = {name: known[name] for name in algorithms.PLAIN}
     groups = tuple(Group(SHAPE, mask, ("normal",)) for mask in ("lengths", "packed"))
     with Logged() as parts:
         target = Target("planted", poor)
@@ -330,5 +330,5 @@ def test_recipes_there_are_begun_before_one_is_waited_for():
         carry_out(wanted, parts)
     log = [(what, x) for what, x in parts.log if any(map(x.endswith, there))]
     whats = [what for what, _ in log]
-    assert whats.count("begun") == len(there) * len(verdict.PLAIN)
+    assert whats.count("begun") == len(there) * len(algorithms.PLAIN)
     assert whats == sorted(whats)

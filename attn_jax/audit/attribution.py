@@ -148,8 +148,6 @@ _RINGS: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("parts in 16 bits, ring of {}", ATTN_JAX, _16_BITS),
     ("keys gathered forward, parts in 16 bits, ring of {}", ATTN_JAX, _GATHERED),
 )
-# What `jnp.repeat` of keys and values gets.
-BY_HEAD_IN_16_BITS = "jax_nn (gradients by query head, summed in 16 bits)"
 # How much nearer than the recipe itself a change of it has to be, and how near. Beyond
 # twice `FITS` the nearest of all is as good as any.
 _SUSPECT = 0.7
@@ -271,11 +269,6 @@ class Fit(NamedTuple):
     @property
     def fits(self) -> bool:
         return self.distance <= FITS
-
-    def predicts(self, inputs: NumberFormat) -> bool:
-        """Whether the target is judged by what the candidate has alone. Errors of FP32
-        inputs are those of sums, whose order a candidate may have by chance."""
-        return self.fits and inputs != FP32
 
 
 def fits(target: Profile, predictions: Mapping[str, Profile]) -> list[Fit]:

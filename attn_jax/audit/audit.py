@@ -15,8 +15,9 @@ from attn_jax.recipe import Recipe
 @dataclasses.dataclass(frozen=True)
 class Audit:
     """What is to be done: `target` on the `groups` of problems, in the mode that the
-    process is in; the first group is compared with all `recipes`, `verdict.PLAIN` among
-    them. `looks` names some of `LOOKS`; `code` is the target's `fingerprint`."""
+    process is in; the first group is compared with all `recipes`, those of
+    `algorithms.ordinary` among them. `looks` names some of `LOOKS`; `code` is the
+    target's `fingerprint`."""
 
     target: Target
     groups: tuple[Group, ...]

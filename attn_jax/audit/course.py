@@ -13,7 +13,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ from attn_jax.audit import (
     programs,
     verdict,
 )
+from attn_jax.audit.algorithms import Algorithms, judged_by, ordinary
 from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.audit import Audit
 from attn_jax.audit.error import in_units
@@ -107,10 +108,10 @@ class _Course:
         return self._fits[0] if self._fits else None
 
     @property
-    def _of_calls(self) -> set[str]:
+    def _of_calls(self) -> Algorithms:
         """Recipes that another call may be of: it may be another algorithm."""
-        fit = self._fit
-        return {*verdict.PLAIN, *([fit.candidate] if fit and fit.fits else [])}
+        fit, plain = self._fit, ordinary(FORMATS[self._audit.dtype])
+        return Algorithms(fit.candidate if fit and fit.fits else None, plain)
 
     def begin(self) -> None:
         """Asks for every part of the target, and for the recipes that it is compared
@@ -152,7 +153,7 @@ class _Course:
         if _is_measured(self._rows[first]):
             # Most likely those are, too: there is time for recipes until then.
             for group in (x for x in audit.groups if x in waiting):
-                names = _algorithms(audit, self._fit, group)
+                names = _algorithms(audit, self._fit, group).names
                 self._predictions.begin({*names, SAME_FORMAT}, group)
         else:
             waiting = {x: of for x, of in waiting.items() if x in audit.groups}
@@ -190,12 +191,12 @@ class _Course:
         """Recipes that a group's errors are judged by; of what is looked at beside, if
         they are poor."""
         rows = self._rows[group]
-        names = _algorithms(self._audit, self._fit, group)
+        algorithms = _algorithms(self._audit, self._fit, group)
         if group not in self._audit.groups:
             problem, found = _beside(self._audit, group, rows)
-            self._predictions.begin_allowed(names, problem, found)
+            self._predictions.begin_allowed(algorithms, problem, found)
         elif _is_measured(rows):
-            self._predictions.begin(names, group)
+            self._predictions.begin(algorithms.names, group)
 
     def _looked(self, name: str) -> None:
         self._looks[name] = self._asked[name].rows()
@@ -253,7 +254,7 @@ class _Course:
         for group in audit.groups:
             rows = self._rows[group]
             algorithms = _algorithms(audit, self._fit, group)
-            names = {*algorithms, SAME_FORMAT} if _is_measured(rows) else ()
+            names = {*algorithms.names, SAME_FORMAT} if _is_measured(rows) else ()
             cells += _judged(
                 audit, group, rows, predictions.of(names, group), algorithms
             )
@@ -261,9 +262,10 @@ class _Course:
         for group in (x for x in audit.beside if x in self._rows):
             problem, found = _beside(audit, group, self._rows[group])
             (row,) = self._rows[group]
-            names = _algorithms(audit, self._fit, group)
-            allowed = predictions.allowed(names, problem, found)
-            cells.append(Judged(problem, Outcome(**row["outcome"]), found, allowed))
+            algorithms = _algorithms(audit, self._fit, group)
+            allowed = predictions.allowed(algorithms, problem, found)
+            outcome, alone = Outcome(**row["outcome"]), not algorithms.others
+            cells.append(Judged(problem, outcome, found, allowed, alone=alone))
         return verdict.with_faults(cells), reported
 
 
@@ -297,20 +299,9 @@ def _is_measured(rows: list[Row]) -> bool:
     return any(row["found"] for row in rows)
 
 
-def _algorithms(audit: Audit, fit: Fit | None, group: Group) -> Sequence[str]:
-    """What a target is judged by on a group: the recipe that fits, or plain ones."""
-    if not (fit and fit.fits):
-        return verdict.PLAIN
-    recipe = audit.recipes[fit.candidate]
-    is_larger = group.shape.group_size > audit.groups[0].shape.group_size
-    if not attribution.runs_on(recipe, group.shape):
-        return verdict.PLAIN
-    if not fit.predicts(FORMATS[audit.dtype]):
-        return fit.candidate, *verdict.PLAIN
-    if recipe.group_gradient and is_larger:
-        # Of two query heads a sum in 16 bits is one in FP32, rounded: either fits.
-        return fit.candidate, attribution.BY_HEAD_IN_16_BITS
-    return (fit.candidate,)
+def _algorithms(audit: Audit, fit: Fit | None, group: Group) -> Algorithms:
+    inputs, compared = FORMATS[audit.dtype], audit.groups[0].shape
+    return judged_by(audit.recipes, fit, inputs, group.shape, compared)
 
 
 def _again(
@@ -436,24 +427,21 @@ def _judged(
     group: Group,
     rows: list[Row],
     predicted: Mapping[str, Mapping[str, Found]],
-    algorithms: Sequence[str],
+    algorithms: Algorithms,
 ) -> list[Judged]:
-    """`predicted`: by recipe and family. The largest error of `algorithms` counts."""
+    """`predicted`: by recipe and family."""
     cells = []
     for problem, row in zip(group.problems(audit.dtype), rows, strict=True):
         found = measured_of(row["found"])
         here = {name: of[problem.family] for name, of in predicted.items() if found}
-        allowed = {
-            tensor: max(
-                m.honest, *(here[name][tensor].errors.units for name in algorithms)
-            )
-            for tensor, m in found.items()
-        }
+        counting = {name: here[name] for name in algorithms.names if found}
+        allowed = algorithms.allowed(found, counting)
         twice = {
             tensor: in_units(m.errors.maximum, 2 * plain.errors.maximum)
             for tensor, m in found.items()
             if (plain := here[SAME_FORMAT][tensor]) and tensor != "lse"
         }
         outcome = Outcome(**row["outcome"])
-        cells.append(Judged(problem, outcome, found, allowed, twice))
+        alone = not algorithms.others
+        cells.append(Judged(problem, outcome, found, allowed, twice, alone))
     return cells

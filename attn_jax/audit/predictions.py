@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 from attn_jax.audit import attribution, verdict
+from attn_jax.audit.algorithms import Algorithms
 from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.parts import Parts
 from attn_jax.audit.plan import Group
@@ -55,28 +56,25 @@ class Predictions:
         return {name: found_of(self._begun[name, group].result()) for name in names}
 
     def begin_allowed(
-        self, names: Iterable[str], problem: Problem, found: Found
+        self, algorithms: Algorithms, problem: Problem, found: Found
     ) -> bool:
         """Begins what `allowed` will wait for, if it does."""
         poor = verdict.POOR_UNITS
-        if any(m.errors.units > poor for name, m in found.items() if name != "lse"):
-            self.begin(names, self._group(problem))
+        if any(m.errors.units > max(poor, m.honest) for m in found.values()):
+            self.begin(algorithms.names, self._group(problem))
             return True
         return False
 
     def allowed(
-        self, names: Iterable[str], problem: Problem, found: Found
+        self, algorithms: Algorithms, problem: Problem, found: Found
     ) -> dict[str, float]:
-        """What the worst of some recipes comes to, by result: of those that are found
-        to be poor, for the sake of time."""
-        names = tuple(names)
-        allowed = {tensor: m.honest for tensor, m in found.items()}
-        if self.begin_allowed(names, problem, found):
-            for of in self.of(names, self._group(problem)).values():
-                for tensor, m in of[problem.family].items():
-                    if tensor in allowed:
-                        allowed[tensor] = max(allowed[tensor], m.errors.units)
-        return allowed
+        """`Algorithms.allowed`, of results among which one is found to be poor, for the
+        sake of time."""
+        predicted = {}
+        if self.begin_allowed(algorithms, problem, found):
+            of_all = self.of(algorithms.names, self._group(problem))
+            predicted = {name: of[problem.family] for name, of in of_all.items()}
+        return algorithms.allowed(found, predicted)
 
     def _group(self, problem: Problem) -> Group:
         """Parts have the names of groups, which say nothing of families."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from attn_jax import machine
 from attn_jax.audit import attribution, verdict
+from attn_jax.audit.algorithms import ordinary
 from attn_jax.audit.alone import ALONE
 from attn_jax.audit.audit import Audit
 from attn_jax.audit.bar import say
@@ -125,7 +126,7 @@ def audit_attention(
     if isinstance(against, Recipe):
         against = [against]
     if against is not None:
-        plain = {name: recipes[name] for name in verdict.PLAIN}
+        plain = {name: recipes[name] for name in ordinary(FORMATS[dtype])}
         for recipe in against:
             check_is_recipe(recipe)
         wanted = [attribution.for_inputs(x, FORMATS[dtype]) for x in against]

@@ -1,8 +1,7 @@
 """From what was measured to what is said: the rules of a verdict.
 
 A result is judged in the units of its unavoidable rounding, on each problem by itself,
-against what its algorithm allows there: the prediction of the recipe that fits the
-target or, where none does, the largest of those of `PLAIN`.
+against what its algorithm allows there (`algorithms`).
 
     not finite            a value is not finite where the exact one is, or the reverse
     worse than ...        error above `POOR_UNITS` units and above `allowance` of the
@@ -10,8 +9,7 @@ target or, where none does, the largest of those of `PLAIN`.
     as accurate as ...    error above `POOR_UNITS` units, and no more than that
     trustworthy           nothing else is found
 
-LSE, whose error in FP32 no recipe predicts, is allowed what logits and sums in FP32
-leave at most (`Measured.honest`), and within that nothing is said of it.
+Nothing is said of LSE within what it is allowed.
 
 One finding stands for all problems on which the same is wrong with the same result, and
 names the worst.
@@ -22,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from attn_jax.audit.attribution import BY_HEAD_IN_16_BITS, Cost, Fit
+from attn_jax.audit.attribution import Cost, Fit
 from attn_jax.audit.finding import (
     DEPENDS,
     EXTREME,
@@ -51,15 +49,14 @@ POOR_UNITS = 1.7
 # A step is named for an error if a tenth of its square goes with the step. Less is 5 %
 # of the error itself, by which `merge` takes two predictions for the same.
 REAL_SHARE = 0.1
-# Ordinary algorithms: what nobody is blamed for.
-PLAIN = "flash2", "jax_nn", BY_HEAD_IN_16_BITS, "eager_bf16"
 
 
 class Judged(NamedTuple):
     """A problem: what the target gave there, and what is allowed, by result.
 
     `twice`: the largest error over twice that of a plain implementation in the same
-    format, which FlashAttention's tests want to be at most 1.
+    format, which FlashAttention's tests want to be at most 1. `alone`: what is allowed
+    is what the recipe that fits has, if one does, and nobody else's.
     """
 
     problem: Problem
@@ -67,6 +64,7 @@ class Judged(NamedTuple):
     found: dict[str, Measured]
     allowed: dict[str, float]
     twice: dict[str, float] = {}
+    alone: bool = True
 
 
 def allowance(fmt: NumberFormat) -> float:
@@ -304,12 +302,14 @@ def _worse(
     )
     units, allowed = worst.found[tensor].errors.units, worst.allowed[tensor]
     whose = "ordinary algorithms have"
-    if fit and fit.predicts(worst.problem.format):
+    if fit and fit.fits and (worst.alone or tensor == "lse"):
         whose = f"{fit.candidate} has"
     place = ""
     if tensor == "lse":
         # Recipes are not compared by it.
-        suspect, whose = "", "logits and sums in FP32 leave at most"
+        suspect = ""
+        if allowed <= worst.found[tensor].honest:
+            whose = "logits and sums in FP32 leave at most"
     elif fit and fit.fits:
         # Its steps are the target's, and what they come to is less.
         suspect, place = "", _where_alone(bad, here, compared)
@@ -379,9 +379,9 @@ def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
             because += ": it is that of the sums themselves, in FP32"
     allowed = worst.allowed[tensor]
     algorithm = f"where ordinary algorithms have {allowed:.3g}"
-    if fit and fit.predicts(worst.problem.format):
+    if fit and fit.fits and worst.alone:
         algorithm = f"where {fit.candidate} predicts {allowed:.3g}"
-    if units > allowed:
+    if float(f"{units:.3g}") > float(f"{allowed:.3g}"):
         most = allowance(worst.problem.format)
         algorithm += f", of which up to {most:g} times are allowed"
     return Finding(
