@@ -2,30 +2,36 @@
 
     python prototypes/measure_rows.py OUT_FOLDER
 
-16 384 tokens, heads * head dim = 2048, BF16, out in two parts, as many key heads as
-heads. A row for each length, head dim and kernel, printed, and written to
-OUT_FOLDER/sums.csv: CUPTI times in ms, and TB/s of what has to be read and written.
-`row_sums`: `hopper_row_sums`. `key_numbers ...`: `hopper_key_numbers`, V made FP16
-numbers, by the package's plan and by others (key stages, value stages, elements of a
-tile). `xla`: the same V by two of XLA's passes. Their results are for the tests.
+16 384 tokens, heads * head dim = 2048, and `small`'s 128 x 320 of 6 x 64; BF16, out in
+two parts, as many key heads as heads. A row for each length, head dim and kernel,
+printed, and written to OUT_FOLDER/sums.csv: CUPTI times in ms, and TB/s of what has to
+be read and written. `row_sums`: `hopper_row_sums`. `key_numbers ...`:
+`hopper_key_numbers`, V made FP16 numbers, by the package's plan and by others (key
+stages, value stages, elements of a tile). `xla`: the same V by two of XLA's passes.
+Their results are for the tests.
 """
 
 import concurrent.futures
 import csv
 import itertools
+import math
 import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
-TOKENS, COLUMNS = 16384, 2048
-CASES = list(itertools.product((1024, 4096, 16384), (64, 128)))
+# B, T, N, H
+CASES = [(128, 320, 6, 64)] + [
+    (16384 // length, length, 2048 // head_dim, head_dim)
+    for length, head_dim in itertools.product((1024, 4096, 16384), (64, 128))
+]
 PLANS = [(4, 8, 4096), (2, 4, 4096), (4, 4, 4096), (3, 6, 4096)]
+PLANS += [(2, 8, 4096), (1, 8, 4096), (4, 16, 2048), (2, 16, 2048)]
 RUNS = 20
 FIELDS = "length head_dim kernel ms tb_s".split()
 
 
-def programs(length: int, head_dim: int):
+def programs(length: int, elements: int):
     """name: (function, number of arrays, bytes read and written)"""
     import jax.numpy as jnp
 
@@ -33,7 +39,7 @@ def programs(length: int, head_dim: int):
     from attn_jax.kernels.hopper_key_numbers import Plan, key_numbers
     from attn_jax.kernels.hopper_row_sums import row_sums
 
-    size = 2 * TOKENS * COLUMNS
+    size = 2 * elements
     yield "row_sums", row_sums, 3, 3 * size
 
     def xla(key, value):
@@ -44,22 +50,20 @@ def programs(length: int, head_dim: int):
         return (wide * factor).astype(jnp.float16)
 
     yield "xla", xla, 2, 3 * size
-    for keys, values, elements in PLANS:
-        plan = Plan(key_stages=keys, value_stages=values, elements=elements)
+    for keys, values, tile in PLANS:
+        plan = Plan(key_stages=keys, value_stages=values, elements=tile)
 
         def numbers(key, value, plan=plan):
             return key_numbers(key, value, length, BF16, half=True, plan=plan)
 
-        yield f"key_numbers {keys} {values} {elements}", numbers, 2, 3 * size
+        yield f"key_numbers {keys} {values} {tile}", numbers, 2, 3 * size
 
 
 def lowered(case):
     import jax
 
-    length, head_dim = case
-    shape = TOKENS // length, length, COLUMNS // head_dim, head_dim
-    array = jax.ShapeDtypeStruct(shape, "bfloat16")
-    for name, function, count, size in programs(*case):
+    array = jax.ShapeDtypeStruct(case, "bfloat16")
+    for name, function, count, size in programs(case[1], math.prod(case)):
         yield case, name, size, count, jax.jit(function).lower(*[array] * count)
 
 
@@ -76,12 +80,10 @@ def main(folder: Path) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FIELDS)
         for (case, name, size, count, _), program in zip(found, compiled, strict=True):
-            length, head_dim = case
-            shape = TOKENS // length, length, COLUMNS // head_dim, head_dim
             keys = jax.random.split(jax.random.key(0), count)
-            arrays = tuple(jax.random.normal(x, shape, "bfloat16") for x in keys)
+            arrays = tuple(jax.random.normal(x, case, "bfloat16") for x in keys)
             ms, _ = device_time(program, arrays, RUNS)
-            row = *case, name, round(ms, 4), round(size / ms / 1e9, 3)
+            row = case[1], case[3], name, round(ms, 4), round(size / ms / 1e9, 3)
             writer.writerow(row)
             print(*row, flush=True)
 
