@@ -123,6 +123,10 @@ def test_what_is_wrong_under_one_mask_alone_is_said_so():
     ("changes", "words"),
     [
         ({"scale_factor": 0.75}, "with another scale than 1 / sqrt(H) alone"),
+        (
+            {"scale_factor": 0.75, "key_length": 17},
+            "with another scale than 1 / sqrt(H), or 17 keys, alone",
+        ),
         ({"query_length": 1}, "with one query alone"),
         ({"key_heads": 1}, "with one key head alone"),
         ({"key_heads": 4}, "with as many key heads as query heads alone"),

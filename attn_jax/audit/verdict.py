@@ -17,7 +17,7 @@ names the worst.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from attn_jax.audit.attribution import Cost, Fit
@@ -40,6 +40,7 @@ from attn_jax.audit.judge import POOR, WORSE
 from attn_jax.audit.measure import Measured, Outcome
 from attn_jax.audit.problem import SYMBOLS, TENSORS, Problem, made_of
 from attn_jax.audit.raised import numberless
+from attn_jax.audit.where import shared_alone
 from attn_jax.formats import FP32, NumberFormat
 
 # To the author of what raises a ValueError where that is a fault.
@@ -293,6 +294,10 @@ def _evidence(cell: Judged, tensor: str) -> dict[str, float | str]:
     }
 
 
+def _problems(cells: Iterable[Judged]) -> list[Problem]:
+    return [cell.problem for cell in cells]
+
+
 def _worse(
     bad, here, compared: str, tensor: str, fit: Fit | None, suspect: str
 ) -> Finding:
@@ -312,7 +317,7 @@ def _worse(
             whose = "logits and sums in FP32 leave at most"
     elif fit and fit.fits:
         # Its steps are the target's, and what they come to is less.
-        suspect, place = "", _where_alone(bad, here, compared)
+        suspect, place = "", shared_alone(_problems(bad), _problems(here), compared)
     return Finding(
         WORSE,
         suspect or place,
@@ -329,28 +334,6 @@ def _worse(
 
 
 # What a function may have other code for.
-_CALLS: dict[str, Callable[[Problem], bool]] = {
-    "with another scale than 1 / sqrt(H)": lambda x: x.scale_factor != 1,
-    "with one query": lambda x: x.shape.query_length == 1,
-    "with one key head": lambda x: x.shape.key_heads == 1 < x.shape.heads,
-    "with as many key heads as query heads": lambda x: (
-        x.shape.key_heads == x.shape.heads
-    ),
-}
-
-
-def _where_alone(bad: Sequence[Judged], here: Sequence[Judged], compared: str) -> str:
-    """What all bad ones have and no other has; else their masks, if not `compared`."""
-    for what, has in _CALLS.items():
-        those = [cell for cell in here if has(cell.problem)]
-        if those == [cell for cell in here if cell in bad] and len(those) < len(here):
-            return f"{what} alone"
-    masks = dict.fromkeys(cell.problem.mask for cell in bad)
-    if compared not in masks and compared in {c.problem.mask for c in here}:
-        return f"under {' and '.join(masks)} alone"
-    return ""
-
-
 def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
     worst = _worst(poor, tensor)
     units = worst.found[tensor].errors.units
