@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -17,7 +18,7 @@ from attn_jax.audit.parts import Parts
 from attn_jax.audit.plan import Group
 from attn_jax.audit.target import Adapter, Target
 from attn_jax.formats import BF16, FP32
-from tests.planted import GROUPED, HONEST, PLANTED, honest
+from tests.planted import GROUPED, HONEST, PLANTED, Honest, honest
 
 CANDIDATES = attribution.candidates(BF16)
 # Those that the planted functions round like, with or without a defect.
@@ -123,6 +124,43 @@ def test_sums_over_query_heads_in_16_bits_are_no_fault():
     assert {f.kind for f in found.findings} <= {POOR}, found.findings
 
 
+def online(query, key, value, *, scale=None, is_causal=False):
+    """Over blocks of 8 keys, differentiated as it stands, through the maxima."""
+    assert not is_causal
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    of_each = query.shape[2] // key.shape[2]
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def blocks(x):
+        x = jnp.repeat(x, of_each, 2)
+        return jnp.moveaxis(x.reshape(len(x), -1, 8, *x.shape[2:]), 1, 0)
+
+    def step(carried, block):
+        highest, total, out = carried
+        logits = scale * dot("btnh,bsnh->bnts", query, block[0])
+        new = jnp.maximum(highest, logits.max(-1))
+        old, p = jnp.exp(highest - new), jnp.exp(logits - new[..., None])
+        more = dot("bnts,bsnh->bnth", p.astype(query.dtype), block[1])
+        return (new, total * old + p.sum(-1), out * old[..., None] + more), None
+
+    zero = jnp.zeros((len(query), query.shape[2], query.shape[1]))
+    start = zero - 1e30, zero, jnp.zeros((*zero.shape, query.shape[3]))
+    (_, total, out), _ = jax.lax.scan(step, start, (blocks(key), blocks(value)))
+    return (out / total[..., None]).swapaxes(1, 2).astype(query.dtype)
+
+
+def test_online_softmax_differentiated_through_its_maxima_is_no_fault():
+    """What it adds to dK is the most that honest 16-bit functions were seen to have of
+    what is predicted."""
+    group = Group(Shape(1, 333, 200, 8, 1, 48), "full", ("normal", "uniform"))
+    found = audit(Honest(online, residual=False), group)
+    cell = found.cells[1]
+    assert not found.fits[0].fits
+    assert 1.3 < cell.found["dkey"].errors.units / cell.allowed["dkey"] < 1.5
+    accused = [f for f in found.findings if f.kind in ACCUSED]
+    assert not accused, accused
+
+
 def in_16_bits(x, K):
     """The sum over query heads, one after the other."""
     heads = x.reshape(*x.shape[:2], K, -1, x.shape[-1]).astype(jnp.bfloat16)
@@ -171,6 +209,8 @@ def test_the_order_of_sums_in_fp32_is_the_function_s_own(monkeypatch):
     found = audit(HONEST["jax.nn"], group, dtype="float32")
     assert found.fits[0].candidate == "qiu_yao" and found.fits[0].fits
     of_ones = found.cells[-1]
+    uniform = found.cells[group.families.index("uniform")]
+    assert uniform.found["out"].errors.units > 1.5 * uniform.allowed["out"]
     assert of_ones.found["out"].errors.units > 50 and of_ones.allowed["out"] > 20
     assert {f.kind for f in found.findings} == {POOR}, found.findings
 

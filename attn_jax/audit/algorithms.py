@@ -28,10 +28,14 @@ class Algorithms(NamedTuple):
     def names(self) -> tuple[str, ...]:
         return (*([] if self.fitting is None else [self.fitting]), *self.others)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether what is allowed is what the fitting recipe has."""
+        return not self.others
+
     def allowed(self, found: Found, predicted: Mapping[str, Found]) -> dict[str, float]:
-        """By result the largest error of all in units, of what was `predicted` of each.
-        LSE: what FP32 leaves at most, whatever others do, or the
-        fitting recipe's if that is more."""
+        """By result the largest error in units of what was `predicted` of each; of LSE
+        what FP32 leaves at most, or the fitting recipe's if that is more."""
         fitting = {name: x for name, x in predicted.items() if name == self.fitting}
 
         def largest(tensor: str) -> float:

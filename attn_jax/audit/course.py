@@ -264,7 +264,7 @@ class _Course:
             (row,) = self._rows[group]
             algorithms = _algorithms(audit, self._fit, group)
             allowed = predictions.allowed(algorithms, problem, found)
-            outcome, alone = Outcome(**row["outcome"]), not algorithms.others
+            outcome, alone = Outcome(**row["outcome"]), algorithms.is_alone
             cells.append(Judged(problem, outcome, found, allowed, alone=alone))
         return verdict.with_faults(cells), reported
 
@@ -441,7 +441,6 @@ def _judged(
             for tensor, m in found.items()
             if (plain := here[SAME_FORMAT][tensor]) and tensor != "lse"
         }
-        outcome = Outcome(**row["outcome"])
-        alone = not algorithms.others
+        outcome, alone = Outcome(**row["outcome"]), algorithms.is_alone
         cells.append(Judged(problem, outcome, found, allowed, twice, alone))
     return cells
