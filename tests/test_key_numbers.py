@@ -37,6 +37,10 @@ LONG = Shape(1, 70, 330, 2, 1, 64)
 ALONE, SHARED = Plan(most_parts=1), Plan()
 # V does not stay in shared memory: of nine tiles a CTA has five.
 STREAMED = Plan(value_stages=2, most_parts=2)
+# A cluster has head after head: of two CTAs, and V stays there; or does not; or of one.
+IN_TURN = Plan(value_stages=4, most_parts=2, ctas=2)
+STREAMED_IN_TURN = dataclasses.replace(STREAMED, ctas=2)
+ALONE_IN_TURN = dataclasses.replace(ALONE, ctas=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +125,17 @@ CASES = [
     Case(2, 101, 3, 64, 64),
     Case(1, 330, 1, 64, 128, SHARED),
     Case(1, 520, 2, 64, 64, STREAMED, power=100),
+    Case(1, 330, 3, 64, 64, IN_TURN),
+    Case(1, 520, 3, 64, 64, STREAMED_IN_TURN),
+    Case(2, 101, 3, 64, 64, ALONE_IN_TURN),
     Case(1, 40, 1, 64, 64, power=-126),
     Case(1, 72, 1, 128, 128, dtype="float16", half=False),
     Case(1, 330, 1, 64, 64, SHARED, dtype="float16", half=False),
 ]
 FURTHER = [
     Case(1, 600, 2, 64, 64, means=False),
+    Case(1, 330, 3, 64, 128, IN_TURN, dtype="float16", half=False),
+    Case(1, 520, 3, 64, 64, STREAMED_IN_TURN, half=False),
     Case(1, 520, 2, 64, 64, STREAMED, dtype="float16", half=False),
     Case(1, 72, 1, 64, 64, power=60),
     Case(1, 72, 1, 64, 64, power=-60),

@@ -23,6 +23,7 @@ two runs give the same bits.
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ from attn_jax.formats import FP16, NumberFormat
 from attn_jax.kernels import turns
 from attn_jax.kernels.lanes import Lanes, read
 from attn_jax.kernels.ring_order import MULTIPROCESSORS
-from attn_jax.kernels.tiles import opaque, widen
+from attn_jax.kernels.tiles import widen
 from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 
 # Of V, which no recipe scales: a power of two and its inverse are normal numbers of
@@ -155,11 +156,16 @@ def key_numbers(
     batch, keys, heads, head_dim = key.shape
     value_dim = value.shape[3]
     of_key, of_value = (_Tiles.of(keys, x, plan) for x in (head_dim, value_dim))
-    parts = plan.parts(batch * heads, of_value.count)
+    items = batch * heads
+    parts = plan.parts(items, of_value.count)
     of_key, of_value = of_key.shared(parts), of_value.shared(parts)
-    stages = min(plan.value_stages, of_value.count)
-    keeps_values = stages == of_value.count
-    value_steps = of_value.count * (1 if keeps_values or not half else 2)
+    most = pl.cdiv(items, max(plan.ctas // parts, 1))  # items of a cluster
+    clusters = pl.cdiv(items, most)
+    keeps_values = of_value.count <= plan.value_stages
+    rounds = 1 if keeps_values or not half else 2
+    value_steps = of_value.count * rounds  # of an item
+    key_stages = min(plan.key_stages, most * of_key.count)
+    stages = min(plan.value_stages, most * value_steps)
     # What CTAs tell each other: of V the largest, of K sums, squares and the largest.
     found_shape = (batch, heads, parts)
 
@@ -169,45 +175,52 @@ def key_numbers(
     ):  # fmt: skip
         key_smem, value_smem = smem
         key_ready, value_ready, all_told = barriers
-        b, n = lax.axis_index("batch"), lax.axis_index("head")
+        cluster = lax.axis_index("cluster")
         part = lax.axis_index("part") if parts > 1 else jnp.int32(0)
+        # Items are dealt round.
+        mine = lax.div(items - cluster + (clusters - 1), jnp.int32(clusters))
 
-        def slot(step, stages=stages):
-            return lax.rem(step, jnp.int32(stages))
+        def head_of(turn):
+            number = cluster + turn * clusters
+            return lax.div(number, jnp.int32(heads)), lax.rem(number, jnp.int32(heads))
 
-        def place(tiles, step):
+        def load(tiles, step, steps, gmem, smem, ready, stages):
+            """The tile of a CTA's `step`, of which an item has `steps`."""
+
+            @pl.when(step < mine * steps)
+            def _():
+                now = lax.rem(step, jnp.int32(stages))
+                b, n = head_of(lax.div(step, jnp.int32(steps)))
+                span = rows_of(tiles, step)
+                plgpu.copy_gmem_to_smem(
+                    gmem.at[b, span, n], smem.at[now], ready.at[now]
+                )
+
+        def rows_of(tiles, step):
             """Of a CTA's tile, in global memory."""
             tile = part * tiles.count + lax.rem(step, jnp.int32(tiles.count))
-            return b, pl.ds(tile * tiles.rows, tiles.rows), n
+            return pl.ds(tile * tiles.rows, tiles.rows)
 
         def load_key(step):
-            @pl.when(step < of_key.count)
-            def _():
-                now = slot(step, plan.key_stages)
-                plgpu.copy_gmem_to_smem(
-                    key_gmem.at[place(of_key, step)],
-                    key_smem.at[now],
-                    key_ready.at[now],
-                )
+            load(of_key, step, of_key.count, key_gmem, key_smem, key_ready, key_stages)
 
         def load_value(step):
-            @pl.when(step < value_steps)
-            def _():
-                now = slot(step)
-                plgpu.copy_gmem_to_smem(
-                    value_gmem.at[place(of_value, step)],
-                    value_smem.at[now],
-                    value_ready.at[now],
-                )
+            load(
+                *(of_value, step, value_steps),
+                *(value_gmem, value_smem, value_ready, stages),
+            )
 
-        for step in range(plan.key_stages):
+        def slot(step):
+            return lax.rem(step, jnp.int32(stages))
+
+        for step in range(key_stages):
             load_key(jnp.int32(step))
         for step in range(stages):
             load_value(jnp.int32(step))
 
         def over_keys(step, found):
             sums, squares, largest = found
-            now = slot(step, plan.key_stages)
+            now = lax.rem(step, jnp.int32(key_stages))
             plgpu.barrier_wait(key_ready.at[now])
             for _, x in of_key.strips(key_smem.at[now]):
                 largest = jnp.maximum(largest, _rank(x))
@@ -215,65 +228,30 @@ def key_numbers(
                 sums, squares = sums + x, squares + x * x
             # All have read: here it is a barrier.
             plgpu.commit_smem()
-            load_key(step + plan.key_stages)
+            load_key(step + key_stages)
             return sums, squares, largest
 
         def over_values(step, largest):
             plgpu.barrier_wait(value_ready.at[slot(step)])
             for _, x in of_value.strips(value_smem.at[slot(step)]):
                 largest = jnp.maximum(largest, _rank(x))
-            if not keeps_values:
+            if rounds == 2 or not half:
                 plgpu.commit_smem()
                 load_value(step + stages)
             return largest
 
-        # Rows past the last key are zero here, which changes none of these.
-        start = of_key.zero(), of_key.zero(), of_key.zero(jnp.int16)
-        sums, squares, largest = lax.fori_loop(
-            jnp.int32(0), jnp.int32(of_key.count), over_keys, start
-        )
-        sums, squares = sums.sum(axis=0), squares.sum(axis=0)
-        largest = _of_rank(largest, key.dtype).max(axis=0)
-        value_largest = lax.fori_loop(
-            jnp.int32(0),
-            jnp.int32(of_value.count),
-            over_values,
-            of_value.zero(jnp.int16),
-        )
-        value_largest = _of_rank(value_largest, value.dtype).max(axis=0)
-
-        def told(gmem, tiles, combine, *index):
+        def told(gmem, b, n, tiles, combine, *index):
+            """Of all CTAs; their numbers are on their way together."""
             columns = tiles.lanes.layout().reduce(0)
-            zero = jnp.zeros((tiles.width,), jnp.float32)
+            found = [
+                read(gmem.at[b, n, other, *index], layout=columns)
+                for other in range(parts)
+            ]
+            return functools.reduce(combine, found)
 
-            def take(other, found):
-                x = gmem.at[b, n, other, *index]
-                return combine(found, read(x, layout=columns))
-
-            zero = plgpu.layout_cast(zero, columns)
-            # Unrolled the loop would take a third more registers.
-            count = opaque(jnp.int32(parts))
-            return lax.fori_loop(jnp.int32(0), count, take, zero)
-
-        if parts > 1:
-            found_value_gmem[b, n, part] = value_largest
-            for i, x in enumerate((sums, squares, largest)):
-                found_key_gmem[b, n, part, i] = x
-            # All have written: one thread alone says so to each of the other CTAs.
-            plgpu.commit_smem()
-            turns.fence()
-            plgpu.barrier_arrive(all_told)
-            plgpu.barrier_wait(all_told)
-            turns.fence()
-
-            value_largest = told(found_value_gmem, of_value, jnp.maximum)
-
-        exponent = _into_range(
-            of_value.over_head(value_largest, jnp.max), most=_MOST_VALUE_EXPONENT
-        )
-
-        def scale_values(factor):
-            """V times a power of two, all over a strip."""
+        def scale_values(turn, factor):
+            """V of an item times a power of two, all over a strip."""
+            b, n = head_of(turn)
 
             def scale(step):
                 """A tile in place; the result goes as bits of V's format."""
@@ -284,40 +262,83 @@ def key_numbers(
                     )
                     tile[pl.ds(row, of_value.lanes.strip)] = x
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(tile, half_gmem.at[place(of_value, step)])
+                plgpu.copy_smem_to_gmem(
+                    tile, half_gmem.at[b, rows_of(of_value, step), n]
+                )
 
-            @pl.loop(jnp.int32(0), jnp.int32(of_value.count))
-            def _(i):
-                if keeps_values:
-                    scale(i)
-                    return
-                step = i + of_value.count
-                plgpu.barrier_wait(value_ready.at[slot(step)])
+            first = turn * value_steps + (rounds - 1) * of_value.count
+            end = first + of_value.count
+
+            @pl.loop(first, end)
+            def _(step):
+                if rounds == 2:
+                    plgpu.barrier_wait(value_ready.at[slot(step)])
                 scale(step)
                 # The tile before has left its place.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                pl.when(i > 0)(lambda: load_value(step - 1 + stages))
+                pl.when(step > first)(lambda: load_value(step - 1 + stages))
 
-        def tell(sums, squares, largest):
+            return end
+
+        @pl.loop(jnp.int32(0), mine)
+        def _(turn):
+            b, n = head_of(turn)
+            # Rows past the last key are zero here, which changes none of these.
+            start = of_key.zero(), of_key.zero(), of_key.zero(jnp.int16)
+            first = turn * of_key.count
+            sums, squares, largest = lax.fori_loop(
+                first, first + of_key.count, over_keys, start
+            )
+            sums, squares = sums.sum(axis=0), squares.sum(axis=0)
+            largest = _of_rank(largest, key.dtype).max(axis=0)
+            first = turn * value_steps
+            value_largest = lax.fori_loop(
+                first, first + of_value.count, over_values, of_value.zero(jnp.int16)
+            )
+            value_largest = _of_rank(value_largest, value.dtype).max(axis=0)
+
             if parts > 1:
-                sums = told(found_key_gmem, of_key, jnp.add, 0)
-                squares = told(found_key_gmem, of_key, jnp.add, 1)
-                largest = told(found_key_gmem, of_key, jnp.maximum, 2)
-            # |K - c| is at most twice the largest key. Doubled, that might overflow.
-            keys = _into_range(of_key.over_head(largest, jnp.max), doublings=1)
-            mean, square = sums / key_count, squares / key_count
-            centre_gmem[b, n] = centre_from(mean, square, largest, inputs)
-            key_factor_gmem[b, n] = _power(keys).max(axis=0)
-            # Squares of the scaled ones stay in range.
-            unscale = _power(-exponent).max(axis=0)
-            scaled = value_largest / unscale
-            norm = jnp.sqrt(of_value.over_head(scaled * scaled, jnp.sum))
-            norm_gmem[b, n] = norm.max(axis=0) * unscale
-            unscale_gmem[b, n] = unscale
+                found_value_gmem[b, n, part] = value_largest
+                for i, x in enumerate((sums, squares, largest)):
+                    found_key_gmem[b, n, part, i] = x
+                # All have written: one thread alone says so to each of the other CTAs.
+                plgpu.commit_smem()
+                turns.fence()
+                plgpu.barrier_arrive(all_told)
+                plgpu.barrier_wait(all_told)
+                turns.fence()
 
-        if half:
-            scale_values(_power(exponent))
-        pl.when(part == 0)(lambda: tell(sums, squares, largest))
+                value_largest = told(found_value_gmem, b, n, of_value, jnp.maximum)
+
+            exponent = _into_range(
+                of_value.over_head(value_largest, jnp.max), most=_MOST_VALUE_EXPONENT
+            )
+            if half:
+                end = scale_values(turn, _power(exponent))
+                # The last tile has left, too.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                load_value(end - 1 + stages)
+
+            @pl.when(part == 0)
+            def tell():
+                found = sums, squares, largest
+                if parts > 1:
+                    of_all = functools.partial(told, found_key_gmem, b, n, of_key)
+                    combine = jnp.add, jnp.add, jnp.maximum
+                    found = [of_all(x, i) for i, x in enumerate(combine)]
+                total, squares_in_all, most = found
+                # |K - c| is at most twice the largest key, which might overflow.
+                keys = _into_range(of_key.over_head(most, jnp.max), doublings=1)
+                mean, square = total / key_count, squares_in_all / key_count
+                centre_gmem[b, n] = centre_from(mean, square, most, inputs)
+                key_factor_gmem[b, n] = _power(keys).max(axis=0)
+                # Squares of the scaled ones stay in range.
+                unscale = _power(-exponent).max(axis=0)
+                scaled = value_largest / unscale
+                norm = jnp.sqrt(of_value.over_head(scaled * scaled, jnp.sum))
+                norm_gmem[b, n] = norm.max(axis=0) * unscale
+                unscale_gmem[b, n] = unscale
+
         plgpu.wait_smem_to_gmem(0)
 
     def f32(*shape):
@@ -341,17 +362,17 @@ def key_numbers(
         ],
         scratch_types=[
             (
-                plgpu.SMEM((plan.key_stages, of_key.rows, head_dim), key.dtype),
+                plgpu.SMEM((key_stages, of_key.rows, head_dim), key.dtype),
                 plgpu.SMEM((stages, of_value.rows, value_dim), value.dtype),
             ),
             (
-                plgpu.Barrier(num_barriers=plan.key_stages),
+                plgpu.Barrier(num_barriers=key_stages),
                 plgpu.Barrier(num_barriers=stages),
                 all_told,
             ),
         ],
-        grid=(heads, batch),
-        grid_names=("head", "batch"),
+        grid=(clusters,),
+        grid_names=("cluster",),
         **cluster,
         # Where a copy or another CTA follows on reading or writing there is a barrier.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
