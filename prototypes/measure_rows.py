@@ -6,17 +6,23 @@
 two parts, as many key heads as heads. A row for each length, head dim and kernel,
 printed, and written to OUT_FOLDER/sums.csv: CUPTI times in ms, and TB/s of what has to
 be read and written. `row_sums`: `hopper_row_sums`. `key_numbers ...`:
-`hopper_key_numbers`, V made FP16 numbers, by the package's plan and by others (key
-stages, value stages, elements of a tile). `xla`: the same V by two of XLA's passes.
-Their results are for the tests.
+`hopper_key_numbers`, V made FP16 numbers, by its plans. `xla`: the same V by two of
+XLA's passes. Their results are for the tests.
+
+Then OUT_FOLDER/key_numbers.csv: forward and backward pass in one program, medians of
+rounds of SECONDS in turn: cuDNN's, `each`, where every head has a cluster for its
+numbers, and `ours`, by `plan_for`. Whether their bits are the same is in the last
+column.
 """
 
 import concurrent.futures
 import csv
 import itertools
 import math
+import statistics
 import sys
 from pathlib import Path
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
@@ -25,21 +31,29 @@ CASES = [(128, 320, 6, 64)] + [
     (16384 // length, length, 2048 // head_dim, head_dim)
     for length, head_dim in itertools.product((1024, 4096, 16384), (64, 128))
 ]
-PLANS = [(4, 8, 4096), (2, 4, 4096), (4, 4, 4096), (3, 6, 4096)]
-PLANS += [(2, 8, 4096), (1, 8, 4096), (4, 16, 2048), (2, 16, 2048)]
+# and is_causal
+BOTH = [
+    *((16, 1024, heads, 2048 // heads, mask) for heads in (16, 32) for mask in (1, 0)),
+    (128, 320, 6, 64, 0),
+    (32, 1088, 12, 64, 0),
+    (4, 4096, 16, 128, 1),
+    (4, 4096, 32, 64, 1),
+]
 RUNS = 20
+SECONDS = 1.0
 FIELDS = "length head_dim kernel ms tb_s".split()
+BOTH_FIELDS = "B T N H is_causal cudnn each ours same_bits".split()
 
 
-def programs(length: int, elements: int):
+def programs(case: tuple[int, ...]):
     """name: (function, number of arrays, bytes read and written)"""
     import jax.numpy as jnp
 
     from attn_jax.formats import BF16
-    from attn_jax.kernels.hopper_key_numbers import Plan, key_numbers
+    from attn_jax.kernels.hopper_key_numbers import MANY, SHORT, Plan, key_numbers
     from attn_jax.kernels.hopper_row_sums import row_sums
 
-    size = 2 * elements
+    size = 2 * math.prod(case)
     yield "row_sums", row_sums, 3, 3 * size
 
     def xla(key, value):
@@ -50,42 +64,118 @@ def programs(length: int, elements: int):
         return (wide * factor).astype(jnp.float16)
 
     yield "xla", xla, 2, 3 * size
-    for keys, values, tile in PLANS:
-        plan = Plan(key_stages=keys, value_stages=values, elements=tile)
+    plans = {"ours": None, "each": Plan(), "short": SHORT, "many": MANY}
+    for name, plan in plans.items():
+        if name == "short" and case[1] > 384:
+            continue
 
         def numbers(key, value, plan=plan):
-            return key_numbers(key, value, length, BF16, half=True, plan=plan)
+            return key_numbers(key, value, case[1], BF16, half=True, plan=plan)
 
-        yield f"key_numbers {keys} {values} {tile}", numbers, 2, 3 * size
+        yield f"key_numbers {name}", numbers, 2, 3 * size
 
 
 def lowered(case):
     import jax
 
     array = jax.ShapeDtypeStruct(case, "bfloat16")
-    for name, function, count, size in programs(case[1], math.prod(case)):
+    for name, function, count, size in programs(case):
         yield case, name, size, count, jax.jit(function).lower(*[array] * count)
 
 
-def main(folder: Path) -> None:
+def compiled(programs) -> list:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda x: x.compile(), programs))
+
+
+def both_passes(case):
+    """name: lowered forward and backward pass"""
     import jax
 
+    from attn_jax.kernels import hopper_key_numbers
+    from attn_jax.kernels.attention import attention
+    from attn_jax.mask import Mask
+    from tests.altered_kernels import fresh_programs
+
+    *shape, is_causal = case
+    array = jax.ShapeDtypeStruct(tuple(shape), "bfloat16")
+
+    def of(attend):
+        def both(query, key, value, dout):
+            out, pull = jax.vjp(attend, query, key, value)
+            return out, pull(dout)
+
+        return jax.jit(both).lower(*[array] * 4)
+
+    def cudnn(query, key, value):
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=bool(is_causal), implementation="cudnn"
+        )
+
+    def ours(*qkv):
+        mask = Mask(is_causal=bool(is_causal))
+        return attention(*qkv, scale=shape[-1] ** -0.5, mask=mask)[0]
+
+    found = {"cudnn": of(cudnn)}
+    each = hopper_key_numbers.Plan()
+    with (
+        fresh_programs(),
+        mock.patch.object(hopper_key_numbers, "plan_for", lambda *_: each),
+    ):
+        found["each"] = of(ours)
+    with fresh_programs():
+        found["ours"] = of(ours)
+    return found
+
+
+def arrays(shape, count):
+    import jax
+
+    keys = jax.random.split(jax.random.key(0), count)
+    return tuple(jax.random.normal(x, shape, "bfloat16") for x in keys)
+
+
+def write_both(file) -> None:
+    import jax
+
+    from attn_jax.timing import device_time, interleaved
+
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(BOTH_FIELDS)
+    found = {case: both_passes(case) for case in BOTH}
+    all_compiled = iter(compiled([x for ways in found.values() for x in ways.values()]))
+    for case, ways in found.items():
+        made = dict(zip(ways, all_compiled))
+        given = arrays(case[:-1], 4)
+        each, ours = (jax.device_get(made[x](*given)) for x in ("each", "ours"))
+        pairs = zip(*map(jax.tree.leaves, (each, ours)), strict=True)
+        same = all(a.tobytes() == b.tobytes() for a, b in pairs)
+        times = {
+            name: lambda runs, x=program: device_time(x, given, max(runs, 3))[0]
+            for name, program in made.items()
+        }
+        ms = interleaved(times, SECONDS)
+        row = [round(statistics.median(ms[x]), 4) for x in ("cudnn", "each", "ours")]
+        writer.writerow([*case, *row, same])
+        print(*case, *row, same, flush=True)
+
+
+def main(folder: Path) -> None:
     from attn_jax.timing import device_time
 
     folder.mkdir(parents=True, exist_ok=True)
     found = list(itertools.chain.from_iterable(map(lowered, CASES)))
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(lambda x: x[-1].compile(), found))
+    made = compiled([x[-1] for x in found])
     with (folder / "sums.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FIELDS)
-        for (case, name, size, count, _), program in zip(found, compiled, strict=True):
-            keys = jax.random.split(jax.random.key(0), count)
-            arrays = tuple(jax.random.normal(x, case, "bfloat16") for x in keys)
-            ms, _ = device_time(program, arrays, RUNS)
+        for (case, name, size, count, _), program in zip(found, made, strict=True):
+            ms, _ = device_time(program, arrays(case, count), RUNS)
             row = case[1], case[3], name, round(ms, 4), round(size / ms / 1e9, 3)
             writer.writerow(row)
             print(*row, flush=True)
+    with (folder / "key_numbers.csv").open("w", newline="") as file:
+        write_both(file)
 
 
 if __name__ == "__main__":

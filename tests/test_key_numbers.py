@@ -18,7 +18,14 @@ from attn_jax.centre import centre_of
 from attn_jax.formats import BF16, FP16
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
-from attn_jax.kernels.hopper_key_numbers import KeyNumbers, Plan, key_numbers
+from attn_jax.kernels.hopper_key_numbers import (
+    MANY,
+    SHORT,
+    KeyNumbers,
+    Plan,
+    key_numbers,
+    plan_for,
+)
 from attn_jax.kernels.hopper_softmax import P_SCALE
 from attn_jax.kernels.internals import interpreted
 from attn_jax.recipe import ATTN_JAX, Step
@@ -38,9 +45,9 @@ ALONE, SHARED = Plan(most_parts=1), Plan()
 # V does not stay in shared memory: of nine tiles a CTA has five.
 STREAMED = Plan(value_stages=2, most_parts=2)
 # A cluster has head after head: of two CTAs, and V stays there; or does not; or of one.
-IN_TURN = Plan(value_stages=4, most_parts=2, ctas=2)
-STREAMED_IN_TURN = dataclasses.replace(STREAMED, ctas=2)
-ALONE_IN_TURN = dataclasses.replace(ALONE, ctas=2)
+IN_TURN = Plan(value_stages=4, most_parts=2, ctas=2, stay=True)
+STREAMED_IN_TURN = dataclasses.replace(STREAMED, ctas=2, stay=True)
+ALONE_IN_TURN = dataclasses.replace(ALONE, ctas=2, stay=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +192,23 @@ def test_parts_fill_a_card_and_have_keys():
     assert plan.parts(400, 40) == 8
 
 
+@pytest.mark.parametrize(
+    ("heads", "keys", "value_dim", "plan"),
+    [
+        (768, 320, 64, SHORT),
+        (768, 384, 64, SHORT),
+        (768, 385, 64, MANY),
+        (264, 192, 128, SHORT),
+        (263, 192, 128, MANY),
+        (60, 4096, 128, MANY),
+        (59, 4096, 128, Plan()),
+        (1, 8, 32, Plan()),
+    ],
+)
+def test_plan_of_many_heads(heads, keys, value_dim, plan):
+    assert plan_for(heads, keys, value_dim) == plan
+
+
 def _compiled(shape: tuple[int, ...], x64: bool) -> Program:
     array = jax.ShapeDtypeStruct(shape, "bfloat16")
     with jax.enable_x64(x64):
@@ -214,20 +238,24 @@ def _exchange(kernel: Kernel) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "x64"),
+    ("shape", "x64", "ctas", "parts"),
     [
-        ((1, 16384, 16, 128), False),
-        pytest.param((16, 1024, 32, 64), True, marks=pytest.mark.thorough),
+        ((1, 16384, 16, 128), False, 2, 8),
+        ((128, 320, 6, 64), True, 3, 1),
+        ((16, 1024, 16, 128), False, 1, 2),
+        pytest.param((16, 1024, 32, 64), True, 1, 1, marks=pytest.mark.thorough),
     ],
 )
-def test_compiles_for_some_ctas_a_multiprocessor(shape, x64):
+def test_compiles_for_some_ctas_a_multiprocessor(shape, x64, ctas, parts):
     pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
     (kernel,) = in_child_process(_compiled, shape, x64, seconds=TIME_LIMIT).kernels
     assert kernel.spilled_bytes == 0
-    assert 2 * (kernel.shared_memory + 1024) <= SHARED_MEMORY
+    assert ctas * (kernel.shared_memory + 1024) <= SHARED_MEMORY
     # 65 536 registers are there for CTAs of 128 threads.
-    assert kernel.registers <= 65536 // (2 * 128)
-    assert _exchange(kernel) == ["ST", "BAR", "fence", "tell", "wait", "fence", "LD"]
+    assert kernel.registers <= 65536 // (ctas * 128)
+    if parts > 1:
+        exchange = ["ST", "BAR", "fence", "tell", "wait", "fence", "LD"]
+        assert _exchange(kernel) == exchange
     assert not {"LDL", "STL", "RED", "ATOM", "ATOMG", "ATOMS"} & kernel.opcodes
 
 

@@ -10,7 +10,8 @@ brings V into FP16's range:
 Some CTAs of one cluster share a head, each some keys. They read K and V, tell each
 other what they found, by way of memory, and scale V, which is still in shared memory
 or else is read once more, for the most part from the L2 cache. TMA fills shared memory
-some tiles ahead.
+some tiles ahead. Where there are many heads CTAs stay and take one after the other, so
+that tiles of the next one arrive meanwhile (`plan_for`).
 
 Where it rounds: all is FP32, added in an order that shapes and plan fix (no atomics):
 two runs give the same bits.
@@ -71,10 +72,12 @@ class Plan:
 
     Attributes:
       elements: of a tile, about.
-      key_stages, value_stages: tiles in shared memory: two CTAs to a multiprocessor. If
-        all of a CTA's V is among them it is read once.
+      key_stages, value_stages: tiles in shared memory, of which a multiprocessor has
+        room for 28. If all of a CTA's V is among them it is read once.
       most_parts: CTAs of a cluster, at most; 8 is what any card takes.
       ctas: as many are wanted.
+      stay: whether there are no more, and clusters take one head after the other.
+        Otherwise each head has a cluster.
     """
 
     elements: int = 4096
@@ -82,6 +85,7 @@ class Plan:
     value_stages: int = 8
     most_parts: int = 8
     ctas: int = 2 * MULTIPROCESSORS
+    stay: bool = False
 
     def rows(self, width: int, unit: int) -> int:
         """Of a tile, a multiple of `unit`."""
@@ -95,6 +99,24 @@ class Plan:
         ):
             parts *= 2
         return parts
+
+
+# V of a head fits beside that of two others; or alone, or with another CTA's help.
+SHORT = Plan(key_stages=3, value_stages=6, most_parts=1, ctas=3 * MULTIPROCESSORS)
+SHORT = dataclasses.replace(SHORT, stay=True)
+MANY = Plan(key_stages=6, value_stages=18, most_parts=2, ctas=MULTIPROCESSORS)
+MANY = dataclasses.replace(MANY, stay=True)
+
+
+def plan_for(heads: int, keys: int, value_dim: int) -> Plan:
+    """What was fastest on an H200 (`prototypes/measure_rows.py`). Clusters of four or
+    more that stay are slower than such as end: it seems that they do not all find room
+    at once."""
+    tiles = _Tiles.of(keys, value_dim, SHORT).count
+    if tiles <= SHORT.value_stages and heads >= 2 * MULTIPROCESSORS:
+        return SHORT
+    nearly_all = 0.9 * MULTIPROCESSORS
+    return MANY if MANY.most_parts * heads >= nearly_all else Plan()
 
 
 class _Tiles(NamedTuple):
@@ -146,20 +168,21 @@ def key_numbers(
     inputs: NumberFormat,
     *,
     half: bool,
-    plan: Plan = Plan(),
+    plan: Plan | None = None,
 ) -> tuple[KeyNumbers, Float16[Array, "B Spad K D"] | None]:
     """(numbers of K and V, V as FP16 numbers if `half`).
 
     K and V, of format `inputs`, are padded with zeros from `key_count` to a multiple of
-    8.
+    8. `plan`: None, for `plan_for`.
     """
     batch, keys, heads, head_dim = key.shape
     value_dim = value.shape[3]
-    of_key, of_value = (_Tiles.of(keys, x, plan) for x in (head_dim, value_dim))
     items = batch * heads
+    plan = plan or plan_for(items, keys, value_dim)
+    of_key, of_value = (_Tiles.of(keys, x, plan) for x in (head_dim, value_dim))
     parts = plan.parts(items, of_value.count)
     of_key, of_value = of_key.shared(parts), of_value.shared(parts)
-    most = pl.cdiv(items, max(plan.ctas // parts, 1))  # items of a cluster
+    most = pl.cdiv(items, max(plan.ctas // parts, 1)) if plan.stay else 1
     clusters = pl.cdiv(items, most)
     keeps_values = of_value.count <= plan.value_stages
     rounds = 1 if keeps_values or not half else 2
