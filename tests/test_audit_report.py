@@ -22,6 +22,7 @@ from attn_jax.audit import report as schema
 from attn_jax.audit.error import Errors
 from attn_jax.audit.finding import KINDS, Finding
 from attn_jax.audit.html import page
+from attn_jax.audit.judge import WORSE
 from attn_jax.audit.problem import TENSORS
 from attn_jax.audit.report import Cell, Report, ReportError
 from attn_jax.audit.summary import figure, two_times, worst
@@ -331,6 +332,26 @@ def test_steps_that_cost_nothing_are_not_named():
     assert "; dear 90%, unclear nan%" in printed(report)
     for drawn in (printed(report), page(report)):
         assert [step for step in shares if step in drawn] == ["dear", "unclear"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "kind", "cautious"),
+    [
+        ("cpu", "bfloat16", WORSE, True),
+        ("gpu", "bfloat16", WORSE, False),
+        ("cpu", "float16", WORSE, False),
+        ("cpu", "bfloat16", "wrong wiring", False),
+    ],
+)
+def test_what_is_worse_may_be_a_cpu(platform, dtype, kind, cautious):
+    """A plain einsum was called no rounding of a known algorithm, and nothing else."""
+    report = example(
+        environment={"platform": platform},
+        cells=cells(dtypes=(dtype,)),
+        findings=[Finding(kind, "", "dK is 9 units off", ("dkey",), (), {})],
+    )
+    for drawn in (printed(report), page(report)):
+        assert ("On a CPU XLA adds up" in drawn) == cautious
 
 
 def test_the_terminal_says_how_masks_were_passed():

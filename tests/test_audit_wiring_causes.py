@@ -173,6 +173,35 @@ def _times(factor: float):
     )
 
 
+def _unscaled(dq: bool, dk: bool):
+    return lambda gradients, scale: (
+        gradients[0] / (scale if dq else 1),
+        gradients[1] / (scale if dk else 1),
+        gradients[2],
+    )
+
+
+@pytest.mark.parametrize(
+    ("dq", "dk", "cause"),
+    [
+        (True, False, "dQ without the scale"),
+        (False, True, "dK without the scale"),
+        (True, True, "dQ and dK without the scale"),
+    ],
+)
+def test_no_more_is_said_to_lack_the_scale_than_does(dq, dk, cause):
+    """dQ was said to lack it, too, where dK alone does: on some problems, by chance."""
+    unscaled = honest(gradients=_unscaled(dq, dk))
+    problems = [
+        Problem(GROUPED, family=family, scale_factor=factor)
+        for family in ("normal", "uniform", "wide")
+        for factor in (0.75, 1.0, 1.3, 0.6)
+    ]
+    given = found(unscaled, *problems)
+    assert {finding.cause for finding in given} == {cause}
+    assert len(given) == len(problems)
+
+
 @pytest.mark.parametrize(
     ("factor", "cause"),
     [

@@ -107,7 +107,9 @@ def _cell(value: Any) -> str:
 
 def _findings(report: Report) -> str:
     items = "\n".join(map(_finding, report.findings))
-    return f"<ul>\n{items}\n</ul>" if items else ""
+    says = summary.caution(report)
+    more = f"\n<p>{_text(says)}</p>" if says else ""
+    return f"<ul>\n{items}\n</ul>{more}" if items else ""
 
 
 def _finding(finding: Finding) -> str:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
+from attn_jax.audit.judge import WORSE
 from attn_jax.audit.problem import TENSORS
 from attn_jax.audit.raised import printable
 from attn_jax.audit.report import Attribution, Cell, Probe, Report
@@ -130,6 +131,18 @@ def verdict(report: Report) -> str:
     if report.verdict == "not taken":
         says = "nothing was measured"
     return f"{printable(report.target)}: {says}"
+
+
+def caution(report: Report) -> str:
+    """What else than the target may be to blame; "" if nothing is known."""
+    on_cpu = report.environment.get("platform") == "cpu"
+    worse = any(finding.kind == WORSE for finding in report.findings)
+    if not (on_cpu and worse and "bfloat16" in {cell.dtype for cell in report.cells}):
+        return ""
+    return (
+        "On a CPU XLA adds up some sums of BF16 numbers in BF16: what is worse than "
+        "its algorithm allows may be XLA's; audit on the device that you train on."
+    )
 
 
 def merging(report: Report) -> str:

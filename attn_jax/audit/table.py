@@ -81,6 +81,8 @@ def _head(report: Report) -> Iterator[_Piece]:
     for finding in report.findings:
         harmless = finding.kind in HARMLESS
         yield _Piece(f"- {finding.line}", "" if harmless else "red")
+    if says := summary.caution(report):
+        yield _Piece(says)
 
 
 def _grid(report: Report, width: int) -> Iterator[list[_Piece]]:

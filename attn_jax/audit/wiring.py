@@ -74,12 +74,16 @@ class _Far(NamedTuple):
 
 
 class _Match(NamedTuple):
-    """A form of a mistake, and how far the results that it explains are off it."""
+    """A form of a mistake, and how far the results that it explains are off it.
+
+    too_many: it would spoil another result as well, which is right.
+    """
 
     cause: str
     variant: Variant
     wrong: Wrong
     errors: dict[str, float]
+    too_many: bool
 
 
 def recognise(results: Results, problem: Problem) -> list[Finding]:
@@ -287,7 +291,13 @@ def _of(
                     continue
             errors = _errors(wrong, far, names)
             if errors:
-                yield _Match(cause, variant, wrong, errors)
+                spoils = any(
+                    _distance(wrong.results[name](), getattr(on.attention, name))
+                    > _ROUNDING * _size(name, on.problem)
+                    for name in wrong.results
+                    if name in x and name not in far
+                )
+                yield _Match(cause, variant, wrong, errors, spoils)
 
 
 def _errors(wrong: Wrong, far: Mapping[str, _Far], names) -> dict[str, float]:
@@ -322,8 +332,8 @@ def _cover(matches: Iterable[_Match], far: Mapping[str, _Far]) -> list[_Match]:
     def weight(match: _Match):
         explained = rest & match.errors.keys()
         ratios = (match.errors[name] / far[name].relative for name in explained)
-        # Of one mistake, unless with another it is markedly closer.
-        handicap = _MARKEDLY if match.wrong.twofold else 1
+        # Of one mistake, and of no more than it is, unless another is markedly closer.
+        handicap = _MARKEDLY if match.wrong.twofold or match.too_many else 1
         return len(explained), -handicap * max(ratios, default=np.inf)
 
     while matches and weight(best := max(matches, key=weight))[0]:
