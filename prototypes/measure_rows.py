@@ -17,6 +17,7 @@ column.
 
 import concurrent.futures
 import csv
+import dataclasses
 import itertools
 import math
 import statistics
@@ -64,7 +65,8 @@ def programs(case: tuple[int, ...]):
         return (wide * factor).astype(jnp.float16)
 
     yield "xla", xla, 2, 3 * size
-    plans = {"ours": None, "each": Plan(), "short": SHORT, "many": MANY}
+    alone = dataclasses.replace(MANY, most_parts=1)
+    plans = {"ours": None, "each": Plan(), "many": MANY, "alone": alone, "short": SHORT}
     for name, plan in plans.items():
         if name == "short" and case[1] > 384:
             continue

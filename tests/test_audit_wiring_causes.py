@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -120,6 +121,31 @@ def test_a_cause_stands_for_nothing_else(unscaled):
     assert one_cause([of_mask, *flat], [causal, FLAT]) == [of_mask, *flat]
     on_top = dataclasses.replace(flat[0], where=(str(NORMAL),))
     assert one_cause([unscaled[0], on_top], problems)[1] == on_top
+
+
+@pytest.mark.parametrize(
+    ("axis", "cause"), [(2, "softmax over the queries"), (1, "softmax over the heads")]
+)
+@pytest.mark.parametrize("family", ["normal", "uniform"])
+def test_a_softmax_over_another_axis_is_one_mistake(family, axis, cause):
+    """Its dQ was said to lack delta."""
+    problem = Problem(GROUPED, family=family)
+    query, key, value, dout, *_ = (jnp.asarray(x) for x in problem.arrays)
+
+    def attend(query, key, value):
+        group = query.shape[2] // key.shape[2]
+        key, value = (jnp.repeat(x, group, 2) for x in (key, value))
+        logits = jnp.einsum(
+            "btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32
+        )
+        p = jax.nn.softmax(exact(problem).scale * logits, axis)
+        return jnp.einsum("bnts,bsnh->btnh", p.astype(value.dtype), value)
+
+    out, pull = jax.vjp(attend, query, key, value)
+    given = dict(zip(GRADIENTS, pull(dout), strict=True)) | {"out": out}
+    (finding,) = recognise({n: np.asarray(x) for n, x in given.items()}, problem)
+    assert finding.cause == cause
+    assert set(finding.tensors) == {"out", *GRADIENTS}
 
 
 def _overwritten(gradients, scale):

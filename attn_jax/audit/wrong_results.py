@@ -75,28 +75,42 @@ def _(s: Setting):
         yield Wrong(f"sum of {kind}", {"out": lambda p=p: x.weighted(p)})
 
 
-@_add(
-    "softmax over the queries",
-    "P is normalised over the queries",
-    "normalise over the keys, the last axis of the logits",
-)
+_LAST_AXIS = "normalise over the keys, the last axis of the logits"
+
+
+@_add("softmax over the queries", "P is normalised over the queries", _LAST_AXIS)
 def _(s: Setting):
-    x = s.attention
+    yield Wrong("", _softmax_over(s.attention, -2))
+
+
+@_add("softmax over the heads", "P is normalised over the query heads", _LAST_AXIS)
+def _(s: Setting):
+    if s.problem.shape.heads > 1:
+        yield Wrong("", _softmax_over(s.attention, 1))
+
+
+def _softmax_over(x: Exact, axis: int):
+    """All but LSE of a P that sums to 1 along that axis of the logits."""
 
     @functools.cache
     def p():
-        top = x.logits.max(-2, keepdims=True)
+        top = x.logits.max(axis, keepdims=True)
         weights = np.exp(x.logits - np.where(np.isneginf(top), 0.0, top))
-        total = weights.sum(-2, keepdims=True)
+        total = weights.sum(axis, keepdims=True)
         return weights / np.where(total == 0, 1.0, total)
 
-    yield Wrong(
-        "",
-        {
-            "out": lambda: x.weighted(p()),
-            "dvalue": lambda: x.to_value_heads(x.value_gradient(p())),
-        },
-    )
+    @functools.cache
+    def dlogits():
+        delta = (p() * x.dprobability).sum(axis, keepdims=True)
+        return p() * (x.dprobability - delta)
+
+    return {
+        "out": lambda: x.weighted(p()),
+        "dquery": lambda: x.query_gradient(dlogits()),
+        "dkey": lambda: x.to_key_heads(x.key_gradient(dlogits())),
+        "dvalue": lambda: x.to_value_heads(x.value_gradient(p())),
+        "dbias": lambda: x.bias_gradient(dlogits()),
+    }
 
 
 @_add(
