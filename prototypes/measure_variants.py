@@ -1,0 +1,161 @@
+"""Times forward and backward pass with patches of this folder, on an H100 or H200, in
+turn with the package as it is and with cuDNN, in one process.
+
+    python prototypes/measure_variants.py OUT_FOLDER SECONDS VARIANT ...
+        [--cases CASE ...]
+
+A VARIANT is the names of patches with + between them, `main` for none. `main` goes
+first in any case: a row says how many of out, dQ, dK and dV have its bits. A row for
+each case, variant and kernel, medians of rounds in ms by CUPTI, printed, and written to
+OUT_FOLDER/variants.csv; `all` is the sum of a program's kernels.
+"""
+
+import argparse
+import concurrent.futures
+import csv
+import importlib
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# B, T, N = K, H, is_causal
+CASES = {
+    "h128-1k-causal": (16, 1024, 16, 128, True),
+    "h128-1k-full": (16, 1024, 16, 128, False),
+    "h64-1k-causal": (16, 1024, 32, 64, True),
+    "h64-1k-full": (16, 1024, 32, 64, False),
+    "small": (128, 320, 6, 64, False),
+    "base": (32, 1088, 12, 64, False),
+    "h128-4k-causal": (4, 4096, 16, 128, True),
+    "h64-4k-full": (4, 4096, 32, 64, False),
+    "h128-16k-causal": (1, 16384, 16, 128, True),
+    "h128-16k-full": (1, 16384, 16, 128, False),
+}
+FIELDS = "case variant kernel ms same_bits".split()
+
+
+def patched(variant: str, folder: Path) -> Path:
+    """A copy of the package with the patches; of these only what concerns it."""
+    folder = folder / variant
+    shutil.copytree(HERE.parent / "attn_jax", folder / "attn_jax")
+    for name in [] if variant == "main" else variant.split("+"):
+        first, *files = (HERE / f"{name}.patch").read_text().split("diff --git ")
+        patch = "".join(f"diff --git {x}" for x in files if x.startswith("a/attn_jax"))
+        command = ["patch", "--silent", "--strip=1"]
+        subprocess.run(command, cwd=folder, input=first + patch, text=True, check=True)
+    return folder
+
+
+def package_of(folder: Path):
+    """`attention` and `Mask` of a copy, imported beside others."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "attn_jax"]:
+        del sys.modules[name]
+    sys.path.insert(0, str(folder))
+    names = "attn_jax.kernels.attention", "attn_jax.mask"
+    attention, mask = map(importlib.import_module, names)
+    sys.path.pop(0)
+    assert Path(attention.__file__ or "").is_relative_to(folder)
+    return attention.attention, mask.Mask
+
+
+def lowered(attend, shape):
+    import jax
+
+    def both(query, key, value, dout):
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, pull(dout)
+
+    return jax.jit(both).lower(*[jax.ShapeDtypeStruct(shape, "bfloat16")] * 4)
+
+
+def programs(variants, cases, folder: Path):
+    """(case, variant, lowered program)"""
+    import jax
+
+    for variant in variants:
+        attention, make_mask = package_of(patched(variant, folder))
+        for case in cases:
+            *shape, is_causal = CASES[case]
+            mask, scale = make_mask(is_causal=is_causal), shape[-1] ** -0.5
+
+            def ours(*qkv, attention=attention, mask=mask, scale=scale):
+                return attention(*qkv, scale=scale, mask=mask)[0]
+
+            yield case, variant, lowered(ours, tuple(shape))
+    for case in cases:
+        *shape, is_causal = CASES[case]
+
+        def cudnn(*qkv, is_causal=is_causal):
+            return jax.nn.dot_product_attention(
+                *qkv, is_causal=is_causal, implementation="cudnn"
+            )
+
+        yield case, "cudnn", lowered(cudnn, tuple(shape))
+
+
+def measured(case: str, made: dict, seconds: float):
+    """Rows of a case: all kernels together, and each."""
+    import jax
+
+    from attn_jax.timing import device_time, interleaved
+
+    shape = CASES[case][:-1]
+    keys = jax.random.split(jax.random.key(0), 4)
+    given = tuple(jax.random.normal(x, shape, "bfloat16") for x in keys)
+    bits = {
+        variant: [x.tobytes() for x in jax.tree.leaves(jax.device_get(program(*given)))]
+        for variant, program in made.items()
+    }
+    kernels = {variant: defaultdict(list) for variant in made}
+
+    def timed(variant, program):
+        def time(runs: int) -> float:
+            ms, found = device_time(program, given, max(runs, 3))
+            for name, of_kernel in found:
+                kernels[variant][name].append(of_kernel)
+            return ms
+
+        return time
+
+    times = interleaved({n: timed(n, program) for n, program in made.items()}, seconds)
+    for variant, found in times.items():
+        assert not isinstance(found, str), f"{variant}: {found}"
+        pairs = zip(bits["main"], bits[variant], strict=True)
+        same = sum(one == other for one, other in pairs)
+        yield case, variant, "all", round(statistics.median(found), 5), same
+        for name, of_kernel in kernels[variant].items():
+            yield case, variant, name, round(statistics.median(of_kernel), 5), None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("variants", nargs="+")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    options = parser.parse_args()
+    variants = list(dict.fromkeys(["main", *options.variants]))
+    with tempfile.TemporaryDirectory() as folder:
+        found = list(programs(variants, options.cases, Path(folder)))
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            compiled = list(pool.map(lambda x: x[2].compile(), found))
+        options.folder.mkdir(parents=True, exist_ok=True)
+        with (options.folder / "variants.csv").open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(FIELDS)
+            for case in options.cases:
+                pairs = zip(found, compiled, strict=True)
+                made = {name: x for (of, name, _), x in pairs if of == case}
+                for row in measured(case, made, options.seconds):
+                    writer.writerow(row)
+                    if row[2] == "all":
+                        print(*row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
