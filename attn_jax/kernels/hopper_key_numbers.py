@@ -102,10 +102,12 @@ class Plan:
 
 
 # V of a head fits beside that of two others; or alone, or with another CTA's help.
-SHORT = Plan(key_stages=3, value_stages=6, most_parts=1, ctas=3 * MULTIPROCESSORS)
-SHORT = dataclasses.replace(SHORT, stay=True)
-MANY = Plan(key_stages=6, value_stages=18, most_parts=2, ctas=MULTIPROCESSORS)
-MANY = dataclasses.replace(MANY, stay=True)
+SHORT = Plan(
+    key_stages=3, value_stages=6, most_parts=1, ctas=3 * MULTIPROCESSORS, stay=True
+)
+MANY = Plan(
+    key_stages=6, value_stages=18, most_parts=2, ctas=MULTIPROCESSORS, stay=True
+)
 
 
 def plan_for(heads: int, keys: int, value_dim: int) -> Plan:
@@ -258,6 +260,7 @@ def key_numbers(
             plgpu.barrier_wait(value_ready.at[slot(step)])
             for _, x in of_value.strips(value_smem.at[slot(step)]):
                 largest = jnp.maximum(largest, _rank(x))
+            # What is scaled next, in its place, is not loaded over.
             if rounds == 2 or not half:
                 plgpu.commit_smem()
                 load_value(step + stages)
@@ -349,11 +352,11 @@ def key_numbers(
                     of_all = functools.partial(told, found_key_gmem, b, n, of_key)
                     combine = jnp.add, jnp.add, jnp.maximum
                     found = [of_all(x, i) for i, x in enumerate(combine)]
-                total, squares_in_all, most = found
+                total, squares_in_all, top = found
                 # |K - c| is at most twice the largest key, which might overflow.
-                keys = _into_range(of_key.over_head(most, jnp.max), doublings=1)
+                keys = _into_range(of_key.over_head(top, jnp.max), doublings=1)
                 mean, square = total / key_count, squares_in_all / key_count
-                centre_gmem[b, n] = centre_from(mean, square, most, inputs)
+                centre_gmem[b, n] = centre_from(mean, square, top, inputs)
                 key_factor_gmem[b, n] = _power(keys).max(axis=0)
                 # Squares of the scaled ones stay in range.
                 unscale = _power(-exponent).max(axis=0)
