@@ -165,9 +165,9 @@ def test_each_step_named_in_a_recipe_changes_the_result(what):
     ]
     formats += [{"dq_dlogits": e5m2}, {"scaled_query": e5m2}]
     formats += [{"group_gradient": e5m2}]
-    formats += [{"group_gradient": Step(FP32), "group_accumulator": e5m2}]
     knobs: list[dict] = [
         {"row_sum_of": "rounded"},
+        {"group_gradient": Step(FP32), "group_accumulator": e5m2},
         {"normalise": "each_step", "accumulator": Step(BF16)},
         {"kv_order": "reverse", "accumulator": Step(BF16)},
         {"rescale_threshold": 8.0, "probability": e5m2},

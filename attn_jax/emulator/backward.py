@@ -187,6 +187,8 @@ def over_group(x: Operands, sums: Array, site: str) -> Array:
 
     heads = jnp.moveaxis(rounded, 2, 0)
     total = x.round(heads[0], "group_accumulator", 0, site=site)
+    if len(heads) == 1:  # JAX runs no scan of none without jit.
+        return total
     # Written out, 32 roundings one of the other take XLA many minutes to compile.
     return lax.scan(add, total, (jnp.arange(1, len(heads)), heads[1:]))[0]
 
