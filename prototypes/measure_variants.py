@@ -44,10 +44,10 @@ def patched(variant: str, folder: Path) -> Path:
     folder = folder / variant
     shutil.copytree(HERE.parent / "attn_jax", folder / "attn_jax")
     for name in [] if variant == "main" else variant.split("+"):
-        first, *files = (HERE / f"{name}.patch").read_text().split("diff --git ")
+        files = (HERE / f"{name}.patch").read_text().split("diff --git ")
         patch = "".join(f"diff --git {x}" for x in files if x.startswith("a/attn_jax"))
         command = ["patch", "--silent", "--strip=1"]
-        subprocess.run(command, cwd=folder, input=first + patch, text=True, check=True)
+        subprocess.run(command, cwd=folder, input=patch, text=True, check=True)
     return folder
 
 
@@ -63,20 +63,27 @@ def package_of(folder: Path):
     return attention.attention, mask.Mask
 
 
-def lowered(attend, shape):
+def cudnn(is_causal: bool):
+    import jax
+
+    return lambda *qkv: jax.nn.dot_product_attention(
+        *qkv, is_causal=is_causal, implementation="cudnn"
+    )
+
+
+def both_passes(attend, shape):
+    """Forward and backward pass in one program, lowered."""
     import jax
 
     def both(query, key, value, dout):
         out, pull = jax.vjp(attend, query, key, value)
         return out, pull(dout)
 
-    return jax.jit(both).lower(*[jax.ShapeDtypeStruct(shape, "bfloat16")] * 4)
+    return jax.jit(both).lower(*[jax.ShapeDtypeStruct(tuple(shape), "bfloat16")] * 4)
 
 
 def programs(variants, cases, folder: Path):
     """(case, variant, lowered program)"""
-    import jax
-
     for variant in variants:
         attention, make_mask = package_of(patched(variant, folder))
         for case in cases:
@@ -86,16 +93,10 @@ def programs(variants, cases, folder: Path):
             def ours(*qkv, attention=attention, mask=mask, scale=scale):
                 return attention(*qkv, scale=scale, mask=mask)[0]
 
-            yield case, variant, lowered(ours, tuple(shape))
+            yield case, variant, both_passes(ours, shape)
     for case in cases:
         *shape, is_causal = CASES[case]
-
-        def cudnn(*qkv, is_causal=is_causal):
-            return jax.nn.dot_product_attention(
-                *qkv, is_causal=is_causal, implementation="cudnn"
-            )
-
-        yield case, "cudnn", lowered(cudnn, tuple(shape))
+        yield case, "cudnn", both_passes(cudnn(is_causal), shape)
 
 
 def measured(case: str, made: dict, seconds: float):

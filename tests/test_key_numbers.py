@@ -171,6 +171,11 @@ def test_numbers_are_those_of_k_and_v(case):
         Case(64, 8, 1, 64, 64),
         Case(1, 5000, 3, 128, 128),
         Case(1, 70000, 1, 64, 64),
+        # As many heads as these plans are for.
+        Case(64, 320, 6, 64, 64, SHORT),
+        Case(10, 1100, 16, 64, 64, MANY),
+        Case(10, 1024, 16, 128, 128, MANY),
+        Case(5, 2500, 16, 128, 128, MANY),
     ],
     ids=str,
 )

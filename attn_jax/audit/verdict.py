@@ -334,7 +334,6 @@ def _worse(
     )
 
 
-# What a function may have other code for.
 def _poor(poor, here, tensor: str, fit: Fit | None, costs) -> Finding:
     worst = _worst(poor, tensor)
     units = worst.found[tensor].errors.units

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from attn_jax.audit.problem import Problem
 
+# What a function may have other code for.
 _CALLS: dict[str, Callable[[Problem], bool]] = {
     "with another scale than 1 / sqrt(H)": lambda x: x.scale_factor != 1,
     "with one query": lambda x: x.shape.query_length == 1,
