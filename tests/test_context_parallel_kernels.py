@@ -409,9 +409,9 @@ def _carrying() -> Program:
 @pytest.mark.usefixtures("compile_extra")
 @pytest.mark.parametrize(
     ("program", "kernel", "spilled"),
-    # As of 16-bit gradients, for which the kernel spills 104 under a causal mask.
+    # As of 16-bit gradients, for which the kernel spills 120 under a causal mask.
     [
-        (_in_one_pass, "attention_backward_fused", 104),
+        (_in_one_pass, "attention_backward_fused", 120),
         (_carrying, "attention_forward", 0),
     ],
 )

@@ -282,19 +282,16 @@ def _sums(
                 def _():
                     plgpu.barrier_arrive(free)
 
-            def make_keys(item):
-                """K' of one's own keys."""
+            def make_keys():
+                """K' of one's own keys; what is written next commits it."""
                 here = opaque(warpgroup)
                 wide = smem.k[here].astype(jnp.float32)
-                row = plgpu.load(
-                    centre_gmem.at[item.b, item.kv_head],
-                    layout=COLUMNS,
-                    optimized=False,
-                )
+                row = plgpu.load(smem.columns.at[0], layout=COLUMNS)
                 wide = wide - along_columns(row, wide.shape)
-                wide = wide * key_factor[item.b, item.kv_head, 0]
+                wide = wide * smem.columns[1, 0]
+                # dK and dV of the keys before have left.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 smem.keys[here] = wide.astype(dq_dtype)
-                plgpu.commit_smem()
 
             block_acc = accumulator(KEYS, queries)
             dq_acc = accumulator(64, 64)
@@ -367,8 +364,9 @@ def _sums(
                 hand_on_dq(dq, step)
 
             def consume_item(item, first, number):
+                divisor = row_divisor[item.b, item.kv_head]
                 plgpu.barrier_wait(barriers.tile_ready)
-                make_keys(item)
+                make_keys()
 
                 def accumulate(dk_acc, dv_acc):
                     # The block before the first one: dS = 0, its dQ goes nowhere.
@@ -410,24 +408,28 @@ def _sums(
                 done = work.item(opaque(number))
                 first_row = done.tile * KEY_TILE + here * KEYS
                 out = (done.b, pl.ds(first_row, KEYS), done.key_part)
-                divisor = row_divisor[done.b, done.kv_head]
                 dk, dv = dk * divisor, dv * divisor
                 if in_fp32:
                     dk_gmem[out], dv_gmem[out] = dk * scale, dv
                     return
-                put(dk * scale, [smem.keys.at[here]], dk_gmem, out)
-                halves = [smem.ds.at[i, here, 0] for i in range(head_dim // 64)]
-                put(dv, halves, dv_gmem, out)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                of_dk = [smem.keys.at[here]]
+                of_dv = [smem.ds.at[i, here, 0] for i in range(head_dim // 64)]
+                write(dk * scale, of_dk)
+                write(dv, of_dv)
+                plgpu.commit_smem()
+                put(of_dk, dk_gmem, out)
+                put(of_dv, dv_gmem, out)
 
-            def put(x, targets, gmem, out):
-                """Stores a tile, through shared memory that takes it by columns. That
-                has dQ's operands' type, so the bits go as such."""
+            def write(x, targets):
+                """A tile into shared memory, by columns. That has dQ's operands' type,
+                so the bits go as such."""
                 low = lax.bitcast_convert_type(x.astype(dtype), dq_dtype)
                 width = head_dim // len(targets)
                 for i, smem in enumerate(targets):
                     smem[...] = lax.slice(low, (0, i * width), (KEYS, (i + 1) * width))
-                plgpu.commit_smem()
+
+            def put(targets, gmem, out):
+                width = head_dim // len(targets)
                 for i, smem in enumerate(targets):
                     columns = pl.ds(i * width, width)
                     plgpu.copy_smem_to_gmem(smem, gmem.at[(*out, columns)])
@@ -439,7 +441,7 @@ def _sums(
         def produce():
             plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
             load(
-                *(work, smem, barriers, k_gmem, v_gmem),
+                *(work, smem, barriers, k_gmem, (centre_gmem, key_factor), v_gmem),
                 (q_gmem, lse_gmem),
                 (dout_gmem, delta_gmem),
             )

@@ -22,10 +22,11 @@ from attn_jax.kernels.tuning import Plan
 
 
 def load(
-    work: Work, smem: Memory, barriers: Barriers, keys, values, queries, douts
+    work: Work, smem: Memory, barriers: Barriers, keys, columns, values, queries, douts
 ) -> None:
     """The loading warpgroup. `queries` and `douts` are a matrix and its rows' LSE or
-    delta, in global memory."""
+    delta, `columns` two arrays of a number for each column of a head's K, in global
+    memory."""
     block_size = work.shapes.queries
 
     def load_block(source, target, index, ready, free, item, turn, step):
@@ -70,6 +71,13 @@ def load(
             @pl.when(turn == 0)
             def _():
                 load_tile(keys, smem.k, barriers.k_free, item, first)
+                # What was there has been read since the other keys came.
+                for i, source in enumerate(columns):
+                    plgpu.copy_gmem_to_smem(
+                        source.at[item.b, item.kv_head],
+                        smem.columns.at[i],
+                        barriers.tile_ready,
+                    )
                 load_tile(values, smem.v, barriers.v_free, item, first)
 
     end = work.for_each(load_item)

@@ -147,6 +147,7 @@ class Memory(NamedTuple):
     q: Any
     dout: Any
     rows: Any  # LSE and delta
+    columns: Any  # what comes off the keys, and what they are scaled by
     ds: Any
     dq: Any
 
@@ -164,6 +165,7 @@ class Memory(NamedTuple):
             q=block,
             dout=block,
             rows=plgpu.SMEM((2, STAGES, queries), jnp.float32),
+            columns=plgpu.SMEM((2, head_dim), jnp.float32),
             ds=smem_tile(ds, dq_dtype),
             dq=smem_tile((WARPGROUPS, 64, 64), jnp.float32),
         )
@@ -190,7 +192,7 @@ class Barriers(NamedTuple):
         free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES)
         both = plgpu.Barrier(num_arrivals=WARPGROUPS)
         return cls(
-            tile_ready=plgpu.Barrier(num_arrivals=2 * WARPGROUPS),
+            tile_ready=plgpu.Barrier(num_arrivals=2 * WARPGROUPS + 2),
             k_free=both,
             v_free=both,
             q_ready=ready,

@@ -186,11 +186,10 @@ def key_numbers(
     of_key, of_value = of_key.shared(parts), of_value.shared(parts)
     most = pl.cdiv(items, max(plan.ctas // parts, 1)) if plan.stay else 1
     clusters = pl.cdiv(items, most)
-    keeps_values = of_value.count <= plan.value_stages
-    rounds = 1 if keeps_values or not half else 2
-    value_steps = of_value.count * rounds  # of an item
     key_stages = min(plan.key_stages, most * of_key.count)
-    stages = min(plan.value_stages, most * value_steps)
+    # The last tiles of V are still there when V is scaled, from the last to the first.
+    stages = min(plan.value_stages, of_value.count)
+    read_again = of_value.count - stages
     # What CTAs tell each other: of V the largest, of K sums, squares and the largest.
     found_shape = (batch, heads, parts)
 
@@ -209,39 +208,40 @@ def key_numbers(
             number = cluster + turn * clusters
             return lax.div(number, jnp.int32(heads)), lax.rem(number, jnp.int32(heads))
 
-        def load(tiles, step, steps, gmem, smem, ready, stages):
-            """The tile of a CTA's `step`, of which an item has `steps`."""
-
-            @pl.when(step < mine * steps)
-            def _():
-                now = lax.rem(step, jnp.int32(stages))
-                b, n = head_of(lax.div(step, jnp.int32(steps)))
-                span = rows_of(tiles, step)
-                plgpu.copy_gmem_to_smem(
-                    gmem.at[b, span, n], smem.at[now], ready.at[now]
-                )
-
-        def rows_of(tiles, step):
+        def rows_of(tiles, tile):
             """Of a CTA's tile, in global memory."""
-            tile = part * tiles.count + lax.rem(step, jnp.int32(tiles.count))
-            return pl.ds(tile * tiles.rows, tiles.rows)
+            return pl.ds((part * tiles.count + tile) * tiles.rows, tiles.rows)
 
         def load_key(step):
-            load(of_key, step, of_key.count, key_gmem, key_smem, key_ready, key_stages)
+            @pl.when(step < mine * of_key.count)
+            def _():
+                now = lax.rem(step, jnp.int32(key_stages))
+                turn = lax.div(step, jnp.int32(of_key.count))
+                tile = lax.rem(step, jnp.int32(of_key.count))
+                b, n = head_of(turn)
+                place = b, rows_of(of_key, tile), n
+                plgpu.copy_gmem_to_smem(
+                    key_gmem.at[place], key_smem.at[now], key_ready.at[now]
+                )
 
-        def load_value(step):
-            load(
-                *(of_value, step, value_steps),
-                *(value_gmem, value_smem, value_ready, stages),
-            )
+        def load_value(turn, tile):
+            @pl.when(turn < mine)
+            def _():
+                b, n = head_of(turn)
+                now = slot(tile)
+                plgpu.copy_gmem_to_smem(
+                    value_gmem.at[b, rows_of(of_value, tile), n],
+                    value_smem.at[now],
+                    value_ready.at[now],
+                )
 
-        def slot(step):
-            return lax.rem(step, jnp.int32(stages))
+        def slot(tile):
+            return lax.rem(tile, jnp.int32(stages))
 
         for step in range(key_stages):
             load_key(jnp.int32(step))
-        for step in range(stages):
-            load_value(jnp.int32(step))
+        for tile in range(stages):
+            load_value(jnp.int32(0), jnp.int32(tile))
 
         def over_keys(step, found):
             sums, squares, largest = found
@@ -256,14 +256,16 @@ def key_numbers(
             load_key(step + key_stages)
             return sums, squares, largest
 
-        def over_values(step, largest):
-            plgpu.barrier_wait(value_ready.at[slot(step)])
-            for _, x in of_value.strips(value_smem.at[slot(step)]):
+        def over_values(turn, tile, largest):
+            plgpu.barrier_wait(value_ready.at[slot(tile)])
+            for _, x in of_value.strips(value_smem.at[slot(tile)]):
                 largest = jnp.maximum(largest, _rank(x))
-            # What is scaled next, in its place, is not loaded over.
-            if rounds == 2 or not half:
+            if read_again or not half:
                 plgpu.commit_smem()
-                load_value(step + stages)
+            if read_again:
+                pl.when(tile < read_again)(lambda: load_value(turn, tile + stages))
+            if not half:
+                pl.when(tile >= read_again)(lambda: load_value(turn + 1, slot(tile)))
             return largest
 
         def told(gmem, b, n, tiles, combine, *index):
@@ -279,32 +281,42 @@ def key_numbers(
             """V of an item times a power of two, all over a strip."""
             b, n = head_of(turn)
 
-            def scale(step):
-                """A tile in place; the result goes as bits of V's format."""
-                tile = value_smem.at[slot(step)]
-                for row, x in of_value.strips(tile):
+            def scale(tile):
+                """In place; the result goes as bits of V's format."""
+                here = value_smem.at[slot(tile)]
+                for row, x in of_value.strips(here):
                     x = lax.bitcast_convert_type(
                         (widen(x) * factor).astype(jnp.float16), value.dtype
                     )
-                    tile[pl.ds(row, of_value.lanes.strip)] = x
+                    here[pl.ds(row, of_value.lanes.strip)] = x
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
-                    tile, half_gmem.at[b, rows_of(of_value, step), n]
+                    here, half_gmem.at[b, rows_of(of_value, tile), n]
                 )
 
-            first = turn * value_steps + (rounds - 1) * of_value.count
-            end = first + of_value.count
+            def follow(tile):
+                """What comes in its place."""
+                if read_again:
+                    again = tile - stages
+                    pl.when(again >= 0)(lambda: load_value(turn, again))
+                pl.when(tile < stages)(lambda: load_value(turn + 1, tile))
 
-            @pl.loop(first, end)
-            def _(step):
-                if rounds == 2:
-                    plgpu.barrier_wait(value_ready.at[slot(step)])
-                scale(step)
+            @pl.loop(jnp.int32(0), jnp.int32(of_value.count))
+            def _(done):
+                tile = of_value.count - 1 - done
+                if read_again:
+
+                    @pl.when(tile < read_again)
+                    def _():
+                        plgpu.barrier_wait(value_ready.at[slot(tile)])
+
+                scale(tile)
                 # The tile before has left its place.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                pl.when(step > first)(lambda: load_value(step - 1 + stages))
+                pl.when(done > 0)(lambda: follow(tile + 1))
 
-            return end
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            follow(jnp.int32(0))
 
         @pl.loop(jnp.int32(0), mine)
         def _(turn):
@@ -317,9 +329,11 @@ def key_numbers(
             )
             sums, squares = sums.sum(axis=0), squares.sum(axis=0)
             largest = _of_rank(largest, key.dtype).max(axis=0)
-            first = turn * value_steps
             value_largest = lax.fori_loop(
-                first, first + of_value.count, over_values, of_value.zero(jnp.int16)
+                jnp.int32(0),
+                jnp.int32(of_value.count),
+                functools.partial(over_values, turn),
+                of_value.zero(jnp.int16),
             )
             value_largest = _of_rank(value_largest, value.dtype).max(axis=0)
 
@@ -340,10 +354,7 @@ def key_numbers(
                 of_value.over_head(value_largest, jnp.max), most=_MOST_VALUE_EXPONENT
             )
             if half:
-                end = scale_values(turn, _power(exponent))
-                # The last tile has left, too.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                load_value(end - 1 + stages)
+                scale_values(turn, _power(exponent))
 
             @pl.when(part == 0)
             def tell():
