@@ -1,5 +1,6 @@
 """What `audit_attention` is asked for: taken, or refused at once in one line."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -44,12 +45,15 @@ def test_bad_arguments_are_refused():
         audit_attention("xla", families=["gauss"])
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.dtype(jnp.bfloat16)])
-def test_one_name_and_a_type_itself_are_taken(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "shapes"),
+    [(jnp.bfloat16, SHAPE), (np.dtype(jnp.bfloat16), dataclasses.astuple(SHAPE))],
+)
+def test_one_name_and_a_type_itself_are_taken(dtype, shapes):
     """As others take them: a text is no list of its letters."""
     report = audit_attention(
         "reference",
-        shapes=SHAPE,
+        shapes=shapes,
         dtype=dtype,
         families="normal",
         masks="full",
@@ -88,6 +92,8 @@ WRONG = {
         "TypeError: fn is a Target, whose adapter counts: give it there"
     ),
     "audit_attention(max, families=7)": "TypeError: families is a sequence, or None",
+    "audit_attention(max, shapes=(2, 32))": "six integers (B, T, S, N, K, H) such",
+    "audit_attention(max, against='flash2')": "RECIPES['flash2'], got 'flash2'",
     "audit_attention(max, shapes=7)": "TypeError: shapes is a sequence, or None",
     "audit_attention(max, dtype='gauss')": "ValueError: no dtype 'gauss'; there are ",
     "audit_attention(max, dtype=None)": "ValueError: no dtype None; there are bfloat16",

@@ -171,6 +171,48 @@ def test_sums_over_query_heads_in_16_bits_are_recognised():
     assert better[_SUMMED].group_accumulator == Step(FP32)
 
 
+def _by_chunks(size: int):
+    """Of queries, of which the keys are no argument: as is done to save memory."""
+
+    def function(query, key, value):
+        batch, length, heads, dim = query.shape
+        # [chunks, B, size, K, G, H]
+        rows = batch, length // size, size, key.shape[2], -1, dim
+        chunks = query.reshape(rows).swapaxes(0, 1)
+
+        @jax.checkpoint
+        def step(carry, q):
+            fp32 = dict(preferred_element_type=jnp.float32)
+            logits = jnp.einsum("bckgh,bskh->bkgcs", q, key, **fp32) * dim**-0.5
+            p = jax.nn.softmax(logits).astype(value.dtype)
+            out = jnp.einsum("bkgcs,bskh->bckgh", p, value, **fp32)
+            return carry, out.astype(query.dtype)
+
+        out = jax.lax.scan(step, None, chunks)[1].swapaxes(0, 1)
+        return out.reshape(batch, length, heads, dim)
+
+    return function
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("size", "named"), [(16, 16), (64, 64), (32, 16)])
+def test_sums_over_chunks_of_queries_in_16_bits_are_recognised(size, named):
+    """`lax.scan` adds up dK and dV of each chunk in their format, on any device; it was
+    called no rounding of a known algorithm."""
+    problems = tuple(
+        Problem(Shape(1, 512, 256, 2, 1, 64), family=family) for family in FAMILIES
+    )
+    mine = f"jax_nn (dk_accumulator, chunks of {named}, unrounded dS)"
+    names = {x for x in CANDIDATES if "dk_accumulator" in x}
+    names |= {"flash2", "jax_nn", "jax_nn (unrounded dS)", "eager_bf16"}
+    nearest, *others = attribution.fits(
+        _measured(_by_chunks(size), problems), _predicted(names, problems)
+    )
+    assert nearest.candidate == mine and nearest.fits, (nearest, others)
+    chunked = [fit.candidate for fit in others if fit.fits]
+    assert all("chunks" in name for name in chunked), others
+
+
 _SCALED_APART = "query rounded after scaling, gradients by query head"
 
 

@@ -72,6 +72,22 @@ def test_a_result_that_is_known_to_be_wrong_is_not_said_to_be_so_with_dlse():
     assert of([found, lost], [elsewhere, other]) == [found, lost]
 
 
+def test_the_gradient_of_an_lse_in_base_2_is_its_own():
+    """It is 1.44 times that of LSE, and was called a second mistake."""
+    in_base_2 = planted.honest(dlse=lambda dlse: dlse / jnp.log(2))
+    (found,) = lse_gradient.read(planted.attend(in_base_2, CAUSAL), CAUSAL)
+    assert found.cause == "LSE gradient wrong" and "1.44 times" in found.says
+    known = Finding("wrong wiring", "LSE in base 2", "", ("lse",), (str(CAUSAL),))
+    assert lse_gradient.unexplained([found], [known]) == []
+    rounded = dataclasses.replace(known, cause="LSE rounded to BF16")
+    elsewhere = dataclasses.replace(known, where=("another",))
+    assert lse_gradient.unexplained([found], [rounded, elsewhere]) == [found]
+    of_value = dataclasses.replace(
+        found, cause="LSE gradient wrong: dV", tensors=("dvalue",)
+    )
+    assert lse_gradient.unexplained([of_value], [known]) == [of_value]
+
+
 def _forgets_under_causal(*arrays, is_causal=False, **rules):
     function = planted.honest(**({"dlse": jnp.zeros_like} if is_causal else {}))
     return function(*arrays, is_causal=is_causal, **rules)

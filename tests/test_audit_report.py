@@ -352,6 +352,12 @@ def test_what_is_worse_may_be_a_cpu(platform, dtype, kind, cautious):
     )
     for drawn in (printed(report), page(report)):
         assert ("On a CPU XLA adds up" in drawn) == cautious
+        # What is far above that many is hardly XLA's. dK sums over a group, too.
+        terms = max(
+            cell.query_length * cell.heads // cell.key_heads for cell in report.cells
+        )
+        about = f"below about {figure(terms**0.5)} units"
+        assert (about in " ".join(drawn.split())) == cautious
 
 
 def test_the_terminal_says_how_masks_were_passed():

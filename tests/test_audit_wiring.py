@@ -295,6 +295,33 @@ def test_lse_is_rounded_only_if_its_numbers_are_and_are_the_nearest():
         assert causes(recognise({"lse": given}, problem)) == ["LSE rounded to BF16"]
 
 
+@pytest.mark.parametrize("unit", [1.0, np.log2(np.e)], ids=["base e", "base 2"])
+@pytest.mark.parametrize("mask", ["full", "lengths"])
+def test_lse_of_a_query_that_is_rounded_after_scaling_is_poor(unit, mask):
+    """As of kernels that fold log2(e) into Q; it was called worse than any algorithm
+    allows."""
+    problem = Problem(Shape(2, 64, 64, 4, 2, 48), mask=mask)
+    right = exact(problem)
+    factor = right.scale * unit
+    query = np.asarray(bfloat16(right.query * factor)) / factor
+    lse = right.replaced(query=query).lse.astype(np.float32)
+    (found,) = recognise({"lse": lse}, problem)
+    assert (found.kind, found.cause) == (
+        "as accurate as its algorithm allows, which is poor here",
+        "query rounded after scaling",
+    )
+    assert found.tensors == ("lse",)
+    assert 4 * figure(found, "matches") < figure(found, "right")
+    # As far off another way, it is not, and neither is what is off by nothing.
+    seen = np.isfinite(right.lse)
+    miss = np.where(seen, lse - np.where(seen, right.lse, 0), 0)
+    off = right.lse + miss[:, ::-1]
+    given = right.lse.astype(np.float32)
+    assert recognise({"lse": off}, problem) == recognise({"lse": given}, problem) == []
+    wide = dataclasses.replace(problem, dtype="float32")
+    assert recognise({"lse": lse}, wide) == []
+
+
 # P, read from a callable ----------------------------------------------------------
 
 SMALL = Shape(2, 48, 80, 4, 2, 32)

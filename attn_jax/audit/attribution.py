@@ -53,6 +53,7 @@ _WIDE = Step(FLASH2.carrier)
 _CAST = Step(BF16)
 _CUT = Step(BF16, Rounding.TOWARD_ZERO)
 _FP32_OPERANDS = dict(probability=_WIDE, backward_probability=_WIDE, dlogits=_WIDE)
+_KEYS_IN_16_BITS = dict(dk_accumulator=_CAST, dv_accumulator=_CAST)
 _BY_HEAD_IN_16_BITS = dict(group_gradient=_CAST, group_accumulator=_CAST)
 # What is often done wrong, or well, in an otherwise ordinary flash attention.
 _ALTERED: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
@@ -68,7 +69,29 @@ _ALTERED: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ),
     ("output cut off", FLASH2, dict(output=_CUT)),
     ("output and gradients cut off", FLASH2, dict(output=_CUT, gradient=_CUT)),
-    ("dk_accumulator", FLASH2, dict(dk_accumulator=_CAST, dv_accumulator=_CAST)),
+    ("dk_accumulator", FLASH2, _KEYS_IN_16_BITS),
+    # As chunks of queries, of which K and V are no arguments, are differentiated: by
+    # `lax.scan` in a loop that adds up 16-bit numbers.
+    (
+        "dk_accumulator, chunks of 16",
+        JAX_NN,
+        _KEYS_IN_16_BITS | dict(backward_block_q=16),
+    ),
+    (
+        "dk_accumulator, chunks of 64",
+        JAX_NN,
+        _KEYS_IN_16_BITS | dict(backward_block_q=64),
+    ),
+    (
+        "dk_accumulator, chunks of 16, unrounded dS",
+        JAX_NN,
+        _KEYS_IN_16_BITS | dict(backward_block_q=16, dlogits=_WIDE),
+    ),
+    (
+        "dk_accumulator, chunks of 64, unrounded dS",
+        JAX_NN,
+        _KEYS_IN_16_BITS | dict(backward_block_q=64, dlogits=_WIDE),
+    ),
     # Each query head's, added up over those that share a key head.
     ("gradients by query head", FLASH2, dict(group_gradient=_CAST)),
     # As `jnp.repeat` of keys and values is differentiated, which textbooks have.

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from attn_jax.audit.alone import ALONE
-from attn_jax.audit.finding import Finding
+from attn_jax.audit.finding import ROUNDED_LSE, Finding
 from attn_jax.audit.problem import GRADIENTS, SYMBOLS, Problem
 from attn_jax.audit.raised import contained
 from attn_jax.audit.target import Attend
@@ -72,15 +72,25 @@ def unexplained(
     findings: Iterable[Finding], wiring: Iterable[Finding]
 ) -> list[Finding]:
     """But for wrong gradients of a result that is recognised as wired wrongly on the
-    same problem: the same is wrong with them. That one is missing altogether is not
-    explained so."""
+    same problem: the same is wrong with them. So it is of an LSE that is something
+    else, log2(e) times LSE, say, whose gradient is that of what it is. That one is
+    missing altogether is not explained so."""
     known = list(wiring)
 
     def is_known(finding: Finding) -> bool:
         if not finding.cause.startswith(_WRONG):
             return False
         where, tensors = set(finding.where), set(finding.tensors)
-        return any(where & set(x.where) and tensors & set(x.tensors) for x in known)
+        of_lse = {"lse"} if tensors & set(THROUGH_LSE) else set()
+        return any(
+            where & set(x.where)
+            and (
+                tensors & set(x.tensors)
+                or (x.is_other_attention and x.cause not in ROUNDED_LSE)
+                and of_lse & set(x.tensors)
+            )
+            for x in known
+        )
 
     return [x for x in findings if not is_known(x)]
 

@@ -53,13 +53,16 @@ from attn_jax.recipe import Recipe
 from attn_jax.recipe_checks import check_is_recipe
 from attn_jax.store import Row, Store
 
+# Of a problem, B, T, S, N, K and H.
+type Sizes = Shape | Sequence[SupportsIndex]
+
 _PACKAGES = ("jax", "jaxlib", "numpy", "tokamax")
 
 
 def audit_attention(
     fn: str | Callable[..., Any] | Target,
     *,
-    shapes: Shape | Sequence[Shape | Sequence[SupportsIndex]] | None = None,
+    shapes: Sizes | Sequence[Sizes] | None = None,
     dtype: npt.DTypeLike = "bfloat16",
     families: str | Sequence[str] | None = None,
     masks: str | Sequence[str] | None = None,
@@ -123,8 +126,8 @@ def audit_attention(
     target.check_given()
     dtype = _dtype(dtype)
     recipes = dict(attribution.candidates(FORMATS[dtype], target.adapter.shards))
-    if isinstance(against, Recipe):
-        against = [against]
+    if isinstance(against, Recipe | str):
+        against = [against]  # A name is refused as one, not by its letters.
     if against is not None:
         plain = {name: recipes[name] for name in ordinary(FORMATS[dtype])}
         for recipe in against:
@@ -132,6 +135,8 @@ def audit_attention(
         wanted = [attribution.for_inputs(x, FORMATS[dtype]) for x in against]
         recipes = plain | {recipe.name: recipe for recipe in wanted}
     several = _several("shapes", shapes, Shape)
+    if several and all(isinstance(x, int) for x in several):
+        several = [several]  # One, as its numbers.
     given = None if several is None else [_shape(x) for x in several]
     families = _several("families", families, str)
     masks = _several("masks", masks, str)
@@ -218,7 +223,7 @@ def _several(name: str, given: Any, one: type) -> list[Any] | None:
     return found
 
 
-def _shape(numbers: Shape | Sequence[SupportsIndex]) -> Shape:
+def _shape(numbers: Sizes) -> Shape:
     """Raises TypeError for what is no shape, ValueError for sizes of none."""
     try:
         if isinstance(numbers, Shape):

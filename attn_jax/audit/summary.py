@@ -134,15 +134,29 @@ def verdict(report: Report) -> str:
 
 
 def caution(report: Report) -> str:
-    """What else than the target may be to blame; "" if nothing is known."""
-    on_cpu = report.environment.get("platform") == "cpu"
+    """What else than the target may be to blame; "" if nothing is known.
+
+    A sum of n numbers in 16 bits, one after the other, is rounded n times. Where they
+    do not cancel no sum on the way is larger than the last, and that is at most about
+    sqrt(n) units.
+    """
+    cells = [cell for cell in report.cells if cell.dtype == "bfloat16"]
     worse = any(finding.kind == WORSE for finding in report.findings)
-    if not (on_cpu and worse and "bfloat16" in {cell.dtype for cell in report.cells}):
+    if report.environment.get("platform") != "cpu" or not worse or not cells:
         return ""
+    most = max(_terms(cell) for cell in cells) ** 0.5
     return (
         "On a CPU XLA adds up some sums of BF16 numbers in BF16: what is worse than "
-        "its algorithm allows may be XLA's; audit on the device that you train on."
+        f"its algorithm allows may be XLA's, where it is below about {figure(most)} "
+        "units (sqrt(n) of n terms) or sums cancel; audit on the device that you train "
+        "on."
     )
+
+
+def _terms(cell: Cell) -> int:
+    """Of the longest sum of a result: over keys, or over queries and query heads."""
+    group = cell.heads // cell.key_heads
+    return max(cell.key_length, group * cell.query_length)
 
 
 def merging(report: Report) -> str:

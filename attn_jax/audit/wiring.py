@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attn_jax.audit.error import correctly_rounded, in_units
+from attn_jax.audit import rounded_lse
+from attn_jax.audit.error import in_units
 from attn_jax.audit.exact import exact
-from attn_jax.audit.finding import ROUNDED_LSE, Finding
+from attn_jax.audit.finding import Finding
 from attn_jax.audit.judge import WORSE
 from attn_jax.audit.noise import gradient_noise
 from attn_jax.audit.problem import (
@@ -37,10 +38,10 @@ from attn_jax.audit.wrong_bias import BIASES, DBIAS
 from attn_jax.audit.wrong_lse import LSES
 from attn_jax.audit.wrong_masks import RULES
 from attn_jax.audit.wrong_results import RESULTS
-from attn_jax.formats import BF16, FP16, FP32
+from attn_jax.formats import BF16
 
 # Mistakes by the name that a finding has for its cause. Of a mistake of the attention
-# there is also one "in the backward pass", and of LSE also the names of `_ROUNDED`.
+# there is also one "in the backward pass", and of LSE also what `rounded_lse` has.
 _ATTENTION, _RESULTS = ATTENTION | RULES | BIASES, RESULTS | LSES | DBIAS
 VARIANTS: Mapping[str, Variant] = Registry(_ATTENTION | _RESULTS)
 
@@ -57,7 +58,6 @@ _MOST_LOGITS = 2**24
 
 _BACKWARD = " in the backward pass"
 _GRADIENTS = (*GRADIENTS, "dbias")
-_ROUNDED = dict(zip(ROUNDED_LSE, (BF16, FP16), strict=True))
 
 
 class _Far(NamedTuple):
@@ -87,7 +87,8 @@ class _Match(NamedTuple):
 
 
 def recognise(results: Results, problem: Problem) -> list[Finding]:
-    """Findings of kind "wrong wiring", one for each mistake that is recognised.
+    """Findings of kind "wrong wiring", one for each mistake that is recognised; and one
+    of an LSE whose query was rounded, which is poor.
 
     `results` holds those of "out" [B, T, N, H], "lse" [B, N, T], "dquery", "dkey",
     "dvalue" and "dbias" [1, N, T, S] that there are, in any float type; gradients are
@@ -103,10 +104,12 @@ def recognise(results: Results, problem: Problem) -> list[Finding]:
     LSE.
     """
     x = {n: np.asarray(results[n]).astype(np.float64) for n in TENSORS if n in results}
-    findings = _rounded_lse(x, problem)
+    findings = rounded_lse.recognise(x, problem)
     s = problem.shape
     if s.batch * s.heads * s.query_length * s.key_length > _MOST_LOGITS:
         return findings
+    if not findings:
+        findings = rounded_lse.of_a_rounded_query(x, problem)
     far = _far(x, problem)
     if not far:
         return findings
@@ -360,31 +363,6 @@ def _finding(match: _Match, far: Mapping[str, _Far], problem: Problem) -> Findin
         (str(problem),),
         {"matches": matches, "right": right},
     )
-
-
-def _rounded_lse(x: Results, problem: Problem) -> list[Finding]:
-    """LSE is given as numbers of a 16-bit format, as near as these come to it."""
-    right = problem.exact().lse
-    if "lse" not in x or x["lse"].shape != right.shape:
-        return []
-    seen = np.isfinite(right) & np.isfinite(x["lse"])
-    lse, right = x["lse"][seen], right[seen]
-    off, size = abs(lse - right), _rms(right)
-    for cause, fmt in _ROUNDED.items():
-        # Numbers that are exact in either format, as FP32's arithmetic leaves them.
-        if not lse.size or _rms(off) <= 2.0**6 * FP32.unit_roundoff * size:
-            continue
-        nearest = fmt.unit_roundoff * (1 + 2.0**-6) * abs(right) + fmt.min_positive
-        if (correctly_rounded(lse, fmt) == lse).all() and (off <= nearest).all():
-            error = in_units(_rms(off), size)
-            says = (
-                f"LSE is rounded to {fmt.name.upper()}, {error:.1e} of its size: "
-                "return it in FP32, as it was computed"
-            )
-            evidence = {"matches": 0.0, "right": error}
-            where = (str(problem),)
-            return [Finding("wrong wiring", cause, says, ("lse",), where, evidence)]
-    return []
 
 
 def _distance(x: np.ndarray, of: np.ndarray) -> float:
