@@ -320,6 +320,10 @@ def test_lse_of_a_query_that_is_rounded_after_scaling_is_poor(unit, mask):
     assert recognise({"lse": off}, problem) == recognise({"lse": given}, problem) == []
     wide = dataclasses.replace(problem, dtype="float32")
     assert recognise({"lse": lse}, wide) == []
+    # A query that no scale leaves in range is not looked at.
+    large = dataclasses.replace(problem, dtype="float16", scale_factor=1e6)
+    off = large.exact().lse * 1.001
+    assert not any("rounded after" in f.cause for f in recognise({"lse": off}, large))
 
 
 # P, read from a callable ----------------------------------------------------------

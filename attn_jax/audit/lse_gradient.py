@@ -81,16 +81,15 @@ def unexplained(
         if not finding.cause.startswith(_WRONG):
             return False
         where, tensors = set(finding.where), set(finding.tensors)
-        of_lse = {"lse"} if tensors & set(THROUGH_LSE) else set()
-        return any(
-            where & set(x.where)
-            and (
-                tensors & set(x.tensors)
-                or (x.is_other_attention and x.cause not in ROUNDED_LSE)
-                and of_lse & set(x.tensors)
-            )
-            for x in known
-        )
+
+        def is_of(wired: Finding) -> bool:
+            explains = set(wired.tensors)
+            is_lse = "lse" in explains and wired.cause not in ROUNDED_LSE
+            if is_lse and wired.is_other_attention:
+                explains |= {*THROUGH_LSE}
+            return bool(where & set(wired.where) and tensors & explains)
+
+        return any(map(is_of, known))
 
     return [x for x in findings if not is_known(x)]
 

@@ -59,10 +59,10 @@ def of_a_rounded_query(x: Results, problem: Problem) -> list[Finding]:
     for what, unit in _FACTORS.items():
         factor = attention.scale * unit
         rounded = correctly_rounded(attention.query * factor, problem.format)
+        if factor == 0 or not np.isfinite(rounded).all():
+            continue
         given = _seen(x, problem, attention.replaced(query=rounded / factor).lse)
-        assert given is not None
-        matches = _rms(given[0] - given[1])
-        if _MARKEDLY * matches <= off:
+        if given and _MARKEDLY * (matches := _rms(given[0] - given[1])) <= off:
             name = problem.format.name.upper()
             says = (
                 f"LSE is that of {what} rounded to {name} before its product, which "

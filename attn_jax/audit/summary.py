@@ -137,8 +137,8 @@ def caution(report: Report) -> str:
     """What else than the target may be to blame; "" if nothing is known.
 
     A sum of n numbers in 16 bits, one after the other, is rounded n times. Where they
-    do not cancel no sum on the way is larger than the last, and that is at most about
-    sqrt(n) units.
+    do not cancel hardly a sum on the way is larger than the last, which makes sqrt(n)
+    units at most, about.
     """
     cells = [cell for cell in report.cells if cell.dtype == "bfloat16"]
     worse = any(finding.kind == WORSE for finding in report.findings)
