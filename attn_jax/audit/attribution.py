@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from attn_jax import emulator
 from attn_jax.audit import programs
 from attn_jax.audit.alone import ALONE
+from attn_jax.audit.finding import ROUNDED_QUERY
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.measure import Measured, measured
 from attn_jax.audit.problem import Problem
@@ -132,7 +133,7 @@ _ALTERED: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     # As XLA's CPU compiler does it.
     ("unrounded dS", JAX_NN, dict(dlogits=_WIDE)),
     # By a scale that is no power of two, before the product.
-    ("query rounded after scaling", FLASH2, dict(scaled_query=_CAST)),
+    (ROUNDED_QUERY, FLASH2, dict(scaled_query=_CAST)),
     # JAX's `attention_mgpu`, as its users call it.
     (
         "query rounded after scaling, gradients by query head",
@@ -177,7 +178,7 @@ _SUSPECT = 0.7
 _SUSPECT_FITS = 2 * FITS
 # Casts that candidates are named by, too.
 _IN_WORDS = {
-    "scaled_query": "query rounded after scaling",
+    "scaled_query": ROUNDED_QUERY,
     "group_accumulator": "query heads' gradients summed in 16 bits",
     "ring_partial": "out of parts in 16 bits",
     "ring_accumulator": "merged out in 16 bits",

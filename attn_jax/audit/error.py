@@ -99,7 +99,7 @@ def yardstick(
     golden = np.asarray(golden, np.float64)
     rounded = correctly_rounded(golden, fmt)
     of, degenerate = _unit(golden, rounded, fmt, absolute)
-    size = _rms(absolute if degenerate and absolute is not None else golden)
+    size = rms(absolute if degenerate and absolute is not None else golden)
     return Yardstick(golden, rounded, of, degenerate, size)
 
 
@@ -119,7 +119,7 @@ def unit(
 
 
 def _unit(golden, rounded, fmt: NumberFormat, absolute) -> tuple[float, bool]:
-    usual = _rms(rounded - golden)
+    usual = rms(rounded - golden)
     if absolute is None:
         if usual == 0:
             raise ValueError(
@@ -127,7 +127,7 @@ def _unit(golden, rounded, fmt: NumberFormat, absolute) -> tuple[float, bool]:
                 "of absolute values from reference.golden(..., absolute=True)"
             )
         return usual, False
-    size = _rms(absolute)
+    size = rms(absolute)
     of_size = fmt.rms_roundoff * size
     is_real = usual > max(_DEGENERATE * of_size, _NOISE * size)
     return (usual, False) if is_real else (of_size, True)
@@ -144,7 +144,7 @@ def unit_error(
     Arrays of any shape, pooled: stack heads and seeds. An exact result measures 0 even
     where the unit is 0; any other result there measures inf.
     """
-    return in_units(_rms(_difference(x, golden)), unit(golden, fmt, absolute)[0])
+    return in_units(rms(_difference(x, golden)), unit(golden, fmt, absolute)[0])
 
 
 def signed_bias(e: np.ndarray, size: float) -> tuple[float, float]:
@@ -171,9 +171,9 @@ def measure(
     spread = means.std(ddof=1) / means.size**0.5 if means.size > 1 else np.inf
     root = np.sqrt(np.square(e).sum())
     return Errors(
-        units=in_units(_rms(e), against.unit),
+        units=in_units(rms(e), against.unit),
         degenerate=against.degenerate,
-        relative=in_units(_rms(e), _rms(against.golden)),
+        relative=in_units(rms(e), rms(against.golden)),
         maximum=in_units(np.abs(e).max(), scale),
         p999=in_units(np.quantile(np.abs(e), 0.999), scale),
         signed_mean=in_units(e.mean(), scale),
@@ -191,7 +191,8 @@ def _difference(x, golden) -> np.ndarray:
     return x - golden
 
 
-def _rms(x) -> float:
+def rms(x) -> float:
+    """Root mean square."""
     return float(np.sqrt(np.mean(np.square(x))))
 
 

@@ -38,6 +38,8 @@ BLIND_WEIGHTS = "queries that see no key"
 MERGE = "merge"
 # Of an LSE that is right but for its last bits.
 ROUNDED_LSE = "LSE rounded to BF16", "LSE rounded to FP16"
+# Of every result that is made of logits.
+ROUNDED_QUERY = "query rounded after scaling"
 # Nobody need act on these.
 HARMLESS: tuple[Kind, ...] = ("not taken", "trustworthy")
 

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
-from attn_jax.audit.error import correctly_rounded, in_units
+from attn_jax.audit.error import correctly_rounded, in_units, rms
 from attn_jax.audit.exact import exact
-from attn_jax.audit.finding import ROUNDED_LSE, Finding
+from attn_jax.audit.finding import ROUNDED_LSE, ROUNDED_QUERY, Finding
 from attn_jax.audit.judge import POOR
 from attn_jax.audit.problem import Problem, Results
 from attn_jax.formats import BF16, FP16, FP32
@@ -18,7 +18,6 @@ _FACTORS = {"Q scale": 1.0, "Q scale log2(e)": math.log2(math.e)}
 _EXACT = 2.0**6 * FP32.unit_roundoff
 # How many times nearer a rounded query's LSE has to be than the right one.
 _MARKEDLY = 4
-ROUNDED_QUERY = "query rounded after scaling"
 
 
 def recognise(x: Results, problem: Problem) -> list[Finding]:
@@ -27,14 +26,14 @@ def recognise(x: Results, problem: Problem) -> list[Finding]:
     if found is None:
         return []
     lse, right = found
-    off, size = abs(lse - right), _rms(right)
+    off, size = abs(lse - right), rms(right)
     for cause, fmt in _FORMATS.items():
         # Numbers that are exact in either format, as FP32's arithmetic leaves them.
-        if _rms(off) <= _EXACT * size:
+        if rms(off) <= _EXACT * size:
             continue
         nearest = fmt.unit_roundoff * (1 + 2.0**-6) * abs(right) + fmt.min_positive
         if (correctly_rounded(lse, fmt) == lse).all() and (off <= nearest).all():
-            error = in_units(_rms(off), size)
+            error = in_units(rms(off), size)
             says = (
                 f"LSE is rounded to {fmt.name.upper()}, {error:.1e} of its size: "
                 "return it in FP32, as it was computed"
@@ -52,7 +51,7 @@ def of_a_rounded_query(x: Results, problem: Problem) -> list[Finding]:
     if found is None or problem.format == FP32:
         return []
     lse, right = found
-    off, size = _rms(lse - right), _rms(right)
+    off, size = rms(lse - right), rms(right)
     if off <= _EXACT * size:
         return []
     attention = exact(problem)
@@ -62,7 +61,7 @@ def of_a_rounded_query(x: Results, problem: Problem) -> list[Finding]:
         if factor == 0 or not np.isfinite(rounded).all():
             continue
         given = _seen(x, problem, attention.replaced(query=rounded / factor).lse)
-        if given and _MARKEDLY * (matches := _rms(given[0] - given[1])) <= off:
+        if given and _MARKEDLY * (matches := rms(given[0] - given[1])) <= off:
             name = problem.format.name.upper()
             says = (
                 f"LSE is that of {what} rounded to {name} before its product, which "
@@ -87,7 +86,3 @@ def _seen(x: Results, problem: Problem, of: np.ndarray | None = None):
         return None
     seen = np.isfinite(right) & np.isfinite(x["lse"])
     return (x["lse"][seen], right[seen]) if seen.any() else None
-
-
-def _rms(x: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(x))))
