@@ -9,7 +9,7 @@ against what its algorithm allows there (`algorithms`).
     as accurate as ...    error above `POOR_UNITS` units, and no more than that
     trustworthy           nothing else is found
 
-Nothing is said of LSE within what it is allowed.
+Nothing is said of LSE within what it is allowed, but that its query was rounded.
 
 One finding stands for all problems on which the same is wrong with the same result, and
 names the worst.
