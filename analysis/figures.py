@@ -29,7 +29,8 @@ _STYLES: dict[str, tuple[str, str]] = {
     "attn_jax": (_BLUE, "D"),
     "attn_jax_hopper": (_BLUE, "P"),
     # As others are shipped.
-    **{name: (_RED, "o") for name in ("cudnn", "cudnn-deterministic")},
+    "cudnn": (_RED, "o"),
+    "cudnn-deterministic": (_RED, "v"),
     "flash2": (_RED, "D"),
     "tokamax": (_GREEN, "o"),
     "torch-cudnn": (_PINK, "o"),

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from analysis.experiments.speed import IMPLEMENTATIONS
 from analysis.figures import Panel, draw, styles
 
 
@@ -37,6 +38,12 @@ def test_many_names_do_not_look_alike():
     names = [f"name {n}" for n in range(40)]
     looks = {tuple(look.values()) for look in styles(["flash2", *names]).values()}
     assert len(looks) == 41
+
+
+def test_implementations_of_the_speed_table_do_not_look_alike():
+    names = [*IMPLEMENTATIONS]
+    looks = [tuple(look.values()) for look in styles(names).values()]
+    assert len(set(looks)) == len(looks) == len(names) > 10
 
 
 def test_a_band_reaches_from_the_least_to_the_most():
