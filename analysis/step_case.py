@@ -151,9 +151,10 @@ class StepCase:
             if part == "step" and self.kernels:
                 kernels = {n: list(_kernels(rows[n], runners[n])) for n in ran}
             runners.clear()
+            if part == "step" and self.largest:
+                for name, size in self._largest(sorted(ran), batch):
+                    rows[name]["largest_batch"] = size
             for name, row in rows.items():
-                if part == "step" and self.largest and name in ran:
-                    row["largest_batch"] = self._largest(name, row)
                 yield row
                 yield from kernels.get(name, ())
 
@@ -166,7 +167,7 @@ class StepCase:
             except (UsageError, JaxRuntimeError, NotImplementedError) as error:
                 return reason(error)
 
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        with _pool() as pool:
             # XLA tries out products, for minutes where they hardly fit: first it is
             # asked what the parts need.
             if self._limit < math.inf:
@@ -236,27 +237,40 @@ class StepCase:
         passes = 1 if row["part"] == "forward" else PER_STEP
         return passes * row["batch"] * forward_flops(self.config, vocabulary)
 
-    def _largest(self, name: str, row: Row) -> int | None:
-        """The largest batch of which a step runs, found by what batches need."""
-        batch, usable = row["batch"], _USABLE * self._limit
+    def _largest(self, names: Sequence[str], batch: int) -> Iterator[tuple[str, int]]:
+        """Of each attention the largest batch of which a step runs, found by what
+        batches need; `batch` is one of which it does."""
+        usable = _USABLE * self._limit
         if usable == math.inf or batch < 2:
-            return None
+            return
 
-        def step(size: int) -> Program:
+        def step(name: str, size: int) -> Program:
             return compile_part(self._assembled(name, size), "step", tuned=False)
 
-        held, half = step(batch).bytes, step(batch // 2).bytes
-        each = (held - half) / (batch - batch // 2)
-        wanted = batch + math.floor((usable - held) / each)
-        while wanted > batch:
-            program = step(wanted)
-            if program.bytes <= usable:
-                with contextlib.suppress(JaxRuntimeError):
-                    Runner(program, self._state).milliseconds(1)
-                    return wanted
-            over = max(program.bytes - usable, 0.01 * self._limit)
-            wanted -= math.ceil(over / each)
-        return batch
+        def guess(name: str) -> tuple[int, float, Program]:
+            """(a size, what one more example needs, the program of that size)"""
+            held, half = step(name, batch).bytes, step(name, batch // 2).bytes
+            each = (held - half) / (batch - batch // 2)
+            size = max(batch, batch + math.floor((usable - held) / each))
+            return size, each, step(name, size)
+
+        with _pool() as pool:
+            guesses = list(pool.map(guess, names))
+        for name, (size, each, program) in zip(names, guesses, strict=True):
+            while size > batch:
+                if program.bytes <= usable:
+                    with contextlib.suppress(JaxRuntimeError):
+                        Runner(program, self._state).milliseconds(1)
+                        break
+                over = max(program.bytes - usable, 0.01 * self._limit)
+                size = max(batch, size - math.ceil(over / each))
+                program = step(name, size)
+            yield name, size
+
+
+def _pool() -> ThreadPoolExecutor:
+    """For programs compiled beside each other."""
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2))
 
 
 def _kernels(row: Row, runner: Runner) -> Iterator[Row]:
