@@ -15,6 +15,9 @@ from jaxtyping import Array, Float
 # additions would have each thread read a row of its own: XLA makes two of them, and the
 # first still reads whole sectors of memory.
 _COALESCED = 16
+# Along another one a thread of a program adds so many numbers, if that leaves a few or
+# more: if it added all, a result of few numbers would leave most of a card idle.
+_BY_A_THREAD, _FEW = 32, 8
 
 
 def pairwise_sum(
@@ -29,9 +32,11 @@ def pairwise_sum(
     axis %= x.ndim
     if not x.shape[axis]:
         x = jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype)
+    start, is_last = x.shape[axis], axis == x.ndim - 1
     while (size := x.shape[axis]) > 1:
-        if size == _COALESCED and axis == x.ndim - 1:
-            x = lax.optimization_barrier(x)
+        enough = _FEW <= size <= start // _BY_A_THREAD
+        if size == _COALESCED if is_last else enough:
+            x, start = lax.optimization_barrier(x), size
         half = -(-size // 2)
         lower = lax.slice_in_dim(x, 0, half, axis=axis)
         upper = lax.slice_in_dim(x, half, size, axis=axis)

@@ -301,14 +301,16 @@ def _kernel_names(changes: dict | None, backward=None, out_dtype=None) -> list[s
             ["key_numbers", "forward", "row_sums", "fused", "query_gradient"],
         ),
         (None, None, ["key_numbers", "forward", "row_sums", "dq", "dkv"]),
-        ({}, None, ["forward", "dq", "dkv"]),
+        ({}, None, ["forward", "row_sums", "dq", "dkv"]),
         (
             dict(dq_centre="keys"),
             None,
             ["key_numbers", "forward", "row_sums", "fused", "query_gradient"],
         ),
         (NO_CURES, "fused", ["forward", "row_sums", "fused", "query_gradient"]),
-        pytest.param(NO_CURES, None, ["forward", "dq", "dkv"], marks=THOROUGH),
+        pytest.param(
+            NO_CURES, None, ["forward", "row_sums", "dq", "dkv"], marks=THOROUGH
+        ),
         (
             NONE,
             "fused",
@@ -406,7 +408,7 @@ def test_what_kernels_lack_is_refused_in_one_line(recipe, options, message):
 def test_ampere_has_fewer_options(changes, message):
     with made_for("ampere"):
         if message is None:
-            assert _kernel_names(changes) == ["forward", "dq", "dkv"]
+            assert _kernel_names(changes) == ["forward", "row_sums", "dq", "dkv"]
             return
         with pytest.raises(NotImplementedError, match=message) as error:
             _kernel_names(changes)

@@ -237,6 +237,7 @@ _SPILLED = {(128, "attention_forward"): 60, (64, "attention_backward_dkv"): 28}
 
 
 def _check_ampere(program: Program, head_dim: int, kernel_count: int) -> None:
+    program.kernels[:] = [k for k in program.kernels if k.name not in SUMS]
     assert len(program.kernels) == kernel_count
     for kernel in program.kernels:
         assert kernel.spilled_bytes <= _SPILLED.get((head_dim, kernel.name), 0), kernel
@@ -286,6 +287,7 @@ def test_ampere_compiles_at_other_head_dims(
     """Nothing spills, and two CTAs fit but for dQ at the longest heads."""
     arguments = ("a100", head_dim, "bfloat16", is_causal, value_dim)
     program = _compiled_for_a100(_ampere, *arguments)
+    program.kernels[:] = [k for k in program.kernels if k.name not in SUMS]
     assert len(program.kernels) == kernel_count
     for kernel in program.kernels:
         assert kernel.spilled_bytes == 0 and kernel.registers <= 255, kernel
@@ -339,6 +341,7 @@ def _ampere_with_everything(head_dim: int, soft_cap: float | None) -> Program:
 )
 def test_ampere_compiles_with_everything(head_dim, soft_cap, allowed_spills):
     program = _compiled_for_a100(_ampere_with_everything, head_dim, soft_cap)
+    program.kernels[:] = [k for k in program.kernels if k.name not in SUMS]
     assert len(program.kernels) == 4
     for kernel in program.kernels:
         assert kernel.spilled_bytes <= allowed_spills.get(kernel.name, 0), kernel

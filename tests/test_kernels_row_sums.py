@@ -1,4 +1,4 @@
-"""The kernel that sums over rows for the backward pass: results, machine code."""
+"""The kernels that sum over rows for the backward pass: results, machine code."""
 
 import dataclasses
 from typing import Any
@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from attn_jax.kernels import ampere_row_sums
+from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.hopper_row_sums import Plan, RowSums, RowTiles, row_sums
 from attn_jax.kernels.internals import interpreted
 from tests.child_process import in_child_process
@@ -70,7 +72,7 @@ def _interpreted(case: Case, plan: Plan) -> RowSums:
         return jax.tree.map(np.asarray, program(*case.inputs()))
 
 
-def _check(results: RowSums, case: Case) -> None:
+def _check(results: RowSums | tuple[np.ndarray], case: Case) -> None:
     """Against float64.
 
     n FP32 additions in any order err by up to n u times the sum of what is added, in
@@ -81,7 +83,7 @@ def _check(results: RowSums, case: Case) -> None:
         None if x is None else x.astype(np.float64) for x in case.inputs()
     )
     out = out if low is None else out + low
-    for sums, other in zip(results, (out, dout), strict=True):
+    for sums, other in zip(results, (out, dout), strict=False):
         exact = np.einsum("btnh,btnh->bnt", dout, other)
         size = np.einsum("btnh,btnh->bnt", abs(dout), abs(other))
         error = abs(sums.astype(np.float64) - exact)
@@ -114,6 +116,56 @@ def test_results_against_float64(case, plan):
     """The interpreter's order of additions is not the GPU's."""
     results = in_child_process(_interpreted, case, plan, seconds=TIME_LIMIT)
     _check(results, case)
+
+
+AMPERE_CASES = [
+    # Tiles that lie in one another, more rows than there are, a single one.
+    *(Case(2, 72, 2, 64), Case(1, 8, 3, 32), Case(1, 40, 2, 128, "alone", "float16")),
+    Case(1, 56, 2, 64, "wide"),
+]
+AMPERE_HEAD_DIMS = [
+    Case(1, 40, 2, head_dim, out)
+    for head_dim in (32, 96, 192, 256)
+    for out in ("low", "wide")
+]
+
+
+def _on_ampere(case: Case) -> np.ndarray:
+    with made_for("ampere"):
+        excess, none = jax.jit(ampere_row_sums.row_sums)(*case.inputs())
+    assert none is None
+    return np.asarray(excess)
+
+
+def _interpreted_on_ampere(case: Case) -> np.ndarray:
+    with interpreted(detect_races=True):
+        return _on_ampere(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *AMPERE_CASES,
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in AMPERE_HEAD_DIMS),
+    ],
+    ids=str,
+)
+def test_ampere_against_float64(case):
+    excess = in_child_process(_interpreted_on_ampere, case, seconds=TIME_LIMIT)
+    assert excess.shape == (case.batch, case.heads, case.count)
+    _check((excess,), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [*AMPERE_CASES, *AMPERE_HEAD_DIMS, Case(3, 1000, 16, 64), Case(2, 2056, 8, 128)],
+    ids=str,
+)
+def test_ampere_on_a_gpu(case):
+    excess, again = _on_ampere(case), _on_ampere(case)
+    _check((excess,), case)
+    np.testing.assert_array_equal(excess.view(np.uint32), again.view(np.uint32))
 
 
 def test_who_does_what_changes_no_bits():
@@ -190,3 +242,41 @@ def test_compiles_for_two_ctas_a_multiprocessor(case, x64):
     assert {"UTMASTG", "UBLKCP"} & kernel.opcodes  # of several heads and of one
     # No array comes by way of a thread, nothing is added by atomics.
     assert not {"LDG", "LDL", "STL", "RED", "ATOM", "ATOMG", "ATOMS"} & kernel.opcodes
+
+
+def _compiled_for_ampere(case: Case) -> Program:
+    out, low, dout = (
+        None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for x in case.inputs()
+    )
+    some = [x for x in (out, dout, low) if x is not None]
+
+    def program(out, dout, *low):
+        return ampere_row_sums.row_sums(out, low[0] if low else None, dout)[0]
+
+    with made_for("ampere"):
+        return compiled(program, *some, gpu="a100")
+
+
+@pytest.mark.parametrize(
+    ("case", "load"),
+    [
+        (Case(2, 1000, 8, 64), "128"),
+        pytest.param(Case(2, 504, 4, 96), "64", marks=pytest.mark.thorough),
+        pytest.param(Case(2, 520, 1, 256), "128", marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_ampere_reads_wide_and_with_many_threads(case, load):
+    """All that a thread reads is under way at once, and a multiprocessor has eight CTAs
+    at least."""
+    pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
+    program = in_child_process(
+        _compiled_for_ampere, case, seconds=TIME_LIMIT, among="a100"
+    )
+    (kernel,) = program.kernels
+    assert kernel.spilled_bytes == 0 and kernel.registers <= 64
+    loads = [x for x in kernel.instructions if x.startswith(("LD.", "LDG."))]
+    assert len(loads) <= 36 and all(x.endswith(load) for x in loads)
+    sums = next(i for i, x in enumerate(kernel.instructions) if x.startswith("SHFL"))
+    assert not [x for x in kernel.instructions[sums:] if x in loads]

@@ -67,6 +67,30 @@ def test_every_step_is_written_out():
     assert names.count("add") == 6 and not UNORDERED & {*names}
 
 
+@pytest.mark.parametrize(
+    ("length", "axis", "sizes"),
+    [
+        (64, 0, []),
+        (512, 0, [16]),
+        (1024, 0, [32]),
+        (16384, 0, [512, 16]),
+        (1000, 0, [16]),
+        (1024, 1, [16]),
+    ],
+)
+def test_no_thread_adds_up_a_long_axis(length, axis, sizes):
+    """XLA makes a program of what lies between barriers, and a thread for each of its
+    results."""
+    shape = (length, 2) if axis == 0 else (2, length)
+    jaxpr = jax.make_jaxpr(functools.partial(pairwise_sum, axis=axis))(jnp.ones(shape))
+    barriers = [
+        eqn.invars[0].aval.shape[axis]
+        for eqn in equations(jaxpr.jaxpr)
+        if eqn.primitive.name == "optimization_barrier"
+    ]
+    assert barriers == sizes
+
+
 def _sums(function, *operands) -> list[str]:
     """Those outside our kernels that XLA gives an order, of numbers that it matters
     for."""
@@ -117,7 +141,7 @@ def _documents():
         ("hopper", "two_kernels", None, dict(is_causal=True)),
         ("hopper", "two_kernels", None, dict(window=(100, 0))),
         ("hopper", "two_kernels", None, _documents()),
-        # P and dS in BF16: delta is then XLA's.
+        # P and dS in BF16.
         ("hopper", "two_kernels", ATTN_JAX, dict(is_causal=True)),
         ("ampere", "two_kernels", None, dict()),
         ("ampere", "two_kernels", None, _documents()),

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.kernels.lanes import LANES, Lanes, read
+from attn_jax.kernels.lanes import Lanes, read
 from attn_jax.kernels.ring_order import MULTIPROCESSORS
 from attn_jax.kernels.tiles import widen
 
@@ -90,8 +90,7 @@ class RowTiles:
     @property
     def lanes(self) -> Lanes:
         # Loads of 16 bytes.
-        vector = 4 if self.wide or self.head_dim % 64 else 8
-        return Lanes(math.gcd(self.head_dim // vector, LANES), vector)
+        return Lanes.of_rows(self.head_dim, 4 if self.wide else 8)
 
     @property
     def rows(self) -> int:
@@ -118,10 +117,7 @@ class RowTiles:
     @property
     def depth(self) -> int:
         """How many additions a product takes part in, at most."""
-        pieces = self.head_dim // (self.lanes.lanes * self.lanes.vector)
-        return (
-            (pieces - 1) + (self.lanes.vector - 1) + (self.lanes.lanes.bit_length() - 1)
-        )
+        return self.lanes.additions(self.head_dim)
 
 
 def tiles_of(out, low, dout, plan: Plan) -> RowTiles:

@@ -1,6 +1,7 @@
 """Layouts of tiles whose rows or columns are summed, in kernels without a product."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -20,6 +21,19 @@ class Lanes(NamedTuple):
 
     lanes: int
     vector: int
+
+    @classmethod
+    def of_rows(cls, columns: int, vector: int) -> "Lanes":
+        """For sums over rows of so many columns, `vector` of them a load, or half as
+        many where they are no multiple of 64."""
+        vector = vector if columns % 64 == 0 else min(vector, 4)
+        return cls(math.gcd(columns // vector, LANES), vector)
+
+    def additions(self, columns: int) -> int:
+        """How many additions a term of a row's sum takes part in, at most: with those
+        of its thread further right, with its neighbours, then lanes in pairs."""
+        pieces = columns // (self.lanes * self.vector)
+        return (pieces - 1) + (self.vector - 1) + (self.lanes.bit_length() - 1)
 
     @property
     def strip(self) -> int:

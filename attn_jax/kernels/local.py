@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.formats import BF16, FP16
@@ -17,6 +16,7 @@ from attn_jax.kernels import (
     ampere_backward_dkv,
     ampere_backward_dq,
     ampere_forward,
+    ampere_row_sums,
     design,
     hopper_backward_dbias,
     hopper_backward_dkv,
@@ -37,6 +37,7 @@ from attn_jax.recipe import Architecture
 
 INPUTS = {jnp.dtype(jnp.bfloat16): BF16, jnp.dtype(jnp.float16): FP16}
 _FORWARD = {"ampere": ampere_forward, "hopper": hopper_forward}
+_ROW_SUMS = {"ampere": ampere_row_sums, "hopper": hopper_row_sums}
 _BACKWARD_DQ = {"ampere": ampere_backward_dq, "hopper": hopper_backward_dq}
 _BACKWARD_DKV = {"ampere": ampere_backward_dkv, "hopper": hopper_backward_dkv}
 _BACKWARD_DBIAS = {"ampere": ampere_backward_dbias, "hopper": hopper_backward_dbias}
@@ -195,22 +196,17 @@ def backward(
     chosen = static.options
     centre_kind = chosen.dq_centre or ("keys" if made == "fused" else "mean")
     scaled = chosen.halves_dq(INPUTS[jnp.dtype(dtype)], target)
-    # The barrier keeps XLA from using the unrounded dout for delta while the products
-    # see the rounded one: rows of dS would no longer sum to zero.
-    dout = lax.optimization_barrier(dout.astype(dtype))
     unpadded_key = key
-    query, key, value, dout = map(pad_sequence, (query, key, value, dout))
+    query, key, value = map(pad_sequence, (query, key, value))
+    # Delta sees the rounded one, as the products do: rows of dS are to sum to zero.
+    dout = pad_sequence(dout.astype(dtype))
     excess = dout_squares = None
-    if scaled or made == "fused" and chosen.delta_source != "p_dp":
+    if scaled or chosen.delta_source != "p_dp":
         padded_low = None if low is None else pad_sequence(low)
-        sums = hopper_row_sums.row_sums(pad_sequence(out), padded_low, dout)
-        excess, dout_squares = (x[:, :, :query_count] for x in sums)
-    elif chosen.delta_source != "p_dp":
-        wide_out = out.astype(jnp.float32)
-        if low is not None:
-            wide_out += low.astype(jnp.float32)
-        products = dout[:, :query_count].astype(jnp.float32) * wide_out
-        excess = pairwise_sum(products, -1).swapaxes(1, 2)
+        sums = _ROW_SUMS[target].row_sums(pad_sequence(out), padded_low, dout)
+        excess, dout_squares = (
+            None if x is None else x[:, :, :query_count] for x in sums
+        )
     if rules is not None or chosen.repeated_max_factor is not None:
         # Rows that see nothing, or have no weight: their P = exp(S - LSE) is to be 0.
         empty = jnp.isneginf(lse)
