@@ -41,7 +41,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ampere_tiles as tiles
-from attn_jax.kernels import ring_order
+from attn_jax.kernels import internals, ring_order
 from attn_jax.kernels.hopper_range import Range, power_of_two
 from attn_jax.kernels.tiles import LOG2_E, pad_rows, smem_tile
 
@@ -119,8 +119,9 @@ def backward_fused(
 
     def attention_backward_fused(
         q_gmem, k_gmem, v_gmem, dout_gmem, statistics_gmem, centre_gmem, key_factor,
-        row_divisor, dq_gmem, dk_gmem, dv_gmem, smem, barriers,
+        row_divisor, zeros_gmem, dq_gmem, dk_gmem, dv_gmem, smem, barriers,
     ):  # fmt: skip
+        del zeros_gmem
         k_smem, v_smem, keys_smem, q_smem, dout_smem, statistics_smem, ds_smem = smem
         i32 = jnp.int32
         pair = lax.div(lax.axis_index("cta"), i32(ring.size))
@@ -192,7 +193,7 @@ def backward_fused(
             def count(turn):
                 """Lets the next tile add to a block, a barrier after this one was."""
                 semaphore, _target, rank, last = turn_of(turn)
-                if cut.turns:
+                if cut.turns and cut.adding != "integers":
                     pl.when(rank < last)(lambda: in_memory.count_up(semaphore))
 
             def add_dq(turn):
@@ -213,6 +214,9 @@ def backward_fused(
                 if cut.buffers == 1:
                     pl.when(turn > 0)(lambda: count(turn - 1))
                 semaphore, target, rank, _last = turn_of(turn)
+                if cut.adding == "integers":
+                    in_memory.add(target, dq, cut.adding)
+                    return
 
                 @pl.when(rank == 0)
                 def _():
@@ -359,23 +363,27 @@ def backward_fused(
         *(queries, in_memory.COLUMNS),
     )
     dkv = jax.ShapeDtypeStruct(key.shape, dtype)
-    threads = {}
-    if warpgroups > 1:
-        threads = {"num_threads": warpgroups, "thread_name": "warpgroup"}
-    total, dk, dv = plgpu.kernel(
+    by_integers = cut.adding == "integers"
+    dq = jax.ShapeDtypeStruct(dq_shape, jnp.int32 if by_integers else jnp.float32)
+    operands = (
+        *(query, key, value, dout, statistics, numbers.centre),
+        numbers.key_factor[..., 0],
+        power_of_two(-numbers.row_exponent),
+        # dS and K' are at most 2^15, and what rows of dS sum to, in absolute value, so
+        # that the sum is within 2^30.
+        jnp.zeros(dq.shape, dq.dtype) if by_integers else None,
+    )
+    total, dk, dv = internals.kernel(
         attention_backward_fused,
-        out_type=[jax.ShapeDtypeStruct(dq_shape, jnp.float32), dkv, dkv],
+        aliases={len(operands) - 1: 0} if by_integers else {},
+        out_type=[dq, dkv, dkv],
         scratch_types=[scratch, in_memory.barrier_scratch(warpgroups)],
         grid=(batch * key_heads * ring.size,),
         grid_names=("cta",),
         compiler_params=tiles.COMPILER_PARAMS,
-        **threads,
-    )(
-        *(query, key, value, dout, statistics, numbers.centre),
-        numbers.key_factor[..., 0],
-        power_of_two(-numbers.row_exponent),
-    )
-    total = in_memory.in_order(total, cut.adding)[:, :query_count]
+        **{"num_threads": warpgroups, "thread_name": "warpgroup"},
+    )(*operands)
+    total = in_memory.in_order(total, cut.adding)[:, :query_count].astype(jnp.float32)
     # One after the other: their product may lie beyond FP32's range.
     for power in numbers.undone():
         power = jnp.repeat(power, group, axis=1)

@@ -32,8 +32,9 @@ RIGHT = plgpu.Layout.MMA_RHS(jnp.float16, m_warps=WARPS)
 COLUMNS = 64  # of a tile
 THREADS = 128
 
-# How a tile is added: as reductions in the L2 cache, or loaded and stored.
-Adding = Literal["reduce", "load"]
+# How a tile is added: as reductions in the L2 cache, loaded and stored, or as reductions
+# of integers, whose sum is the same in any order, to what begins at 0.
+Adding = Literal["reduce", "load", "integers"]
 
 
 def store(tile, x: jax.Array, adding: Adding) -> None:
@@ -42,8 +43,9 @@ def store(tile, x: jax.Array, adding: Adding) -> None:
 
 
 def add(tile, x: jax.Array, adding: Adding) -> None:
-    """Adds `x` to what others have stored there."""
-    _inlined(_load_and_add if adding == "load" else _reduce, tile, x)
+    """Adds `x` to what others have stored there; rounded to integers, if those."""
+    codes = {"load": _load_and_add, "reduce": _reduce, "integers": _reduce_integers}
+    _inlined(codes[adding], tile, x)
 
 
 def in_order(x: jax.Array, adding: Adding) -> jax.Array:
@@ -140,6 +142,16 @@ def _reduce(context, tile, x: mgpu.FragmentedArray):
     address = _address(tile, 4)
     for i, value in enumerate(_scalars(x)):
         ptx = f"red.relaxed.gpu.global.add.f32 [$0 + {i * 4 * THREADS}], $1;"
+        utils.inline_ptx(ptx, address, value, has_side_effects=True)
+
+
+def _reduce_integers(context, tile, x: mgpu.FragmentedArray):
+    del context
+    address = _address(tile, 4)
+    for i, value in enumerate(_scalars(x)):
+        place = f"[$0 + {i * 4 * THREADS}]"
+        ptx = "{ .reg .s32 n; cvt.rni.s32.f32 n, $1; "
+        ptx += f"red.relaxed.gpu.global.add.s32 {place}, n; }}"
         utils.inline_ptx(ptx, address, value, has_side_effects=True)
 
 

@@ -53,11 +53,13 @@ VARIANTS = {
     # Queries in a block x at a time; see `ampere_backward_fused.Cut`.
     "backward": {
         64: [
-            "32x32", "32x32 load", "32x32 buffers=1", "32x32 unordered",
+            "32x32 integers", "32x32", "64x32 integers", "32x32 load",
+            "32x32 buffers=1", "32x32 unordered",
             "64x32 buffers=1", "64x32 buffers=1 load", "32x32 registers=1",
         ],
         128: [
-            "64x64", "64x64 load", "64x64 buffers=1", "64x64 unordered",
+            "64x64 integers", "64x64", "32x32 integers", "64x64 load",
+            "64x64 buffers=1", "64x64 unordered",
             "32x32", "32x32 registers=01", "64x32",
         ],
     },

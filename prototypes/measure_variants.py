@@ -31,6 +31,7 @@ CASES = {
     "h64-1k-full": (16, 1024, 32, 64, False),
     "small": (128, 320, 6, 64, False),
     "base": (32, 1088, 12, 64, False),
+    "base-long": (8, 4160, 12, 64, False),
     "h128-4k-causal": (4, 4096, 16, 128, True),
     "h64-4k-full": (4, 4096, 32, 64, False),
     "h128-16k-causal": (1, 16384, 16, 128, True),

@@ -79,7 +79,7 @@ def program(case, name, big, row):
         strip=strip,
         registers=tuple(map(int, options.get("registers", ""))),
         buffers=int(options.get("buffers", 2)),
-        adding="load" if "load" in words else "reduce",
+        adding=next((w for w in ("load", "integers") if w in words), "reduce"),
         turns="unordered" not in words,
     )
     return one_pass, arguments
