@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from attn_jax import context_parallel
 from attn_jax.context_parallel import Layout
-from attn_jax.context_parallel.sharded import Width
+from attn_jax.context_parallel.arguments import Width
 from attn_jax.context_parallel.simulation import Simulated
 from attn_jax.formats import NumberFormat
 from attn_jax.recipe import RECIPES, Recipe

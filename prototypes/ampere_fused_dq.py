@@ -32,7 +32,7 @@ RIGHT = plgpu.Layout.MMA_RHS(jnp.float16, m_warps=WARPS)
 COLUMNS = 64  # of a tile
 THREADS = 128
 
-# How a tile is added: as reductions in the L2 cache, loaded and stored, or as reductions
+# How a tile is added: as reductions in the L2 cache, loaded and stored, or reductions
 # of integers, whose sum is the same in any order, to what begins at 0.
 Adding = Literal["reduce", "load", "integers"]
 

@@ -18,7 +18,7 @@ from attn_jax import context_parallel, reference
 from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.audit.mask_cases import Bias, Case, bias_gradient_bound
-from attn_jax.context_parallel import sharded
+from attn_jax.context_parallel import arguments
 from attn_jax.formats import BF16
 from attn_jax.kernels import design, partial, tuning
 from attn_jax.kernels.architecture import made_for
@@ -47,7 +47,7 @@ def compile_extra() -> None:
 
 def _on_any_device():
     """The check for a GPU is not what is tested."""
-    return patch.object(sharded, "_kernels_refusal", lambda *given: None)
+    return patch.object(arguments, "_kernels_refusal", lambda *given: None)
 
 
 def _inputs(family: str):

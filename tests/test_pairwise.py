@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from attn_jax import context_parallel
-from attn_jax.context_parallel import sharded
+from attn_jax.context_parallel import arguments
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 from attn_jax.mask import Mask
@@ -180,6 +180,9 @@ def test_context_parallelism_leaves_xla_no_sums(strategy):
         is_causal=True,
         implementation="pallas",
     )
-    with made_for("hopper"), patch.object(sharded, "_kernels_refusal", lambda *x: None):
+    with (
+        made_for("hopper"),
+        patch.object(arguments, "_kernels_refusal", lambda *x: None),
+    ):
         sums = _sums(_both(attend), *_arrays(512))
     assert not sums, sums

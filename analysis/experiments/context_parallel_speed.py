@@ -46,8 +46,8 @@ from analysis.record import Row, check_writable, environment, show, write, writt
 from analysis.speed import in_jax
 from attn_jax import context_parallel, dot_product_attention
 from attn_jax.context_parallel import Layout, Strategy
+from attn_jax.context_parallel.arguments import check_heads
 from attn_jax.context_parallel.layouts import check_length
-from attn_jax.context_parallel.sharded import check_heads
 from attn_jax.timing import (
     Event,
     card,

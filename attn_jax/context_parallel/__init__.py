@@ -1,5 +1,6 @@
 """Attention over sequences that are cut between devices, forward and backward."""
 
+from attn_jax.context_parallel.arguments import STRATEGIES, Strategy
 from attn_jax.context_parallel.compiling import compiler_options
 from attn_jax.context_parallel.layouts import (
     LAYOUTS,
@@ -8,7 +9,7 @@ from attn_jax.context_parallel.layouts import (
     order,
     to_layout,
 )
-from attn_jax.context_parallel.sharded import STRATEGIES, Strategy, attention
+from attn_jax.context_parallel.sharded import attention
 from attn_jax.context_parallel.simulation import simulate
 from attn_jax.context_parallel.whole import dot_product_attention
 

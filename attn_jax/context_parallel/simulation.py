@@ -15,6 +15,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from attn_jax.context_parallel.arguments import (
+    Implementation,
+    Width,
+    check_bias,
+    check_parts,
+    checked,
+)
 from attn_jax.context_parallel.blocks import OverDevices, rows_axis
 from attn_jax.context_parallel.layouts import (
     Layout,
@@ -44,13 +51,6 @@ from attn_jax.context_parallel.meeting import (
 from attn_jax.context_parallel.merge import kept, over_parts
 from attn_jax.context_parallel.messages import packed, unpacked
 from attn_jax.context_parallel.schedule import Schedule, gathered
-from attn_jax.context_parallel.sharded import (
-    Implementation,
-    Width,
-    check_bias,
-    check_parts,
-    checked,
-)
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
 from attn_jax.emulator.sums import read, write

@@ -15,6 +15,14 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from attn_jax.context_parallel.arguments import (
+    STRATEGIES,
+    Implementation,
+    Strategy,
+    Width,
+    check_bias,
+    check_heads,
+)
 from attn_jax.context_parallel.layouts import (
     Layout,
     check_layout,
@@ -23,15 +31,7 @@ from attn_jax.context_parallel.layouts import (
     to_layout,
 )
 from attn_jax.context_parallel.local import pairs_in
-from attn_jax.context_parallel.sharded import (
-    STRATEGIES,
-    Implementation,
-    Strategy,
-    Width,
-    attention,
-    check_bias,
-    check_heads,
-)
+from attn_jax.context_parallel.sharded import attention
 from attn_jax.context_parallel.simulation import simulate
 from attn_jax.recipe import Recipe
 
