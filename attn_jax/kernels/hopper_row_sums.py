@@ -139,13 +139,8 @@ def row_sums(
 
     `dout` is BF16 or FP16; `out` has its format or is FP32; `low` has its format, or is
     None for zero.
-
-    Raises:
-      NotImplementedError: a length that is no multiple of 8.
     """
     tiles = tiles_of(out, low, dout, plan)
-    if tiles.count % 8:
-        raise NotImplementedError("T must be a multiple of 8; pad with zeros")
     rows, width, group = tiles.rows, tiles.width, tiles.group
     head_dim, arrays, stages = tiles.head_dim, tiles.arrays, tiles.stages
     layout = tiles.lanes.layout()
@@ -258,11 +253,15 @@ def row_sums(
         # reading or writing there is a barrier.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    # [B, T, N D]
-    flat = (
-        None if x is None else x.reshape(*x.shape[:2], -1) for x in (out, low, dout)
-    )
-    results = kernel(*flat)
+
+    def flat(x):
+        """[B, Tpad, N D], zeros up to what TMA reads."""
+        if x is None:
+            return None
+        x = jnp.pad(x, ((0, 0), (0, -tiles.count % 8), (0, 0), (0, 0)))
+        return x.reshape(*x.shape[:2], -1)
+
+    results = kernel(*map(flat, (out, low, dout)))
     return RowSums(*(x[..., : tiles.count] for x in results))
 
 

@@ -196,17 +196,13 @@ def backward(
     chosen = static.options
     centre_kind = chosen.dq_centre or ("keys" if made == "fused" else "mean")
     scaled = chosen.halves_dq(INPUTS[jnp.dtype(dtype)], target)
-    unpadded_key = key
-    query, key, value = map(pad_sequence, (query, key, value))
     # Delta sees the rounded one, as the products do: rows of dS are to sum to zero.
-    dout = pad_sequence(dout.astype(dtype))
+    dout = dout.astype(dtype)
     excess = dout_squares = None
     if scaled or chosen.delta_source != "p_dp":
-        padded_low = None if low is None else pad_sequence(low)
-        sums = _ROW_SUMS[target].row_sums(pad_sequence(out), padded_low, dout)
-        excess, dout_squares = (
-            None if x is None else x[:, :, :query_count] for x in sums
-        )
+        excess, dout_squares = _ROW_SUMS[target].row_sums(out, low, dout)
+    unpadded_key = key
+    query, key, value, dout = map(pad_sequence, (query, key, value, dout))
     if rules is not None or chosen.repeated_max_factor is not None:
         # Rows that see nothing, or have no weight: their P = exp(S - LSE) is to be 0.
         empty = jnp.isneginf(lse)
