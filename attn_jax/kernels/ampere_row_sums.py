@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ampere_tiles as tiles
 from attn_jax.kernels.lanes import Lanes, read
-from attn_jax.kernels.tiles import widen
+from attn_jax.kernels.tiles import widen, write_tile
 
 # Values of each array in a tile, about: 32 of a thread.
 ELEMENTS = 4096
@@ -54,7 +54,8 @@ def row_sums(
         total = tile(out_gmem)
         if low_gmem is not None:
             total += tile(low_gmem)
-        excess_gmem[b, n, pl.ds(start, rows)] = (tile(dout_gmem) * total).sum(axis=1)
+        sums = (tile(dout_gmem) * total).sum(axis=1)
+        write_tile(excess_gmem.at[b, n, pl.ds(start, rows)], sums)
 
     def flat(x):
         if x is None:
