@@ -1,5 +1,4 @@
-"""What GPUs do while a program runs, from the events of a trace: kernels, messages and
-gaps."""
+"""Kernels, messages and gaps of GPUs while a program runs, from a trace's events."""
 
 import math
 import re

@@ -1,5 +1,6 @@
-"""Times Hopper's forward kernel with blocks of some numbers of keys, and at head dim
-128 with the first logits of a tile made while the one before it ends.
+"""Times Hopper's forward kernel with blocks of some numbers of keys.
+
+At head dim 128 with the first logits of a tile made while the one before it ends, too.
 
     python prototypes/measure_blocks.py OUT_FOLDER [LENGTH ...] [--head-dim 64]
 

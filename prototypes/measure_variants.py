@@ -1,5 +1,6 @@
-"""Times forward and backward pass with patches of this folder, on an H100 or H200, in
-turn with the package as it is and with cuDNN, in one process.
+"""Times both passes with patches of this folder, beside the package and cuDNN.
+
+On an H100 or H200, in turn, in one process:
 
     python prototypes/measure_variants.py OUT_FOLDER SECONDS VARIANT ...
         [--cases CASE ...]

@@ -1,5 +1,6 @@
-"""What attention may do wrong with a bias [1, N, T, S]: each calls an honest function
-with another bias, or differentiates that wrongly."""
+"""What attention may do wrong with a bias [1, N, T, S].
+
+Each calls an honest function with another bias, or differentiates that wrongly."""
 
 from collections.abc import Callable
 

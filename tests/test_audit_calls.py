@@ -1,5 +1,4 @@
-"""Calls with less than the audit gives otherwise: not asked for LSE, not told the
-scale."""
+"""Calls with less than the audit gives otherwise: no LSE asked for, no scale told."""
 
 import jax
 import pytest

@@ -372,7 +372,8 @@ def test_of_another_adapter_only_what_differs_is_said(tmp_path, capsys):
     ("name", "says"),
     [
         ("json:dump", "json:dump does not run under jax.jit here: TypeError: dump()"),
-        ("cudnn", "cudnn does not run under jax.jit here: "),
+        ("cudnn", "(it needs an NVIDIA GPU)"),
+        ("attention_mgpu", "--dtype float16"),
     ],
 )
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="cuDNN runs on a GPU")

@@ -1,5 +1,7 @@
-"""Functions that are wrong for some calls alone: as many heads of K as of Q, one key
-head, one query, one key past a tile, positions or segments beyond 16 bits."""
+"""Functions that are wrong for some calls alone.
+
+As many heads of K as of Q, one key head, one query, one key past a tile, positions or
+segments beyond 16 bits."""
 
 import dataclasses
 import functools

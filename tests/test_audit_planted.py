@@ -1,5 +1,4 @@
-"""Planted defects and honest functions through the whole audit: named right, or not
-accused."""
+"""Planted defects and honest functions through the audit: named, or not accused."""
 
 import dataclasses
 import functools

@@ -1,5 +1,4 @@
-"""What P tells by itself: what rounding leaves in its rows, what explains its zeros,
-and that it hides no other fault."""
+"""What P tells by itself: its rows' rounding, its zeros, and no other fault hidden."""
 
 import dataclasses
 

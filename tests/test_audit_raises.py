@@ -1,5 +1,6 @@
-"""What a target raises outside of the problems that are measured: a refusal, or a fault
-that was once called one."""
+"""What a target raises outside of the problems that are measured.
+
+A refusal, or a fault that was once called one."""
 
 import dataclasses
 import logging

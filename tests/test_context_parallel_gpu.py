@@ -1,5 +1,7 @@
-"""Context parallelism on the kernels, on a Hopper GPU: parts of any number of shards,
-put together on one card, against FP64, and one shard against the plain kernels."""
+"""Context parallelism on the kernels, on a Hopper GPU.
+
+Parts of any number of shards, put together on one card, against FP64, and one shard
+against the plain kernels."""
 
 import functools
 import math

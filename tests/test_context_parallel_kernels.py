@@ -1,5 +1,6 @@
-"""Context parallelism on the Hopper kernels, without a GPU: parts that the interpreter
-computes, and programs compiled for four H200s."""
+"""Context parallelism on the Hopper kernels, without a GPU.
+
+Parts that the interpreter computes, and programs compiled for four H200s."""
 
 import functools
 import math

@@ -1,5 +1,6 @@
-"""Hopper's forward kernel under a window: the blocks that it counts, and its results in
-the interpreter, in another process since a wrong barrier hangs."""
+"""Hopper's forward kernel under a window: the blocks that it counts, its results.
+
+In the interpreter, in another process since a wrong barrier hangs."""
 
 import dataclasses
 from unittest.mock import patch

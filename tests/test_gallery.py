@@ -246,7 +246,7 @@ def test_a_title_says_what_stood_in_for_the_attention(
         ([], "DONE", "has not finished"),
         ([], "checkpoints", "no checkpoint of its last step, 2"),
         ([], "environment.json", "cannot read"),
-        ([], "config.json", "cannot read the configuration"),
+        ([], "config.json", "there is no"),
         (["--captions", "8", "--score", "4"], "", "--score is 4; it must be at least"),
         (["--captions", "0"], "", "--captions is 0"),
         (["--seed", "-1"], "", "--seed is -1"),

@@ -1,5 +1,4 @@
-"""dK and dV that each query head of a group sums for itself, and rounds, before they
-are added up."""
+"""dK and dV that each query head of a group rounds before they are added up."""
 
 import dataclasses
 import functools

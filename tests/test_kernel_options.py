@@ -1,6 +1,6 @@
-"""Options that a recipe asks Hopper's kernels for: what they compute, in the
-interpreter, and what is refused. What they are compiled to is in
-`test_kernel_options_compiled`."""
+"""Options that a recipe asks Hopper's kernels for: what they compute, what is refused.
+
+In the interpreter. What they are compiled to is in `test_kernel_options_compiled`."""
 
 import dataclasses
 import re

@@ -1,5 +1,7 @@
-"""dQ of FP16 dS from Hopper's two kernels, in the interpreter; as an option it is in
-tests/test_kernel_options.py, as the kernels' own in tests/test_kernels_interpret.py."""
+"""dQ of FP16 dS from Hopper's two kernels, in the interpreter.
+
+As an option it is in tests/test_kernel_options.py, as the kernels' own in
+tests/test_kernels_interpret.py."""
 
 import dataclasses
 import functools

@@ -1,5 +1,6 @@
-"""Kernels some of whose results begin as operands (semaphores, what parts carry on) are
-compiled so that they still do where XLA makes one program of a kernel and of slices."""
+"""Results that begin as operands still do where XLA joins kernels and slices.
+
+Semaphores, and what parts carry on."""
 
 import re
 

@@ -1,5 +1,4 @@
-"""Tiles of a persistent grid: each worked off once, and no CTA with much more than its
-share."""
+"""Tiles of a persistent grid: each worked off once, no CTA with far more to do."""
 
 import heapq
 import itertools

@@ -1,5 +1,6 @@
-"""A head dim of V's own, in all that runs without a GPU. The kernels' tests are in
-tests/test_kernels_head_dims.py."""
+"""A head dim of V's own, in all that runs without a GPU.
+
+The kernels' tests are in tests/test_kernels_head_dims.py."""
 
 import dataclasses
 import functools

@@ -301,6 +301,11 @@ def load(path: Path) -> Config:
     """
     try:
         return from_dict(json.loads(path.read_text()))
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"there is no {path}: name the folder of a run, as `python -m train` "
+            "leaves it (--run-dir)"
+        ) from error
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"cannot read the configuration {path}: {error}") from error
 

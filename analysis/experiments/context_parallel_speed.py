@@ -149,7 +149,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         raise UsageError(
             f"--devices takes numbers from 2 to {there}, which are here"
             if there > 1
-            else "context parallelism is timed on two devices or more, and here is one"
+            else "context parallelism is timed on two devices or more, and here is "
+            "one; --compile-for h200 says without them what programs hold"
         )
     described = environment(command)
     device = str(described["device"]).lower().replace(" ", "-")

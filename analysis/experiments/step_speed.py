@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--profile", choices=["fast", "exact"], default="fast", help=_PROFILE)
     add("--largest", action="store_true", help="look for the largest batch that fits")
     add("--kernels", action="store_true", help="where the time of a step goes (GPU)")
-    add("--out", type=Path, default=Path("results", "step_speed"), help="folder")
+    add("--out", type=Path, default=Path("results", "step-speed"), help="folder")
     add("--fresh", action="store_true", help="measure anew what is there already")
 
 

@@ -1,5 +1,6 @@
-"""PyTorch's attention, timed in a process of its own: two frameworks in one would share
-the card's memory and a CUDA context.
+"""PyTorch's attention, timed in a process of its own.
+
+Two frameworks in one would share the card's memory and a CUDA context.
 
     python -m analysis.speed.in_torch gpu|cpu
 

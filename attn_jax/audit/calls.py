@@ -1,5 +1,4 @@
-"""The same attention called with less: without LSE, which models train on, and without
-a scale.
+"""The same attention called with less: without LSE, as models train, or a scale.
 
 Everything else asks for LSE where that can be had and gives the scale, and a function
 may be another one where it is not asked. What such a call gives is judged as any other

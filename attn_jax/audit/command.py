@@ -281,14 +281,16 @@ def _report(
 
 
 def _hint(reason: str, adapter: Adapter) -> str:
-    """What to say to a function that passes on whatever it is given to one that has no
-    argument for LSE, or for the scale, or that the user gives, which no signature told.
-    """
+    """What to say where cuDNN is missing, or to a function that passes on whatever it
+    is given to one that has no argument for LSE, or for the scale, or that the user
+    gives, which no signature told."""
     without = {adapter.lse: "--lse never"}
     if adapter.scale == "keyword":
         scale = adapter.renamed.get("scale", "scale")
         without[scale] = "--scale none, if it scales by itself"
     without |= dict.fromkeys(adapter.more, "leave out --argument")
+    if "cuDNN not found" in reason:
+        return " (it needs an NVIDIA GPU)"
     if "positional arguments but" in reason:
         return " (it is called with query, key and value, or with --packed as one)"
     for name, option in without.items():

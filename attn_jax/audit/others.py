@@ -1,5 +1,4 @@
-"""Others' attentions that have a signature of their own, with that of
-`jax.nn.dot_product_attention`, as far as they go."""
+"""Others' attentions, with the signature of `jax.nn.dot_product_attention`."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -20,9 +19,14 @@ def attention_mgpu(
     users have to.
 
     Raises:
+      NotImplementedError: inputs that are not FP16, which are all that compiles.
       ValueError, NotImplementedError: lengths that its blocks do not divide, H not a
         multiple of 64, a causal mask in the backward pass.
     """
+    if query.dtype != jnp.float16:
+        raise NotImplementedError(
+            f"attention_mgpu compiles for FP16, not for {query.dtype}: --dtype float16"
+        )
     # Imported on use: it wants CUDA's libraries.
     from jax.experimental.pallas.ops.gpu import attention_mgpu as theirs
 

@@ -1,5 +1,4 @@
-"""Keys cut into W equal parts: exact results on each, and what they are worth when they
-are rounded and merged (`merge`)."""
+"""Keys cut into W equal parts: exact results on each, rounded and merged (`merge`)."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping

@@ -397,7 +397,13 @@ def resolve(name: str, adapter: Adapter = Adapter()) -> Target:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and is_ours():
             raise
-        raise TargetError(f"cannot import {module}: {in_one_line(error)}") from error
+        said = f"cannot import {module}: {in_one_line(error)}"
+        missing = getattr(error, "name", None) or ""
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(
+            f"{missing}."
+        ):
+            said += "; install it, or run where it can be imported"
+        raise TargetError(said) from error
     for part in function.split("."):
         try:
             found = getattr(found, part)

@@ -1,5 +1,4 @@
-"""Single results that are wrong: the output, or gradients, of the right attention. Of
-LSE they are in `wrong_lse`."""
+"""Single wrong results of the right attention: out or gradients (LSE: `wrong_lse`)."""
 
 import functools
 import math

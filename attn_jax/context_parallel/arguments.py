@@ -1,5 +1,4 @@
-"""Arguments of attention over a cut sequence: their names, what they become, and what
-is said where they do not fit."""
+"""Arguments of attention over a cut sequence, and what is said where none fits."""
 
 import dataclasses
 import typing

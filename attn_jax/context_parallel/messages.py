@@ -1,5 +1,7 @@
-"""What travels between devices, as few arrays: XLA has one message on its way at a time
-and waits for any other before it computes anything."""
+"""What travels between devices, packed into few arrays.
+
+XLA has one message on its way at a time and waits for any other before it computes
+anything."""
 
 import math
 from typing import Any

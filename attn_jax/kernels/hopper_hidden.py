@@ -1,5 +1,6 @@
-"""What a warpgroup's rows do not see of a tile's blocks of keys, in Hopper's forward
-kernel: those that are counted, or that a list names."""
+"""What rows do not see of a tile's blocks of keys, in Hopper's forward kernel.
+
+Blocks are counted, or a list names them."""
 
 import functools
 from typing import Any, NamedTuple

@@ -1,5 +1,6 @@
-"""Numbers of a key head that both passes want before they start, and V as FP16 numbers,
-for Hopper (sm_90a), in one launch and at the speed of memory.
+"""Numbers of a key head that both passes want, and V as FP16 numbers, for Hopper.
+
+In one launch (sm_90a), before they start, and at the speed of memory.
 
 `attn_jax.recipe_schema` defines c, w and v; e is the exponent of a power of two that
 brings V into FP16's range:

@@ -1,5 +1,7 @@
-"""The warpgroup of Hopper's forward kernel that loads: Q, K and V by TMA, across the
-borders of tiles, so that the first keys of a tile are there when the last one ends."""
+"""The warpgroup of Hopper's forward kernel that loads Q, K and V, by TMA.
+
+It goes on across the borders of tiles, so that the first keys of a tile are there when
+the last one ends."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,5 +1,6 @@
-"""The end of dQ after Hopper's backward kernel of one pass: its FP32 sums, times powers
-of two and scale, become the inputs' format, at the speed of memory.
+"""The end of dQ after Hopper's one-pass backward kernel: FP32 sums become 16 bits.
+
+They are multiplied by powers of two and scale, at the speed of memory.
 
 The backward kernel goes over (batch, key head) pairs from the first to the last. What
 it wrote last may still be in the L2 cache (50 MB), so this one begins at the end. Tiles

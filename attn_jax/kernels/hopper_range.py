@@ -1,5 +1,6 @@
-"""What the backward kernels for Hopper scale dS by, and the centre that comes off the
-keys: from the numbers of K and V, and from dO."""
+"""What Hopper's backward kernels scale dS by, and the centre that comes off the keys.
+
+From the numbers of K and V, and from dO."""
 
 from typing import NamedTuple
 

@@ -1,5 +1,4 @@
-"""Softmax of a block of logits in Hopper's forward kernel, and what it does to the sums
-so far.
+"""Softmax of a block of logits, and of the sums so far, in Hopper's forward kernel.
 
 `Recipe` defines the options. A row's maximum m, in units of log2, is renewed only where
 it grows by more than `rescale_threshold` (FlashAttention-4, arXiv 2603.05451), and what

@@ -1,5 +1,4 @@
-"""tokamax's Pallas-Triton attention: causal with fewer queries than keys, and a bias of
--inf over a whole block of keys.
+"""tokamax's Pallas-Triton attention: fewer causal queries than keys; -inf as a bias.
 
 Needs tokamax and an NVIDIA GPU. Keys that no query sees have gradients of zero.
 """

@@ -1,6 +1,7 @@
-"""XLA:GPU forgets, when it makes one program of a slice and a kernel, that a result of
-the kernel begins as an operand. On a Hopper GPU, or compiled for one without a GPU
-(jax-cuda13-plugin installed, JAX_PLATFORMS=cpu, and `attn_jax` to describe the GPU)."""
+"""XLA:GPU forgets, joining a slice and a kernel, that a result begins as an operand.
+
+On a Hopper GPU, or compiled for one without a GPU (jax-cuda13-plugin installed,
+JAX_PLATFORMS=cpu, and `attn_jax` to describe the GPU)."""
 
 import re
 
