@@ -94,10 +94,22 @@ def test_names_side_by_side_are_not_joined():
     row = {"family": "normal", "N": 96, "tensor": "dq", "units": 1.0, "rel": 1.0}
     row |= {"variant": backward.variant("o", "none"), "cast": "output"}
     panels = [
-        backward._panel([row], "dq", [row["variant"]]),
+        backward._panel([row], "dq", "by nothing", [row["variant"]]),
         attribution._panel("", [row]),
     ]
     assert not any(panel.joined for panel in panels)
+
+
+def test_each_panel_says_what_it_compares():
+    row = {"family": "normal", "N": 96, "units": 1.0, "rel": 1.0, "seed": 0}
+    rows = [
+        {**row, "variant": name, "tensor": tensor}
+        for name in backward.recipes()
+        for tensor in ("out", "dq", "dk", "dv")
+    ]
+    panels = backward.report(rows).panels
+    titles = {panel.title for panel in panels}
+    assert len(titles) == len(panels) == 7 and "dq by centre, 96 keys" in titles
 
 
 def test_every_source_and_centre_of_the_recipes_is_measured():

@@ -114,22 +114,20 @@ def report(rows: Sequence[Row]) -> sweep.Report:
         title = f"{family}, {N} keys: error in units"
         tables[title] = pivot(here, ["variant"], "tensor", "units")
     tables["largest over all inputs, in units"] = _largest(found)
+    by_source = [variant(source, "none") for source in SOURCES]
+    by_centre = [variant(_FINE_SOURCE, centre) for centre in CENTRES]
+    by_format = [
+        variant(_FINE_SOURCE, centre, fp16=fp16)
+        for centre in ("mean", "row")
+        for fp16 in (False, True)
+    ]
+    shipped = [*BASELINES, variant("o", "none")]
     panels = [
-        _panel(found, "dq", [variant(source, "none") for source in SOURCES]),
-        _panel(found, "dq", [variant(_FINE_SOURCE, centre) for centre in CENTRES]),
-        _panel(
-            found,
-            "dq",
-            [
-                variant(_FINE_SOURCE, centre, fp16=fp16)
-                for centre in ("mean", "row")
-                for fp16 in (False, True)
-            ],
-        ),
-        _panel(found, "dk", [variant(source, "none") for source in SOURCES]),
-        _panel(found, "dq", [*BASELINES, variant("o", "none")]),
-        _panel(found, "out", [*BASELINES, variant("o", "none")]),
-        _panel(found, "dv", [*BASELINES, variant("o", "none")]),
+        _panel(found, "dq", "by delta's source", by_source),
+        _panel(found, "dq", "by centre", by_centre),
+        _panel(found, "dq", "by dS's format", by_format),
+        _panel(found, "dk", "by delta's source", by_source),
+        *(_panel(found, x, "without cures", shipped) for x in ("dq", "out", "dv")),
     ]
     return sweep.Report(tables, panels, _claims(found))
 
@@ -150,7 +148,9 @@ def _largest(found: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _panel(found: Sequence[Row], tensor: str, variants: Sequence[str]) -> Panel:
+def _panel(
+    found: Sequence[Row], tensor: str, compared: str, variants: Sequence[str]
+) -> Panel:
     # Results without error have no place on a logarithmic axis.
     shown = [
         row
@@ -162,7 +162,7 @@ def _panel(found: Sequence[Row], tensor: str, variants: Sequence[str]) -> Panel:
     ]
     length = max(row["N"] for row in found)
     shown = [row for row in shown if row["N"] == length]
-    title = f"{tensor}, {length} keys"
+    title = f"{tensor} {compared}, {length} keys"
     label = "error over that of rounding once"
     return Panel(
         title,
