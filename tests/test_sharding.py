@@ -224,6 +224,8 @@ def test_two_processes_train_to_the_loss_of_one(tmp_path, monkeypatch):
     ]
     assert printed[1] == [] and len(printed[0]) == 1
     assert "step 3/3" in outputs[0][1] and "step 3/3" not in outputs[1][1]
+    waiting = f"waiting for the other processes at 127.0.0.1:{port}"
+    assert all(waiting in error for _, error in outputs)
     # Of the devices of this process one.
     monkeypatch.setattr(jax, "devices", lambda *_, known=jax.devices(): known[:1])
     two, one = json.loads(printed[0][0]), run(config)

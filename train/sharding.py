@@ -6,6 +6,7 @@ attention. The partitioner of XLA derives the communication from these placement
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,23 +20,31 @@ from train.config import Config, DistributedConfig, UsageError
 AXES = ("data", "fsdp", "tensor", "seq")
 BATCH = P(("data", "fsdp"))
 
+# Seconds until a process gives up those that have not joined: JAX's own.
+_WAITED = 300
+
 # Weights split by columns (heads, hidden units) and those that take these as rows.
 _COLUMNS = ("query", "key", "value", "up")
 _ROWS = ("out", "down")
 
 
 def start_processes(config: DistributedConfig) -> None:
-    """Joins the processes of a run; nothing on a single one.
+    """Joins the processes of a run, and says where they are waited for; nothing on a
+    single one.
 
     Must run before any other use of JAX. Slurm, Open MPI and Kubernetes describe
     themselves; elsewhere coordinator, processes and process id have to be given.
     """
     slurm = int(os.environ.get("SLURM_NTASKS", "1")) > 1
     if config.enabled or slurm:
+        where = config.coordinator or "the coordinator that the scheduler names"
+        said = f"waiting for the other processes at {where}, {_WAITED} s at the most"
+        print(said, file=sys.stderr, flush=True)
         jax.distributed.initialize(
             coordinator_address=config.coordinator,
             num_processes=config.processes,
             process_id=config.process_id,
+            initialization_timeout=_WAITED,
         )
 
 
