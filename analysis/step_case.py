@@ -1,6 +1,5 @@
 """One training configuration, its step and the parts of it measured by attention."""
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -257,15 +256,20 @@ class StepCase:
         with _pool() as pool:
             guesses = list(pool.map(guess, names))
         for name, (size, each, program) in zip(names, guesses, strict=True):
-            while size > batch:
-                if program.bytes <= usable:
-                    with contextlib.suppress(JaxRuntimeError):
-                        Runner(program, self._state).milliseconds(1)
-                        break
+            while size > batch and not self._runs(program):
                 over = max(program.bytes - usable, 0.01 * self._limit)
                 size = max(batch, size - math.ceil(over / each))
                 program = step(name, size)
             yield name, size
+
+    def _runs(self, program: Program) -> bool:
+        if not self._fits(program):
+            return False
+        try:
+            Runner(program, self._state).milliseconds(1)
+        except JaxRuntimeError:  # What fits by its bytes may lack a gap of that size.
+            return False
+        return True
 
 
 def _pool() -> ThreadPoolExecutor:

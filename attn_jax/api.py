@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from attn_jax import emulator, external, reference
 from attn_jax.formats import FP16
 from attn_jax.mask import Mask
+from attn_jax.on_device import lacks_kernels
 from attn_jax.recipe import ATTN_JAX, Recipe
 from attn_jax.recipe_checks import check_is_recipe
 from attn_jax.residuals import named_lse, named_out
@@ -259,7 +260,7 @@ def _kernels_recipes(
 ) -> tuple[Recipe, Recipe]:
     """Those of `pallas`, as far as it has kernels for the arguments, for a call that is
     not differentiated and one that is."""
-    try:  # Imported on use, as in `_pallas_refusal`.
+    try:  # Imported on use, as in `lacks_kernels`.
         from attn_jax.kernels import attention as kernels
     except ImportError:
         reason = "kernels do not know this JAX"
@@ -290,17 +291,12 @@ def _kernels_recipes(
 def _pallas_refusal(
     query, key, value, bias, mask: Mask, soft_cap, sinks, out_dtype, recipe
 ) -> str | None:
-    try:  # Imported on use: a JAX that the kernels do not know is no harm to the rest.
-        from attn_jax.kernels import architecture
-    except ImportError as error:
-        return str(error)
-    device = architecture.default_device()
-    if architecture.of_device(device) is None:
-        return (
-            "'pallas' needs an A100 or a Hopper GPU (compute capability 8.0 or 9.0), "
-            f"and this is {device.device_kind}; use implementation='emulated' for its "
-            "algorithm, or 'xla'"
-        )
+    reason = lacks_kernels(
+        "an A100 or a Hopper GPU (compute capability 8.0 or 9.0)",
+        "implementation='emulated' for its algorithm, or 'xla'",
+    )
+    if reason is not None:
+        return reason
     from attn_jax.kernels import attention as kernels  # Imported on use: it takes long.
 
     return kernels.unsupported(

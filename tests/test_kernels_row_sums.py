@@ -12,6 +12,7 @@ from attn_jax.kernels import ampere_row_sums
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.hopper_row_sums import Plan, RowSums, RowTiles, row_sums
 from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.lanes import Lanes
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Program, compiled
 
@@ -71,22 +72,32 @@ def _interpreted(case: Case, plan: Plan) -> RowSums:
         return jax.tree.map(np.asarray, program(*case.inputs()))
 
 
-def _check(results: RowSums | tuple[np.ndarray], case: Case) -> None:
+def _check(results: RowSums, case: Case) -> None:
+    out, dout = _rows(case)
+    _check_sums(results.excess, dout, out)
+    _check_sums(results.dout_squares, dout, dout)
+
+
+def _rows(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """out, both parts of it, and dO."""
+    out, low, dout = (
+        None if x is None else x.astype(np.float64) for x in case.inputs()
+    )
+    return (out if low is None else out + low), dout
+
+
+def _check_sums(sums: np.ndarray, dout: np.ndarray, other: np.ndarray) -> None:
     """Against float64.
 
     n FP32 additions in any order err by up to n u times the sum of what is added, in
     absolute value; out + low and its product with dO each round once before. 1.01 is
     for terms in u^2.
     """
-    out, low, dout = (
-        None if x is None else x.astype(np.float64) for x in case.inputs()
-    )
-    out = out if low is None else out + low
-    for sums, other in zip(results, (out, dout), strict=False):
-        exact = np.einsum("btnh,btnh->bnt", dout, other)
-        size = np.einsum("btnh,btnh->bnt", abs(dout), abs(other))
-        error = abs(sums.astype(np.float64) - exact)
-        assert (error <= 1.01 * U * (case.head_dim + 1) * size).all()
+    exact = np.einsum("btnh,btnh->bnt", dout, other)
+    size = np.einsum("btnh,btnh->bnt", abs(dout), abs(other))
+    assert sums.shape == exact.shape
+    error = abs(sums.astype(np.float64) - exact)
+    assert (error <= 1.01 * U * (dout.shape[-1] + 1) * size).all()
 
 
 # Between them: several CTAs with more and less tiles, lengths that fill no tile, one
@@ -153,8 +164,8 @@ def _interpreted_on_ampere(case: Case) -> np.ndarray:
 )
 def test_ampere_against_float64(case):
     excess = in_child_process(_interpreted_on_ampere, case, seconds=TIME_LIMIT)
-    assert excess.shape == (case.batch, case.heads, case.count)
-    _check((excess,), case)
+    out, dout = _rows(case)
+    _check_sums(excess, dout, out)
 
 
 @pytest.mark.gpu
@@ -165,7 +176,8 @@ def test_ampere_against_float64(case):
 )
 def test_ampere_on_a_gpu(case):
     excess, again = _on_ampere(case), _on_ampere(case)
-    _check((excess,), case)
+    out, dout = _rows(case)
+    _check_sums(excess, dout, out)
     np.testing.assert_array_equal(excess.view(np.uint32), again.view(np.uint32))
 
 
@@ -272,6 +284,9 @@ def test_ampere_reads_wide_and_with_many_threads(case, load):
     (kernel,) = program.kernels
     assert kernel.spilled_bytes == 0 and kernel.registers <= 64
     loads = [x for x in kernel.instructions if x.startswith(("LD.", "LDG."))]
-    assert len(loads) <= 36 and all(x.endswith(load) for x in loads)
+    lanes = Lanes.of_rows(case.head_dim, 8)
+    tile = ampere_row_sums.ELEMENTS // case.head_dim // lanes.strip * lanes.strip
+    of_a_thread = tile * case.head_dim // 128 // lanes.vector
+    assert len(loads) == 3 * of_a_thread and all(x.endswith(load) for x in loads)
     sums = next(i for i, x in enumerate(kernel.instructions) if x.startswith("SHFL"))
     assert not [x for x in kernel.instructions[sums:] if x in loads]

@@ -398,10 +398,8 @@ def resolve(name: str, adapter: Adapter = Adapter()) -> Target:
         if isinstance(error, KeyboardInterrupt) and is_ours():
             raise
         said = f"cannot import {module}: {in_one_line(error)}"
-        missing = getattr(error, "name", None) or ""
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(
-            f"{missing}."
-        ):
+        missing = isinstance(error, ModuleNotFoundError) and error.name
+        if missing and f"{module}.".startswith(f"{missing}."):
             said += "; install it, or run where it can be imported"
         raise TargetError(said) from error
     for part in function.split("."):

@@ -14,6 +14,7 @@ from attn_jax.context_parallel.local import WIRES, Pass, Static
 from attn_jax.emulator import partial
 from attn_jax.formats import FP16, NumberFormat
 from attn_jax.mask import Mask
+from attn_jax.on_device import lacks_kernels
 from attn_jax.recipe import ATTN_JAX, Recipe, Step
 from attn_jax.recipe_checks import check_is_recipe
 from attn_jax.reference import check_arguments, default_scale, output_dtype
@@ -153,16 +154,11 @@ def _kind(
 
 
 def _kernels_refusal(query, key, value, scale: float) -> str | None:
-    try:  # Imported on use: a JAX that the kernels do not know is no harm to the rest.
-        from attn_jax.kernels import architecture
-    except ImportError as error:
-        return str(error)
-    device = architecture.default_device()
-    if architecture.of_device(device) is None:
-        return (
-            "'pallas' needs a Hopper GPU here (compute capability 9.0), and this is "
-            f"{device.device_kind}; use implementation='emulated'"
-        )
+    reason = lacks_kernels(
+        "a Hopper GPU here (compute capability 9.0)", "implementation='emulated'"
+    )
+    if reason is not None:
+        return reason
     from attn_jax.kernels import partial as kernels
 
     return kernels.unsupported(query, key, value, scale)
