@@ -120,7 +120,8 @@ def program(kernel, case, name):
         big, row, _ = shapes(case)
         return one_pass.program(case, name, big, row)
     long = {"forward": "forward", "dq": "backward_dq", "dkv": "backward_dkv"}[kernel]
-    own = tuning.tiling(tuning.LONG[long, None], "ampere", head_dim, head_dim)
+    table = long, is_causal if kernel == "forward" else None
+    own = tuning.tiling(tuning.LONG[table], "ampere", head_dim, head_dim)
     size, *words = name.split()
     options = dict.fromkeys(("q_registers", "peeled", "packed"), False)
     options = {word: True for word in words if word in options}
