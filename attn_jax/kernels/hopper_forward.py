@@ -23,7 +23,6 @@ summed in parts.
 """
 
 import functools
-import itertools
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -35,21 +34,14 @@ from jaxtyping import Array, Float, Float32
 from attn_jax.kernels import hopper_links, hopper_loads, internals, schedule
 from attn_jax.kernels.hopper_hidden import Hidden
 from attn_jax.kernels.hopper_outputs import Carried, Outputs
-from attn_jax.kernels.hopper_softmax import LOG2_P_SCALE, Softmax
-from attn_jax.kernels.tiles import (
-    LOG2_E,
-    accumulator,
-    along_rows,
-    smem_tile,
-)
+from attn_jax.kernels.hopper_softmax import LOG2_P_SCALE, Softmax, nothing
+from attn_jax.kernels.tiles import LOG2_E, accumulator, along_rows, smem_tile
 from attn_jax.kernels.tuning import ForwardTiling
 from attn_jax.kernels.visibility import (
     Band,
     Counted,
-    Pairs,
     Rules,
-    block_lists,
-    pad_to_tiles,
+    listed_pairs,
     whole_tiles,
 )
 
@@ -122,14 +114,7 @@ def forward(
     wide_out = out_dtype == jnp.float32
     keep_low = residual and not wide_out
     stored = tiling.stored(value_dim)
-    tile_ends = [end * rows for end in strips.ends]
-    counts = [
-        end - first
-        for first, end in itertools.starmap(
-            functools.partial(counted.seen, blocks=key_blocks),
-            itertools.pairwise([0, *tile_ends]),
-        )
-    ]
+    counts = counted.by_tile(strips.ends, key_blocks)
     # Blocks in a link of the sum, and whether there can be more than one link.
     link_blocks = pl.cdiv(hopper_links.KEYS, columns)
     in_links = max(counts) > link_blocks
@@ -147,7 +132,7 @@ def forward(
 
     pairs = None
     if mask is not None:
-        lists = block_lists(
+        pairs = listed_pairs(
             *(mask, band),
             query_count=query_count,
             key_count=key_count,
@@ -155,7 +140,6 @@ def forward(
             key_tile=columns,
             last_first=True,
         )
-        pairs = Pairs(pad_to_tiles(mask, tiling.tile, columns), lists)
     if bias is not None:
         bias = whole_tiles(bias, tiling.tile, columns)
 
@@ -191,12 +175,6 @@ def forward(
             start, end = (strips.first(tile + i) * rows for i in range(2))
             return blocks_seen(start, end)
 
-        def k_of(step):
-            return k_smem.at[steps.slot(step)].transpose((1, 0))
-
-        def v_of(step):
-            return v_smem.at[steps.slot(step)]
-
         for_each_tile = functools.partial(
             hopper_loads.for_each_tile, table_gmem, cta, tile_count, query_heads
         )
@@ -217,7 +195,7 @@ def forward(
                 plgpu.barrier_wait(q_ready.at[warpgroup])
 
             def product(s_acc):
-                plgpu.wgmma(s_acc, q_smem.at[warpgroup], k_of(step))
+                plgpu.wgmma(s_acc, q_smem.at[warpgroup], steps.keys(step))
                 meanwhile()
                 return s_acc[...]
 
@@ -234,9 +212,9 @@ def forward(
             if pairs is None:
                 tile_first, tile_end = tile_seen(tile)
                 listed, (first, end) = None, blocks_seen(row, row + rows)
-                if strips.idle:  # One block: what its rows get, nobody reads.
+                if strips.idle:
                     first = jnp.where(row < query_count, first, tile_first)
-                    end = jnp.where(row < query_count, end, tile_first + 1)
+                    end = jnp.where(row < query_count, end, tile_end)
             else:
                 listed = pairs.entries(b, n, tile)
                 tile_first = first = jnp.int32(0)
@@ -261,7 +239,7 @@ def forward(
                 """Q as a left operand, once the warpgroup's first block is next."""
                 if released_late:
                     pl.when(turn > 0)(lambda: release_kept(first_step))
-                if strips.idle or (counted.band.right is not None and warpgroups > 1):
+                if counted.band.right is not None and warpgroups > 1:
                     steps.skip(first_step, start)
                 if not ahead:
                     plgpu.barrier_wait(q_ready.at[warpgroup])
@@ -289,7 +267,7 @@ def forward(
                 await_k(first, last)
 
                 def product(s_acc):
-                    plgpu.wgmma(s_acc, q, k_of(first))
+                    plgpu.wgmma(s_acc, q, steps.keys(first))
                     return s_acc[...]
 
                 s = pl.run_scoped(product, accumulator(rows, columns))
@@ -307,9 +285,9 @@ def forward(
                     following = hidden.entry(now + 1)
 
                     def products(s_acc):
-                        plgpu.wgmma(s_acc, q, k_of(now))
+                        plgpu.wgmma(s_acc, q, steps.keys(now))
                         steps.await_block(v, now - 1)
-                        plgpu.wgmma(acc, p, v_of(now - 1))
+                        plgpu.wgmma(acc, p, steps.values(now - 1))
                         # S is ready while P V still runs under the softmax below.
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
@@ -336,7 +314,7 @@ def forward(
             def add_last(acc, p, last):
                 """Issues the last P V."""
                 steps.await_block(v, last)
-                plgpu.wgmma(acc, p, v_of(last))
+                plgpu.wgmma(acc, p, steps.values(last))
 
             def attend(q, acc, first, last, before):
                 """(sum of P V, state) of the blocks first, ..., last."""
@@ -393,10 +371,11 @@ def forward(
                 s = pl.run_scoped(attend_ahead, accumulator(rows, value_dim))
                 yield tile_last + 1, s
                 return
-            if in_links:
+
+            def attend_in_links():
                 assert sums_gmem is not None
                 q = load_q()
-                acc, state = hopper_links.attend_in_links(
+                found = hopper_links.attend_in_links(
                     functools.partial(attend, q),
                     sums_gmem.at[cta, warpgroup],
                     start,
@@ -407,11 +386,34 @@ def forward(
                 )
                 if not tiling.q_registers:
                     plgpu.barrier_arrive(q_free)
-            else:
-                acc, state = pl.run_scoped(
+                return found
+
+            def attend_once():
+                return pl.run_scoped(
                     lambda acc: attend(load_q(), acc, start, last, None),
                     accumulator(rows, value_dim),
                 )
+
+            def stand_by():
+                """Without rows: lets go of what the others multiply."""
+                load_q()
+                if not tiling.q_registers:
+                    plgpu.barrier_arrive(q_free)
+
+                @pl.loop(start, last + 1)
+                def _(step):
+                    steps.await_block(k, step)
+                    release_k(step)
+                    steps.await_block(v, step)
+                    steps.release(v, step)
+
+                return nothing(rows, value_dim)
+
+            found = attend_in_links if in_links else attend_once
+            if strips.idle:
+                acc, state = lax.cond(row < query_count, found, stand_by)
+            else:
+                acc, state = found()
             if counted.is_window and warpgroups > 1:
                 steps.skip(last + 1, tile_last + 1)
             yield
@@ -445,7 +447,6 @@ def forward(
     if not (wide_out or by_key):
         out_smem = smem_tile((warpgroups, rows, stored), dtype)
         low_smem = out_smem if keep_low and stored == value_dim else None
-    free = functools.partial(plgpu.Barrier, num_arrivals=warpgroups)
     tile_rows = tile_count * tiling.tile
     shaped = jax.ShapeDtypeStruct
     # TMA stores drop what lies outside an array; plain stores (FP32 out, LSE) do not.
@@ -472,19 +473,8 @@ def forward(
             sums if in_links else None,
         ],
         scratch_types=[
-            (
-                smem_tile((warpgroups, rows, head_dim), dtype),
-                smem_tile((stages, columns, head_dim), dtype),
-                smem_tile((stages, columns, value_dim), value.dtype, columns),
-                out_smem,
-                low_smem,
-            ),
-            (
-                plgpu.Barrier(num_barriers=warpgroups),
-                *[plgpu.Barrier(num_barriers=stages)] * 2,
-                free(),
-                *[free(num_barriers=stages + by_key), free(num_barriers=stages)],
-            ),
+            (*hopper_loads.places(tiling, query, value), out_smem, low_smem),
+            hopper_loads.barriers(tiling, keeps_last=by_key),
         ],
         grid=(table.shape[0],),
         grid_names=("cta",),

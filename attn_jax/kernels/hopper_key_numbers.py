@@ -45,6 +45,8 @@ from attn_jax.kernels.ring_order import MULTIPROCESSORS
 from attn_jax.kernels.tiles import widen
 from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 
+# Bytes in which a warpgroup's warps add up what each of them has.
+SCRATCH = 2048
 # Of V, which no recipe scales: a power of two and its inverse are normal numbers of
 # FP32, and BF16's largest still fits.
 _MOST_VALUE_EXPONENT = 120
@@ -199,8 +201,9 @@ def key_numbers(
         found_key_gmem, found_value_gmem, half_gmem, smem, barriers,
     ):  # fmt: skip
         key_smem, value_smem = smem
-        key_ready, value_ready, all_told = barriers
+        key_ready, value_ready, keys_told, values_told = barriers
         cluster = lax.axis_index("cluster")
+        of_keys = lax.axis_index("warpgroup") == 0
         part = lax.axis_index("part") if parts > 1 else jnp.int32(0)
         # Items are dealt round.
         mine = lax.div(items - cluster + (clusters - 1), jnp.int32(clusters))
@@ -239,10 +242,15 @@ def key_numbers(
         def slot(tile):
             return lax.rem(tile, jnp.int32(stages))
 
-        for step in range(key_stages):
-            load_key(jnp.int32(step))
-        for tile in range(stages):
-            load_value(jnp.int32(0), jnp.int32(tile))
+        @pl.when(of_keys)
+        def _():
+            for step in range(key_stages):
+                load_key(jnp.int32(step))
+
+        @pl.when(~of_keys)
+        def _():
+            for tile in range(stages):
+                load_value(jnp.int32(0), jnp.int32(tile))
 
         def over_keys(step, found):
             sums, squares, largest = found
@@ -319,63 +327,91 @@ def key_numbers(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             follow(jnp.int32(0))
 
-        @pl.loop(jnp.int32(0), mine)
-        def _(turn):
-            b, n = head_of(turn)
+        def all_have_told(barrier):
+            """One thread alone says so to each of the other CTAs."""
+            plgpu.commit_smem()
+            turns.fence()
+            plgpu.barrier_arrive(barrier)
+            plgpu.barrier_wait(barrier)
+            turns.fence()
+
+        def sums_of_keys(turn):
             # Rows past the last key are zero here, which changes none of these.
             start = of_key.zero(), of_key.zero(), of_key.zero(jnp.int16)
             first = turn * of_key.count
-            sums, squares, largest = lax.fori_loop(
-                first, first + of_key.count, over_keys, start
-            )
+            return lax.fori_loop(first, first + of_key.count, over_keys, start)
+
+        def tell_of_keys(turn, found):
+            b, n = head_of(turn)
+            sums, squares, largest = found
             sums, squares = sums.sum(axis=0), squares.sum(axis=0)
-            largest = _of_rank(largest, key.dtype).max(axis=0)
-            value_largest = lax.fori_loop(
-                jnp.int32(0),
-                jnp.int32(of_value.count),
-                functools.partial(over_values, turn),
-                of_value.zero(jnp.int16),
-            )
-            value_largest = _of_rank(value_largest, value.dtype).max(axis=0)
-
+            found = sums, squares, _of_rank(largest, key.dtype).max(axis=0)
             if parts > 1:
-                found_value_gmem[b, n, part] = value_largest
-                for i, x in enumerate((sums, squares, largest)):
+                for i, x in enumerate(found):
                     found_key_gmem[b, n, part, i] = x
-                # All have written: one thread alone says so to each of the other CTAs.
-                plgpu.commit_smem()
-                turns.fence()
-                plgpu.barrier_arrive(all_told)
-                plgpu.barrier_wait(all_told)
-                turns.fence()
-
-                value_largest = told(found_value_gmem, b, n, of_value, jnp.maximum)
-
-            exponent = _into_range(
-                of_value.over_head(value_largest, jnp.max), most=_MOST_VALUE_EXPONENT
-            )
-            if half:
-                scale_values(turn, _power(exponent))
+                all_have_told(keys_told)
 
             @pl.when(part == 0)
-            def tell():
-                found = sums, squares, largest
+            def _():
+                total, squares_in_all, top = found
                 if parts > 1:
                     of_all = functools.partial(told, found_key_gmem, b, n, of_key)
                     combine = jnp.add, jnp.add, jnp.maximum
-                    found = [of_all(x, i) for i, x in enumerate(combine)]
-                total, squares_in_all, top = found
+                    total, squares_in_all, top = (
+                        of_all(x, i) for i, x in enumerate(combine)
+                    )
                 # |K - c| is at most twice the largest key, which might overflow.
                 keys = _into_range(of_key.over_head(top, jnp.max), doublings=1)
                 mean, square = total / key_count, squares_in_all / key_count
                 centre_gmem[b, n] = centre_from(mean, square, top, inputs)
                 key_factor_gmem[b, n] = _power(keys).max(axis=0)
+
+        def take_values(turn):
+            b, n = head_of(turn)
+            largest = lax.fori_loop(
+                jnp.int32(0),
+                jnp.int32(of_value.count),
+                functools.partial(over_values, turn),
+                of_value.zero(jnp.int16),
+            )
+            largest = _of_rank(largest, value.dtype).max(axis=0)
+            if parts > 1:
+                found_value_gmem[b, n, part] = largest
+                all_have_told(values_told)
+                largest = told(found_value_gmem, b, n, of_value, jnp.maximum)
+            exponent = _into_range(
+                of_value.over_head(largest, jnp.max), most=_MOST_VALUE_EXPONENT
+            )
+            if half:
+                scale_values(turn, _power(exponent))
+
+            @pl.when(part == 0)
+            def _():
                 # Squares of the scaled ones stay in range.
                 unscale = _power(-exponent).max(axis=0)
-                scaled = value_largest / unscale
+                scaled = largest / unscale
                 norm = jnp.sqrt(of_value.over_head(scaled * scaled, jnp.sum))
                 norm_gmem[b, n] = norm.max(axis=0) * unscale
                 unscale_gmem[b, n] = unscale
+
+        @pl.loop(jnp.int32(0), mine)
+        def _(turn):
+            def values():
+                take_values(turn)
+                return of_key.zero(), of_key.zero(), of_key.zero(jnp.int16)
+
+            def together(own):
+                del own
+                return lax.cond(of_keys, lambda: sums_of_keys(turn), values)
+
+            # That place begins where what is allocated ends (Pallas): so the one for
+            # values lies behind this, and the one for keys, which add up later, in it.
+            found = pl.run_scoped(
+                together,
+                plgpu.SMEM((SCRATCH,), jnp.int8),
+                collective_axes="warpgroup",
+            )
+            pl.when(of_keys)(lambda: tell_of_keys(turn, found))
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -388,7 +424,7 @@ def key_numbers(
     half_shape = batch, max(half_rows, keys), heads, value_dim
     together = parts > 1
     cluster = {"cluster": (parts,), "cluster_names": ("part",)} if together else {}
-    all_told = plgpu.ClusterBarrier(collective_axes=("part",)) if together else None
+    told_barrier = plgpu.ClusterBarrier(collective_axes=("part",)) if together else None
     *numbers, _, _, half_value = plgpu.kernel(
         attention_key_numbers,
         out_type=[
@@ -406,14 +442,19 @@ def key_numbers(
             (
                 plgpu.Barrier(num_barriers=key_stages),
                 plgpu.Barrier(num_barriers=stages),
-                all_told,
+                told_barrier,
+                told_barrier,
             ),
         ],
         grid=(clusters,),
         grid_names=("cluster",),
+        num_threads=2,
+        thread_name="warpgroup",
         **cluster,
         # Where a copy or another CTA follows on reading or writing there is a barrier.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, reduction_scratch_bytes=SCRATCH
+        ),
     )(key, value)
     if half_value is not None:
         half_value = lax.bitcast_convert_type(half_value[:, :keys], jnp.float16)

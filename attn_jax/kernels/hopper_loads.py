@@ -3,6 +3,7 @@
 It goes on across the borders of tiles, so that the first keys of a tile are there when
 the last one ends."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from attn_jax.kernels.schedule import Strips
+from attn_jax.kernels.tiles import smem_tile
 from attn_jax.kernels.tuning import ForwardTiling
 
 
@@ -38,6 +40,13 @@ class Stages(NamedTuple):
     def slot(self, step):
         return lax.rem(step, jnp.int32(self.count))
 
+    def keys(self, step):
+        """K^T of a step's block."""
+        return self.k.smem.at[self.slot(step)].transpose((1, 0))
+
+    def values(self, step):
+        return self.v.smem.at[self.slot(step)]
+
     def await_block(self, of: Loaded, step) -> None:
         plgpu.barrier_wait(of.ready.at[self.slot(step)])
 
@@ -52,6 +61,29 @@ class Stages(NamedTuple):
             for of in (self.k, self.v):
                 self.await_block(of, step)
                 self.release(of, step)
+
+
+def places(tiling: ForwardTiling, query, value) -> tuple:
+    """Q, K and V in shared memory, the latter as `value`, the others as `query`."""
+    columns, stages = tiling.columns, tiling.stages
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    return (
+        smem_tile((tiling.warpgroups, tiling.rows, head_dim), query.dtype),
+        smem_tile((stages, columns, head_dim), query.dtype),
+        smem_tile((stages, columns, value_dim), value.dtype, columns),
+    )
+
+
+def barriers(tiling: ForwardTiling, *, keeps_last: bool) -> tuple:
+    """`ready` of Q, K and V, then `free`. `keeps_last`: K has one more of these."""
+    free = functools.partial(plgpu.Barrier, num_arrivals=tiling.warpgroups)
+    stages = tiling.stages
+    return (
+        plgpu.Barrier(num_barriers=tiling.warpgroups),
+        *[plgpu.Barrier(num_barriers=stages)] * 2,
+        free(),
+        *[free(num_barriers=stages + keeps_last), free(num_barriers=stages)],
+    )
 
 
 def for_each_tile(table, cta, tile_count: int, heads: int, work: Callable, carry):

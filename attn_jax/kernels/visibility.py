@@ -7,6 +7,8 @@ tile of the blocks in which some pair of query and key takes part (`block_lists`
 those of them that are not seen whole, the kernel hides pairs one by one (`hide`).
 """
 
+import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -114,6 +116,13 @@ class Counted(NamedTuple):
             until = integers.div(end + (right + columns - 1), columns)
             blocks = integers.least(until, blocks)
         return first, blocks
+
+    def by_tile(self, strips: Iterable[int], blocks: int) -> list[int]:
+        """Of so many blocks, how many each tile sees. `strips`: of `rows` each, after
+        how many of them each tile ends."""
+        ends = itertools.pairwise([0, *(end * self.rows for end in strips)])
+        seen = (self.seen(start, end, blocks) for start, end in ends)
+        return [end - first for first, end in seen]
 
     @property
     def cut_twice(self) -> bool:
@@ -326,6 +335,28 @@ class Pairs(NamedTuple):
     def entries(self, batch, head, tile):
         """The list of a tile."""
         return head_of(self.lists, batch, head).at[tile]
+
+
+def listed_pairs(
+    rules: Rules,
+    band: Band,
+    *,
+    query_count: int,
+    key_count: int,
+    query_tile: int,
+    key_tile: int,
+    last_first: bool = False,
+) -> Pairs:
+    """Those of `block_lists`, by tiles of queries."""
+    lists = block_lists(
+        *(rules, band),
+        query_count=query_count,
+        key_count=key_count,
+        query_tile=query_tile,
+        key_tile=key_tile,
+        last_first=last_first,
+    )
+    return Pairs(pad_to_tiles(rules, query_tile, key_tile), lists)
 
 
 def hide(
