@@ -31,6 +31,7 @@ dealt, and so the order of additions, is a function of the shapes alone.
 """
 
 import dataclasses
+from typing import Literal
 
 import ampere_fused_dq as in_memory
 import jax
@@ -51,6 +52,8 @@ STAGES = 2
 SWIZZLED = 64
 MULTIPROCESSORS = 108
 
+Walk = Literal["up", "down", "apart"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
@@ -65,6 +68,10 @@ class Cut:
         one, dQ follows at once, after a second barrier, and is counted with the next.
       adding: see `ampere_fused_dq`.
       turns: for measurements: False adds without order, and nobody waits.
+      walk: of integers, which need no order: None as a ring; or a CTA has one tile, the
+        longest of a pair first, and goes over the blocks "up" from where it sees the
+        first, "down" from the last one, or, without a mask, up from as many blocks
+        further as its tile's number modulo 8, "apart".
     """
 
     queries: int = 64
@@ -73,6 +80,7 @@ class Cut:
     buffers: int = 2
     adding: in_memory.Adding = "reduce"
     turns: bool = True
+    walk: Walk | None = None
 
 
 def backward_fused(
@@ -124,8 +132,9 @@ def backward_fused(
         del zeros_gmem
         k_smem, v_smem, keys_smem, q_smem, dout_smem, statistics_smem, ds_smem = smem
         i32 = jnp.int32
-        pair = lax.div(lax.axis_index("cta"), i32(ring.size))
-        member = lax.rem(lax.axis_index("cta"), i32(ring.size))
+        members = ring.tiles if cut.walk else ring.size
+        pair = lax.div(lax.axis_index("cta"), i32(members))
+        member = lax.rem(lax.axis_index("cta"), i32(members))
         b, kv_head = lax.div(pair, i32(key_heads)), lax.rem(pair, i32(key_heads))
         warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else i32(0)
         semaphores = in_memory.semaphores(
@@ -150,7 +159,17 @@ def backward_fused(
 
         def take(index):
             """A tile of keys."""
-            tile, first, stride, blocks = map(i32, ring.item(member, index))
+            if cut.walk:
+                tile = member
+                least = tile * i32(ring.ratio or 0)
+                blocks, stride = i32(blocks_in_all) - least, i32(1)
+                first = least
+                if cut.walk == "down":
+                    first, stride = i32(blocks_in_all - 1), i32(-1)
+                if cut.walk == "apart" and not is_causal:
+                    first = lax.rem(lax.rem(tile, i32(8)), i32(blocks_in_all))
+            else:
+                tile, first, stride, blocks = map(i32, ring.item(member, index))
             steps = blocks * group
             first_key = tile * KEY_TILE + warpgroup * keys
 
@@ -162,7 +181,10 @@ def backward_fused(
                 in_group, i = i32(0), turn
                 if group > 1:
                     in_group, i = lax.div(turn, blocks), lax.rem(turn, blocks)
-                block = ring.block(first, stride, i)
+                if cut.walk == "down":
+                    block = first - i
+                else:
+                    block = ring.block(first, stride, i)
                 return kv_head * group + in_group, in_group, block
 
             def start(turn):
@@ -343,7 +365,7 @@ def backward_fused(
                 dv.astype(dtype), v_smem.at[warpgroup], own_rows(dv_gmem), SWIZZLED
             )
 
-        @pl.loop(0, i32(ring.passes(member)))
+        @pl.loop(0, i32(1 if cut.walk else ring.passes(member)))
         def _(index):
             take(index)
 
@@ -378,7 +400,7 @@ def backward_fused(
         aliases={len(operands) - 1: 0} if by_integers else {},
         out_type=[dq, dkv, dkv],
         scratch_types=[scratch, in_memory.barrier_scratch(warpgroups)],
-        grid=(batch * key_heads * ring.size,),
+        grid=(batch * key_heads * (ring.tiles if cut.walk else ring.size),),
         grid_names=("cta",),
         compiler_params=tiles.COMPILER_PARAMS,
         **{"num_threads": warpgroups, "thread_name": "warpgroup"},

@@ -53,12 +53,16 @@ VARIANTS = {
     # Queries in a block x at a time; see `ampere_backward_fused.Cut`.
     "backward": {
         64: [
-            "32x32 integers", "32x32", "64x32 integers", "32x32 load",
+            "32x32 integers", "32x32 integers walk=up", "32x32 integers walk=apart",
+            "32x32 integers walk=down", "64x32 integers walk=apart",
+            "32x32", "64x32 integers", "32x32 load",
             "32x32 buffers=1", "32x32 unordered",
             "64x32 buffers=1", "64x32 buffers=1 load", "32x32 registers=1",
         ],
         128: [
-            "64x64 integers", "64x64", "32x32 integers", "64x64 load",
+            "64x64 integers", "64x64 integers walk=up", "64x64 integers walk=apart",
+            "64x64 integers walk=down", "32x32 integers walk=apart",
+            "64x32 integers walk=apart", "64x64", "32x32 integers", "64x64 load",
             "64x64 buffers=1", "64x64 unordered",
             "32x32", "32x32 registers=01", "64x32",
         ],
@@ -77,7 +81,7 @@ VARIANTS = {
     },
 }  # fmt: skip
 # Of `backward` at other lengths than 4096: so many of the first.
-FEW = 3
+FEW = 6
 LIMIT = 20  # seconds, of a variant of `backward` on the GPU, its inputs included
 COLUMNS = (
     "kernel", "head_dim", "length", "causal", "variant", "ms", "ms_kernels", "tflops",

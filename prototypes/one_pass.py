@@ -81,6 +81,7 @@ def program(case, name, big, row):
         buffers=int(options.get("buffers", 2)),
         adding=next((w for w in ("load", "integers") if w in words), "reduce"),
         turns="unordered" not in words,
+        walk=options.get("walk"),
     )
     return one_pass, arguments
 
