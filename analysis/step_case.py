@@ -90,8 +90,12 @@ class StepCase:
     @property
     def _limit(self) -> float:
         """Bytes that the device gives."""
-        statistics = jax.local_devices()[0].memory_stats() or {}
-        return statistics.get("bytes_limit", math.inf)
+        return _memory("bytes_limit", math.inf)
+
+    @property
+    def _held(self) -> float:
+        """Bytes that arrays take now."""
+        return _memory("bytes_in_use", 0.0)
 
     @functools.cached_property
     def _state(self) -> TrainState:
@@ -239,7 +243,8 @@ class StepCase:
     def _largest(self, names: Sequence[str], batch: int) -> Iterator[tuple[str, int]]:
         """Of each attention the largest batch of which a step runs, found by what
         batches need; `batch` is one of which it does."""
-        usable = _USABLE * self._limit
+        # A step runs on a copy of the state.
+        usable = _USABLE * self._limit - self._held
         if usable == math.inf or batch < 2:
             return
 
@@ -256,20 +261,25 @@ class StepCase:
         with _pool() as pool:
             guesses = list(pool.map(guess, names))
         for name, (size, each, program) in zip(names, guesses, strict=True):
-            while size > batch and not self._runs(program):
+            while size > batch and not self._runs(program, usable):
                 over = max(program.bytes - usable, 0.01 * self._limit)
                 size = max(batch, size - math.ceil(over / each))
                 program = step(name, size)
             yield name, size
 
-    def _runs(self, program: Program) -> bool:
-        if not self._fits(program):
+    def _runs(self, program: Program, usable: float) -> bool:
+        if program.bytes > usable:
             return False
         try:
             Runner(program, self._state).milliseconds(1)
         except JaxRuntimeError:  # What fits by its bytes may lack a gap of that size.
             return False
         return True
+
+
+def _memory(name: str, otherwise: float) -> float:
+    """One of the device's own numbers; `otherwise` if it has none."""
+    return (jax.local_devices()[0].memory_stats() or {}).get(name, otherwise)
 
 
 def _pool() -> ThreadPoolExecutor:

@@ -188,6 +188,10 @@ def test_what_does_not_fit_is_tried_with_less(monkeypatch):
     rows = StepCase(config, names, ["step"], 0.01, largest=True).rows()
     # 0.97 of 20; and where a larger batch needs 1 more than smaller ones let expect.
     assert [row["largest_batch"] for row in rows] == [19, 18]
+    # The state that steps are given copies of takes room, too.
+    monkeypatch.setattr(StepCase, "_held", 1.5)
+    rows = StepCase(config, names, ["step"], 0.01, largest=True).rows()
+    assert [row["largest_batch"] for row in rows] == [17, 16]
 
 
 def test_the_command_times_parts(tmp_path, capsys):
