@@ -180,6 +180,14 @@ class Recipe:
         w = 2^(e - x) for 2 max |K| = y 2^x, 1/2 <= y < 1, the maximum over all keys and
             columns of the key head; from 2^-100 to 2^100, and 1 for K = 0
     From BF16 keys to FP16, three bits more, it is exact almost always.
+    With dq_sum 'integers' there is no dq_accumulator: in units of 1 / (w r) dQ is
+        n = n + the whole number next to w dot(dS', K'), the even one of two equally
+            near, for each block of keys (of a hop, from 0), and dQ = n / (w r)
+    in the end, n as a number of the carrier. 32 bits hold n, which is at most 2^30 but
+    for roundings, as w |K'| <= 2^15 and |dS'| sums to at most 2^15 over a row; so n is
+    the same in any order of the blocks. What they cannot hold makes dQ NaN: a row whose
+    delta, or a head whose b, is infinite or NaN. Not under a soft cap, where K' has no
+    w: there the sum is that of 'numbers'.
     The gradient of a sink is -sum of E(sink u - LSE u) (delta - dLSE), unrounded.
 
     A RING of `ring_size` W > 1 devices: T and S are cut into W equal shares in order;
@@ -281,6 +289,7 @@ class Recipe:
     gradient_scale_at: Literal["logits", "epilogue"] = "epilogue"
     dq_centre: Literal["none", "mean", "row", "keys"] = "none"
     dq_accumulator: Step = _FP32
+    dq_sum: Literal["numbers", "integers"] = "numbers"
     dk_accumulator: Step = _FP32
     dv_accumulator: Step = _FP32
     group_gradient: Step | None = None
@@ -326,6 +335,16 @@ class Recipe:
         if (self.exponential == "exp2_polynomial") != (self.exp2_degree is not None):
             raise ValueError(
                 "exp2_degree goes with exponential='exp2_polynomial', and only with it"
+            )
+        if self.dq_sum == "integers" and not (
+            self.dq_centre == "keys"
+            and self.dq_dlogits is not None
+            and self.scales_heads
+            and self.dq_dlogits.format.max_exponent <= 15  # what 32 bits hold
+        ):
+            raise ValueError(
+                "dq_sum='integers' needs numbers in units of their own: set "
+                "dq_centre='keys' and dq_dlogits=Step(FP16)"
             )
         if self.ring_size > 1 and self.probability_from == "softmax":
             raise ValueError(

@@ -73,10 +73,11 @@ def attention(
 
 
 class _DqKeys(NamedTuple):
-    """K' [S, H] and the least exponent of its format."""
+    """K' [S, H], the least exponent of its format, and w."""
 
     numbers: Interval
     least: int
+    scale: float = 1.0
 
     def at(self, keys: slice) -> "_DqKeys":
         return self._replace(numbers=self.numbers.at(keys))
@@ -189,7 +190,8 @@ class _Oracle(ForwardOracle):
             return _DqKeys(moved, self.r.inputs.min_exponent)
         w = _into_range(2 * np.abs(k.lo).max(), fmt)
         moved = a.round(_scaled(a.sub(k, common), w), Step(fmt))
-        return _DqKeys(_scaled(moved, 1 / w), fmt.min_exponent + 1 - np.frexp(w)[1])
+        least = fmt.min_exponent + 1 - np.frexp(w)[1]
+        return _DqKeys(_scaled(moved, 1 / w), least, w)
 
     def common_centre(self, k: Interval) -> Interval:
         """c [1, H] of dq_centre 'keys', or all that it may be."""
@@ -293,7 +295,11 @@ class _Oracle(ForwardOracle):
                         made = r.dq_dlogits
                         dq_ds = a.round(_scaled(wide, r_head), made)
                     product = self.dot(dq_ds, kb_moved.numbers, made, kb_moved.least)
-                    dq[n] = self.put(dq[n], ib, product, r.dq_accumulator)
+                    if r.dq_sum == "integers":
+                        whole = _whole(_scaled(product, moved.scale))
+                        dq[n] = _exactly_added(dq[n], ib, whole)
+                    else:
+                        dq[n] = self.put(dq[n], ib, product, r.dq_accumulator)
                     row_sum = a.sum(dq_ds, Step(a.carrier), None)
                     excess[n] = self.put(excess[n], ib, row_sum, Step(a.carrier))
                 for i, heads in enumerate(sets):
@@ -307,6 +313,8 @@ class _Oracle(ForwardOracle):
                     operand = a.round(operand, r.backward_probability)
                     product = self.dot(operand.T, do, r.backward_probability)
                     dv[i] = self.put(dv[i], jb, product, r.dv_accumulator)
+        if r.dq_sum == "integers":
+            dq = [_scaled(a.settled(n), 1 / moved.scale) for n in dq]
         return _Gradients(dq, excess, dk, dv)
 
     def dlogits(self, p: Interval, inner: Interval) -> Interval:
@@ -334,6 +342,18 @@ class _Oracle(ForwardOracle):
         total = a.dot(a.point(seen), k, Step(a.carrier), None)
         count = np.maximum(seen.sum(1, keepdims=True), 1)
         return a.div(total, a.point(count))
+
+
+def _whole(x: Interval) -> Interval:
+    return Interval(*map(np.rint, x))
+
+
+def _exactly_added(total: Interval, rows: slice, term: Interval) -> Interval:
+    """`total` with whole numbers added to some rows, of which `wide` holds the sums."""
+    lo, hi = total.lo.copy(), total.hi.copy()
+    lo[rows] += term.lo
+    hi[rows] += term.hi
+    return Interval(lo, hi)
 
 
 def _into_range(b, fmt: NumberFormat):

@@ -71,6 +71,7 @@ KNOBS: dict[str, list] = {
     "gradient_scale_at": ["logits", "epilogue"],
     "dq_centre": ["none", "mean", "row", "keys"],
     "dq_accumulator": [_WIDE, _BF16],
+    "dq_sum": ["numbers", "integers"],
     "dk_accumulator": [_WIDE, _BF16],
     "group_gradient": [None, _WIDE, _BF16, _DOWN, _FP8],
     "group_accumulator": [None, _BF16, _DOWN],

@@ -239,6 +239,8 @@ CHANGES = {
     "ring": dict(ring_size=4, ring_gradient_accumulator=Step(BF16)),
     "FP16 dS": dict(dq_dlogits=Step(FP16), gradient_scale_at="logits"),
     "FP8 dS and K'": dict(dq_dlogits=Step(E4M3FN, Rounding.TOWARD_ZERO)),
+    "integers": dict(dq_dlogits=Step(FP16), dq_sum="integers"),
+    "few integers": dict(dq_dlogits=Step(E4M3FN), dq_sum="integers", ring_size=2),
     "FP16": dict(inputs=FP16, dot_accumulator=Step(FP16), dot_chunk=4),
     "FP8": dict(inputs=E4M3FN, dq_accumulator=Step(BF16, Rounding.TOWARD_ZERO)),
     "K' alone": dict.fromkeys(

@@ -90,6 +90,16 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
         _WINDOW,
         dict(dlogits=_BF16, dq_dlogits=Step(FP16), dq_centre="row", probability=_BF16),
     ),
+    "integers": (
+        _CAUSAL,
+        dict(
+            inputs=BF16,
+            dlogits=_BF16,
+            dq_centre="keys",
+            dq_dlogits=Step(FP16),
+            dq_sum="integers",
+        ),
+    ),
     "gradient sums": (
         _CAUSAL,
         dict(dq_accumulator=_BF16, dk_accumulator=_BF16, dv_accumulator=_BF16),
@@ -160,6 +170,17 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
     "ring, own keys last": (
         _CAUSAL,
         dict(ring_size=4, ring_own_keys="last", ring_gradient_accumulator=_BF16),
+    ),
+    # In units of 2^-16, and dS in three bits.
+    "ring, integers": (
+        _OPEN,
+        dict(
+            ring_size=2,
+            ring_gradient_partial=_BF16,
+            dq_centre="keys",
+            dq_dlogits=Step(E4M3FN),
+            dq_sum="integers",
+        ),
     ),
     "ring, centre keys": (
         _CAUSAL,

@@ -232,6 +232,16 @@ class Arithmetic:
         more = np.where(over > 0, over if clips else np.inf, 0.0)
         return x._replace(worst=x.worst + more, fixed=x.fixed + more)
 
+    def whole(self, x: Ball, unit: Unit, extra_spread: Size) -> Ball:
+        """`x` rounded to a multiple of a `unit`. Of terms far below it all may be lost,
+        to one side: no part of the error is random."""
+        error = np.where(x.size > 0, unit.high / 2, 0.0)
+        if self.kind != "order":
+            return self._add(x, error, None, error)
+        before = np.hypot(x.spread, extra_spread)
+        spread = np.sqrt(x.spread**2 + unit.high * before)
+        return x._replace(worst=x.worst + error, spread=spread)
+
     def in_range(
         self, x: Ball, size: Size, unit: Unit = ONE, largest: float | None = None
     ) -> Ball:

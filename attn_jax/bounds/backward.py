@@ -300,11 +300,17 @@ def _sum_over_keys(
             )
             extra = extra + own
             variance = variance + own_variance
+            if keys.integer is not None:
+                integer = unit.times(keys.integer)
+                part = arithmetic.whole(part, integer, np.sqrt(own_variance))
+                sums = plus(sums, part)
+                continue
             sums = arithmetic.carried(plus(sums, part), 1, unit, extra)
             spread = np.sqrt(variance)
             sums = arithmetic.step("dq_accumulator", sums, unit, extra, spread)
         if arithmetic.recipe.dq_dlogits is not None:
-            # Divided by r: exact but for what leaves the range.
+            # Divided by r, and integers now numbers: exact but for what leaves the
+            # range, or their digits.
             sums = arithmetic.carried(sums, extra=extra)
         before = before + abs(at_end) * extra
         before_spread = np.hypot(before_spread, abs(at_end) * np.sqrt(variance))

@@ -85,10 +85,12 @@ def _of_all_keys(recipe: Recipe, key: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 class DqKeys(NamedTuple):
-    """What dS is multiplied by in dQ [S, H], and its format's least normal number."""
+    """What dS is multiplied by in dQ [S, H], its format's least normal number and, for
+    dq_sum 'integers', what one of them is worth, times r."""
 
     numbers: Ball
     least: float
+    integer: float | None = None
 
 
 def keys_as_given(recipe: Recipe, key: np.ndarray) -> DqKeys:
@@ -114,7 +116,8 @@ def centred_keys(
     held = correctly_rounded(difference * power, fmt) == difference * power
     held &= difference + centre == key  # FP64 rounded nothing away
     numbers = where(held & sure, exact(difference), result)
-    return DqKeys(numbers, fmt.min_normal / power)
+    integer = 1 / power if arithmetic.recipe.dq_sum == "integers" else None
+    return DqKeys(numbers, fmt.min_normal / power, integer)
 
 
 def _format_and_scale(recipe: Recipe, key: np.ndarray) -> tuple[NumberFormat, float]:

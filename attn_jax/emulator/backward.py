@@ -230,12 +230,18 @@ def sum_tiles(x: Operands, rows: Rows, sums: _Sums) -> _Sums:
     narrow = {step.format for step in kept} != {recipe.carrier}
     narrow = narrow or recipe.dot_alignment is not None
     block_q = recipe.backward_block_q if narrow else None
+    if x.integer_scale is not None:
+        sums = sums._replace(dquery=jnp.zeros_like(sums.dquery, jnp.int32))
 
     def over_keys(sums, kv_start, block_kv):
         step = functools.partial(_add_tile, x, rows, kv_start, block_kv)
         return walk(step, sums, x.shape[3], block_q)
 
     sums = walk(over_keys, sums, x.key_length, recipe.backward_block_kv)
+    if x.integer_scale is not None:
+        dquery = sums.dquery.astype(x.static.carrier) / x.integer_scale
+        dquery = jnp.where(jnp.isfinite(rows.excess), dquery, jnp.nan)
+        sums = sums._replace(dquery=dquery)
     if rows.scale is None:
         return sums
     return sums._replace(
@@ -279,8 +285,13 @@ def _add_tile(
     dkey = x.dot(f"bkgts,bkgth->{keys}", ds, q, *at, site="dkey")
     dvalue = x.dot(f"bkgts,bkgth->{keys}", p, dout, *at, site="dvalue")
     row_sum = read(sums.row_sum, *at_query) + dq_ds.sum(-1, keepdims=True)
+    if x.integer_scale is not None:
+        dquery = jnp.rint(dquery * x.integer_scale).astype(jnp.int32)
+        dquery = write(sums.dquery, read(sums.dquery, *at_query) + dquery, 3, q_start)
+    else:
+        dquery = accumulate(sums.dquery, dquery, *at_query, "dq_accumulator")
     return _Sums(
-        accumulate(sums.dquery, dquery, *at_query, "dq_accumulator"),
+        dquery,
         accumulate(sums.dkey, dkey, *at_key, "dk_accumulator"),
         accumulate(sums.dvalue, dvalue, *at_key, "dv_accumulator"),
         write(sums.row_sum, row_sum, 3, q_start),

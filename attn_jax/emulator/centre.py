@@ -26,6 +26,7 @@ def with_centred_keys(x: Operands) -> tuple[Operands, Array]:
         w = jnp.ldexp(jnp.ones((), x.static.carrier), exponent)
         new.dq_key = round_to((x.key - centre) * w, step.format) / w
         new.dq_key_least = step.format.min_exponent - exponent[..., None]
+        new.dq_key_scale = w[:, :, None]
     return new, centre[:, :, None]
 
 

@@ -16,13 +16,18 @@ def head_scale(x: Operands, dout, dlse, on_dlogits: float) -> Array | None:
     step = x.recipe.dq_dlogits
     if step is None or not x.recipe.scales_heads:
         return None
-    largest = _norm(jnp.abs(x.value).max(2, keepdims=True))[:, :, None]
-    bound = abs(on_dlogits) * (2 * _norm(dout) * largest + jnp.abs(dlse))
+    of_values = _norm(jnp.abs(x.value).max(2, keepdims=True))[:, :, None]
+    bound = abs(on_dlogits) * (2 * _norm(dout) * of_values + jnp.abs(dlse))
+    largest = bound.max((2, 3), keepdims=True)
     # Infinity has no exponent.
-    bound = jnp.minimum(bound.max((2, 3), keepdims=True), jnp.finfo(bound.dtype).max)
+    bound = jnp.minimum(largest, jnp.finfo(bound.dtype).max)
     exponent = step.format.max_exponent - jnp.frexp(bound)[1]
     exponent = jnp.clip(exponent, -MOST_HEAD_EXPONENT, MOST_HEAD_EXPONENT)
-    return jnp.where(bound > 0, jnp.ldexp(jnp.ones_like(bound), exponent), 1.0)
+    scale = jnp.where(bound > 0, jnp.ldexp(jnp.ones_like(bound), exponent), 1.0)
+    if x.recipe.dq_sum == "numbers":
+        return scale
+    # Infinities and NaN would end as numbers.
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
 
 def _norm(x):

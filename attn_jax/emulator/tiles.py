@@ -55,9 +55,10 @@ class Operands:
     scaled_query `query` is Q', `query_scale` what it was scaled by (else None) and the
     scale in `static` the 1 that is left. `dq_key` is the keys as operand of dQ, the
     same ones unless dq_centre is 'keys', and `dq_key_least` their format's least
-    exponent, a number or [B, K, 1, 1, 1]. `origin` is where the first query and key
-    stand in the whole, which bias and mask are always given for. `noise` is the key
-    that stochastic roundings draw from, or None.
+    exponent, a number or [B, K, 1, 1, 1]; `dq_key_scale` is w of the recipe's
+    definition, [B, K, 1, 1, 1], or None where they have none. `origin` is where the
+    first query and key stand in the whole, which bias and mask are always given for.
+    `noise` is the key that stochastic roundings draw from, or None.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Operands:
         self.query = self.group(query)
         self.key = self.dq_key = self.take_in(key).swapaxes(1, 2)
         self.dq_key_least: int | jax.Array = self.recipe.inputs.min_exponent
+        self.dq_key_scale: jax.Array | None = None
         self.value = self.take_in(value).swapaxes(1, 2)
         self.bias = None if bias is None else bias.astype(static.carrier)
         self.sinks = None
@@ -105,6 +107,11 @@ class Operands:
             new.dq_key = read(self.dq_key, 2, new.origin[1], S)
         new.value = read(self.value, 2, new.origin[1], S)
         return new
+
+    @property
+    def integer_scale(self) -> jax.Array | None:
+        """w where dQ is a sum of integers; under a soft cap there is none."""
+        return self.dq_key_scale if self.recipe.dq_sum == "integers" else None
 
     def round(self, x, field: str, *at, site: str = ""):
         """`x` rounded as the recipe's `field` says; `at` and `site` tell which tile
