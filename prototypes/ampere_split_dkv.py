@@ -29,7 +29,6 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ampere_tiles as tiles
-from attn_jax.kernels.ampere_backward_dkv import _by_block
 from attn_jax.kernels.tiles import LOG2_E, smem_tile
 from attn_jax.kernels.tuning import Tiling
 
@@ -63,7 +62,7 @@ def backward_dkv(
     key, value = (tiles.join_heads(x[:, :key_count], rows) for x in (key, value))
     batch, query_blocks = query.shape[0], query.shape[1] // columns
     tile_count = key.shape[1] // rows
-    statistics = _by_block(lse, delta, query_blocks, columns)
+    statistics = tiles.by_block(lse * LOG2_E, delta, query_blocks, columns)
     strip = tiles.swizzled(dtype, columns, head_dim)
     value_strip = tiles.swizzled(dtype, columns, value_dim)
 

@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from attn_jax.kernels import ampere_tiles as tiles
-from attn_jax.kernels.ampere_backward_dkv import _by_block
 from attn_jax.kernels.tiles import (
     LN_2,
     LOG2_E,
@@ -365,7 +364,7 @@ def backward_dkv(
     query, dout = (tiles.join_heads(x[:, :query_count], columns) for x in (query, dout))
     key, value = (tiles.join_heads(x[:, :key_count], rows) for x in (key, value))
     tile_count, query_blocks = key.shape[1] // rows, query.shape[1] // columns
-    statistics = _by_block(lse, delta, query_blocks, columns)
+    statistics = tiles.by_block(lse * LOG2_E, delta, query_blocks, columns)
 
     def attention_backward_dkv(
         q_gmem, k_gmem, v_gmem, dout_gmem, statistics_gmem, dk_gmem, dv_gmem, smem

@@ -105,6 +105,9 @@ def test_the_cost_is_small_beside_that_of_dlogits_in_16_bits():
         ("value", (0, 7, 0, 2), np.inf, "head"),
         ("query", (0, 5, 0, 3), np.nan, "row"),
         ("key", (0, 7, 0, 2), np.nan, "head"),
+        # Beyond what a power of two brings into range.
+        ("value", (0, 7, 0, 2), 2.0**120, "head"),
+        ("key", (0, 7, 0, 2), 2.0**120, "head"),
     ],
 )
 def test_what_integers_cannot_hold_is_nan(name, at, value, lost):

@@ -40,6 +40,7 @@ HALF = Step(FP16)
 FINE = dict(probability=HALF, probability_scale=P_SCALE)
 KEYS = dict(dq_centre="keys", dq_dlogits=HALF)
 MEAN = dict(dq_centre="mean", dq_dlogits=HALF)
+INTEGERS = dict(dq_centre="keys", dq_dlogits=HALF, dq_sum="integers")
 NONE = dict(dq_centre="none", dq_dlogits=HALF)
 
 
@@ -395,10 +396,16 @@ def test_what_kernels_lack_is_refused_in_one_line(recipe, options, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (NO_CURES, None),
+        (NO_CURES, ["forward", "row_sums", "dq", "dkv"]),
+        (INTEGERS, ["forward", "row_sums", "fused", "query_gradient"]),
+        (
+            dict(INTEGERS, dq_dlogits=None, dq_sum="numbers"),
+            "dq_dlogits=None, but .*Ampere have Step.fp16.* with dq_centre 'keys'",
+        ),
+        (dict(INTEGERS, dq_sum="numbers"), "dq_sum='numbers', but .*'integers' with"),
         (dict(dq_centre="row"), "dq_centre='row', but the kernels for Ampere have"),
         (dict(delta_source="p_dp"), "delta_source='p_dp'.*Ampere"),
-        (MEAN, "dq_dlogits=Step.fp16.*Ampere have None"),
+        (MEAN, "dq_dlogits=Step.fp16.*with dq_centre 'keys', and only with it"),
         (dict(rescale_threshold=8.0), "rescale_threshold=8.0.*Ampere have 0.0"),
         (FINE, "probability=Step.fp16.*Ampere have Step.bf16"),
         (dict(repeated_max_factor=2.0), "repeated_max_factor=2.0.*Ampere have None"),
@@ -407,8 +414,8 @@ def test_what_kernels_lack_is_refused_in_one_line(recipe, options, message):
 )
 def test_ampere_has_fewer_options(changes, message):
     with made_for("ampere"):
-        if message is None:
-            assert _kernel_names(changes) == ["forward", "row_sums", "dq", "dkv"]
+        if isinstance(message, list):
+            assert _kernel_names(changes) == message
             return
         with pytest.raises(NotImplementedError, match=message) as error:
             _kernel_names(changes)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from attn_jax import dot_product_attention
-from attn_jax.kernels import architecture, tuning
+from attn_jax.formats import FP16
+from attn_jax.kernels import architecture, design, tuning
 from attn_jax.kernels.attention import attention, backward_of
 from attn_jax.kernels.hopper_fused_work import Shapes
 from attn_jax.mask import Mask
@@ -114,7 +115,14 @@ WINDOW_OF_LENGTHS = Mask(window=(64, 0), key_value_lengths=jnp.array([9]))
         ("hopper", (SQUARE, SQUARE), Mask(), 30.0, "two_kernels"),
         ("hopper", ((1, 256, 2, 96),) * 2, Mask(), None, "two_kernels"),
         ("hopper", (SQUARE, (1, 256, 2, 128)), Mask(), None, "two_kernels"),
-        ("ampere", (SQUARE, SQUARE), Mask(), None, "two_kernels"),
+        ("ampere", (SQUARE, SQUARE), Mask(), None, "fused"),
+        ("ampere", (SQUARE, LONGER), Mask(), None, "fused"),
+        ("ampere", (SQUARE, SQUARE), Mask(is_causal=True), None, "fused"),
+        ("ampere", (SQUARE, LONGER), Mask(is_causal=True), None, "two_kernels"),
+        ("ampere", (SQUARE, SQUARE), Mask(window=(64, 0)), None, "two_kernels"),
+        ("ampere", (SQUARE, SQUARE), Mask(), 30.0, "two_kernels"),
+        ("ampere", ((1, 256, 2, 96),) * 2, Mask(), None, "two_kernels"),
+        ("ampere", (SQUARE, (1, 256, 2, 128)), Mask(), None, "two_kernels"),
     ],
 )
 def test_one_pass_backward_is_for_what_it_takes(target, shapes, mask, soft_cap, design):
@@ -122,6 +130,19 @@ def test_one_pass_backward_is_for_what_it_takes(target, shapes, mask, soft_cap, 
     assert chosen(wanted="fused") == design
     assert chosen(wanted="two_kernels") == "two_kernels"
     assert chosen(wanted="fused", has_bias=True) == "two_kernels"
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_ampere_makes_gradients_in_one_pass_of_many_keys_in_bf16(head_dim, is_causal):
+    def chosen(length: int, **options) -> str:
+        shape = 1, length, 2, head_dim
+        return backward_of(shape, shape, "ampere", Mask(is_causal), **options)
+
+    least = design.LEAST_KEYS[head_dim] * (2 if is_causal else 1)
+    assert (chosen(least - 1), chosen(least)) == ("two_kernels", "fused")
+    for wanted in (None, "fused"):
+        assert chosen(least, inputs=FP16, wanted=wanted) == "two_kernels"
 
 
 @pytest.mark.parametrize(

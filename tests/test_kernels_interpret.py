@@ -152,6 +152,8 @@ AMPERE_CASES = [
     Case("outlier", 40, 160, 2, 2, 128, True, out_dtype="float32"),
     Case("wide", 130, 250, 1, 1, 128, False, scale=-0.05),
     Case("normal", 1, 129, 4, 2, 64, False),
+    Case("uniform", 200, 200, 2, 1, 64, True, backward="fused"),
+    Case("offset", 70, 190, 1, 1, 128, False, scale=-0.05, backward="fused"),
 ]
 
 
@@ -240,6 +242,7 @@ def test_kernels_are_as_good_as_correctly_rounded(architecture, case):
         ("hopper", "fused", 2e7),
         ("hopper", None, 5e8),
         ("ampere", None, 2e7),
+        ("ampere", "fused", 2e7),
     ],
 )
 def test_large_logits_leave_no_infinity_and_the_largest_all_weight(
@@ -268,6 +271,43 @@ def test_large_logits_leave_no_infinity_and_the_largest_all_weight(
     np.testing.assert_array_equal(
         np.asarray(results.out, np.float64)[0, clear, 0], value[logits.argmax(1)[clear]]
     )
+
+
+def _in_integers(name: str, value: float) -> np.ndarray:
+    """dQ by Ampere's one-pass kernel, with one number of the first key head changed."""
+    case = Case("normal", 40, 130, 2, 2, 64, False, backward="fused")
+    names = "query", "key", "value", "dout"
+    inputs = dict(zip(names, case.inputs()[:4], strict=True))
+    inputs[name][0, 5, 0, 3] = value
+
+    def gradient(query, key, value, dout):
+        def out(query):
+            return attention(query, key, value, scale=0.125, backward="fused")[0]
+
+        return jax.vjp(out, query)[1](dout)[0]
+
+    with made_for("ampere"), interpreted():
+        return np.asarray(jax.jit(gradient)(**inputs), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_row"),
+    [
+        ("query", np.nan, True),
+        ("key", np.inf, False),
+        # Squares overflow, and there is no bound.
+        ("dout", 2.0**70, False),
+        pytest.param("dout", np.nan, False, marks=pytest.mark.thorough),
+        pytest.param("value", 2.0**120, False, marks=pytest.mark.thorough),
+    ],
+)
+def test_what_integers_do_not_hold_is_nan(name, value, is_row):
+    """They have no infinity and no NaN of their own."""
+    found = in_child_process(_in_integers, name, value, seconds=TIME_LIMIT)
+    expected = np.zeros(found.shape, bool)
+    expected[0, 5 if is_row else slice(None), 0] = True
+    np.testing.assert_array_equal(np.isnan(found), expected)
+    assert np.isfinite(found[~expected]).all() and found[~expected].any()
 
 
 def _with_scale_0(query, key, value, sinks):
@@ -326,6 +366,8 @@ def test_tiling_for_many_keys_is_as_good(is_causal):
         ("hopper", 64, 200, "fused"),
         ("ampere", 64, 330, None),
         ("ampere", 128, 200, None),
+        ("ampere", 64, 200, "fused"),
+        ("ampere", 128, 200, "fused"),
     ],
 )
 def test_kernels_follow_their_recipe(architecture, head_dim, key_length, backward):
@@ -346,7 +388,8 @@ def test_kernels_follow_their_recipe(architecture, head_dim, key_length, backwar
         backward=backward,
     )
     assert recipe.dq_centre == ("keys" if backward == "fused" else "mean")
-    assert recipe.dq_dlogits == (Step(FP16) if architecture == "hopper" else None)
+    half = architecture == "hopper" or backward == "fused"
+    assert recipe.dq_dlogits == (Step(FP16) if half else None)
 
     @jax.jit
     def emulate(query, key, value, dout, dlse):

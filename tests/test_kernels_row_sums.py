@@ -142,14 +142,18 @@ AMPERE_HEAD_DIMS = [
 ]
 
 
-def _on_ampere(case: Case) -> np.ndarray:
+def _on_ampere(case: Case) -> RowSums:
+    program = jax.jit(lambda *x: ampere_row_sums.row_sums(*x, squares=True))
+    alone = jax.jit(lambda *x: ampere_row_sums.row_sums(*x))
     with made_for("ampere"):
-        excess, none = jax.jit(ampere_row_sums.row_sums)(*case.inputs())
+        results = RowSums(*map(np.asarray, program(*case.inputs())))
+        excess, none = alone(*case.inputs())
     assert none is None
-    return np.asarray(excess)
+    np.testing.assert_array_equal(results.excess, excess)
+    return results
 
 
-def _interpreted_on_ampere(case: Case) -> np.ndarray:
+def _interpreted_on_ampere(case: Case) -> RowSums:
     with interpreted(detect_races=True):
         return _on_ampere(case)
 
@@ -163,9 +167,8 @@ def _interpreted_on_ampere(case: Case) -> np.ndarray:
     ids=str,
 )
 def test_ampere_against_float64(case):
-    excess = in_child_process(_interpreted_on_ampere, case, seconds=TIME_LIMIT)
-    out, dout = _rows(case)
-    _check_sums(excess, dout, out)
+    results = in_child_process(_interpreted_on_ampere, case, seconds=TIME_LIMIT)
+    _check(results, case)
 
 
 @pytest.mark.gpu
@@ -175,10 +178,9 @@ def test_ampere_against_float64(case):
     ids=str,
 )
 def test_ampere_on_a_gpu(case):
-    excess, again = _on_ampere(case), _on_ampere(case)
-    out, dout = _rows(case)
-    _check_sums(excess, dout, out)
-    np.testing.assert_array_equal(excess.view(np.uint32), again.view(np.uint32))
+    results, again = _on_ampere(case), _on_ampere(case)
+    _check(results, case)
+    _assert_same_bits(results, again)
 
 
 def test_who_does_what_changes_no_bits():
@@ -251,7 +253,7 @@ def test_compiles_for_two_ctas_a_multiprocessor(case, x64):
     assert not {"LDG", "LDL", "STL", "RED", "ATOM", "ATOMG", "ATOMS"} & kernel.opcodes
 
 
-def _compiled_for_ampere(case: Case) -> Program:
+def _compiled_for_ampere(case: Case, squares: bool) -> Program:
     out, low, dout = (
         None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
         for x in case.inputs()
@@ -259,27 +261,30 @@ def _compiled_for_ampere(case: Case) -> Program:
     some = [x for x in (out, dout, low) if x is not None]
 
     def program(out, dout, *low):
-        return ampere_row_sums.row_sums(out, low[0] if low else None, dout)[0]
+        low = low[0] if low else None
+        return ampere_row_sums.row_sums(out, low, dout, squares=squares)
 
     with made_for("ampere"):
         return compiled(program, *some, gpu="a100")
 
 
 @pytest.mark.parametrize(
-    ("case", "load"),
+    ("case", "load", "squares"),
     [
-        (Case(2, 1000, 8, 64), "128"),
-        pytest.param(Case(2, 504, 4, 96), "64", marks=pytest.mark.thorough),
-        pytest.param(Case(2, 520, 1, 256), "128", marks=pytest.mark.thorough),
+        (Case(2, 1000, 8, 64), "128", False),
+        (Case(2, 1000, 8, 128), "128", True),
+        pytest.param(Case(2, 1000, 8, 64), "128", True, marks=pytest.mark.thorough),
+        pytest.param(Case(2, 504, 4, 96), "64", False, marks=pytest.mark.thorough),
+        pytest.param(Case(2, 520, 1, 256), "128", False, marks=pytest.mark.thorough),
     ],
     ids=str,
 )
-def test_ampere_reads_wide_and_with_many_threads(case, load):
+def test_ampere_reads_wide_and_with_many_threads(case, load, squares):
     """All that a thread reads is under way at once, and a multiprocessor has eight CTAs
     at least."""
     pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
     program = in_child_process(
-        _compiled_for_ampere, case, seconds=TIME_LIMIT, among="a100"
+        _compiled_for_ampere, case, squares, seconds=TIME_LIMIT, among="a100"
     )
     (kernel,) = program.kernels
     assert kernel.spilled_bytes == 0 and kernel.registers <= 64

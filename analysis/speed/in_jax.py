@@ -6,7 +6,7 @@ import functools
 import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -107,10 +107,9 @@ def _ours(name: str, case: Case, of: Pass) -> Attention:
     `target`; NotImplementedError for what they do not take."""
     # Imported on use: the kernels refuse a JAX that they do not know.
     from attn_jax.kernels import attention as kernels
-    from attn_jax.kernels.options import of_recipe
 
     recipe = _recipe(name, case, of)
-    if of_recipe(recipe).design(None) not in (None, _backward_of(name, case)):
+    if _wanted(recipe) not in (None, _backward_of(name, case)):
         raise NotImplementedError("the one-pass kernel does not take this problem")
 
     def attend(query, key, value, *documents):
@@ -122,6 +121,14 @@ def _ours(name: str, case: Case, of: Pass) -> Attention:
         return kernels.attention(query, key, value, scale=case.H**-0.5, **options)[0]
 
     return attend
+
+
+def _wanted(recipe: Recipe | None) -> Literal["two_kernels", "fused"] | None:
+    """The design that a recipe asks for where kernels are made now."""
+    from attn_jax.kernels import architecture
+    from attn_jax.kernels.options import of_recipe
+
+    return of_recipe(recipe).design(None, architecture.chosen())
 
 
 def target(name: str) -> contextlib.AbstractContextManager:
@@ -150,9 +157,8 @@ def _backward_of(name: str, case: Case) -> str:
     """The design that our kernels take under a name."""
     from attn_jax.kernels import architecture
     from attn_jax.kernels.attention import backward_of
-    from attn_jax.kernels.options import of_recipe
 
-    wanted = of_recipe(_recipe(name, case, "backward")).design(None)
+    wanted = _wanted(_recipe(name, case, "backward"))
     query, value = (case.B, case.T, case.N, case.H), (case.B, case.S, case.K, case.H)
     chosen = architecture.chosen()
     return backward_of(query, value, chosen, case.rules, wanted=wanted)

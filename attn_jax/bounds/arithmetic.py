@@ -236,6 +236,8 @@ class Arithmetic:
         """`x` rounded to a multiple of a `unit`. Of terms far below it all may be lost,
         to one side: no part of the error is random."""
         error = np.where(x.size > 0, unit.high / 2, 0.0)
+        if not np.isfinite(unit.high):
+            self.overflows.add("dq_sum")
         if self.kind != "order":
             return self._add(x, error, None, error)
         before = np.hypot(x.spread, extra_spread)

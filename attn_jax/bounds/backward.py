@@ -41,7 +41,7 @@ from attn_jax.bounds.forward import (
 from attn_jax.bounds.head_scale import head_scale
 from attn_jax.bounds.ring import joined, shares
 from attn_jax.bounds.rows import Rows, rows_of, with_shared
-from attn_jax.recipe_schema import Recipe
+from attn_jax.recipe_schema import MOST_HEAD_EXPONENT, Recipe
 
 
 class Gradients(NamedTuple):
@@ -302,6 +302,9 @@ def _sum_over_keys(
             variance = variance + own_variance
             if keys.integer is not None:
                 integer = unit.times(keys.integer)
+                # Of a head that 32 bits may not hold dQ is NaN.
+                if max(unit.high, keys.integer) >= 2.0**MOST_HEAD_EXPONENT:
+                    integer = Unit(0.0, np.inf)
                 part = arithmetic.whole(part, integer, np.sqrt(own_variance))
                 sums = plus(sums, part)
                 continue

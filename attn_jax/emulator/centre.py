@@ -26,6 +26,10 @@ def with_centred_keys(x: Operands) -> tuple[Operands, Array]:
         w = jnp.ldexp(jnp.ones((), x.static.carrier), exponent)
         new.dq_key = round_to((x.key - centre) * w, step.format) / w
         new.dq_key_least = step.format.min_exponent - exponent[..., None]
+        if x.recipe.dq_sum == "integers":
+            # What 32 bits cannot hold would end as some number.
+            held = jnp.isfinite(x.key).all((2, 3), keepdims=True)
+            w = jnp.where(held & (exponent > -MOST_HEAD_EXPONENT), w, jnp.nan)
         new.dq_key_scale = w[:, :, None]
     return new, centre[:, :, None]
 

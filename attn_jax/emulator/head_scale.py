@@ -26,8 +26,9 @@ def head_scale(x: Operands, dout, dlse, on_dlogits: float) -> Array | None:
     scale = jnp.where(bound > 0, jnp.ldexp(jnp.ones_like(bound), exponent), 1.0)
     if x.recipe.dq_sum == "numbers":
         return scale
-    # Infinities and NaN would end as numbers.
-    return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+    # What 32 bits cannot hold would end as some number.
+    held = jnp.isfinite(largest) & (exponent > -MOST_HEAD_EXPONENT)
+    return jnp.where(held, scale, jnp.nan)
 
 
 def _norm(x):

@@ -33,7 +33,6 @@ from attn_jax.kernels.tiles import (
     LOG2_E,
     capped,
     head_of,
-    pad_rows,
     read_tile,
     smem_tile,
 )
@@ -85,7 +84,7 @@ def backward_dkv(
     dims = query.shape[-1], value.shape[-1]
     query, dout = (tiles.join_heads(x[:, :query_count], columns) for x in (query, dout))
     key, value = (tiles.join_heads(x[:, :key_count], rows) for x in (key, value))
-    statistics = _by_block(lse, delta, query.shape[1] // columns, columns)
+    statistics = tiles.by_block(lse * LOG2_E, delta, query.shape[1] // columns, columns)
     pairs = None
     if mask is not None:
         lists = block_lists(
@@ -319,17 +318,3 @@ def _gradients(
         compiler_params=tiles.COMPILER_PARAMS,
     )(query, key, value if wants_dk else None, dout, statistics, pairs, bias)
     return dk, dv
-
-
-def _by_block(
-    lse: Float32[Array, "B N T"], delta: Float32[Array, "B N T"], count: int, size: int
-) -> Float32[Array, "B N count R size"]:
-    """LSE in units of log2 and delta of each of `count` blocks of `size` queries.
-
-    cp.async copies them with all 128 threads, 4 bytes each or a multiple of that, so
-    there are zero rows behind the two where blocks are short.
-    """
-    rows = [pad_rows(x, count * size) for x in (lse * LOG2_E, delta)]
-    rows += [jnp.zeros_like(rows[0])] * (max(2, -(-128 // size)) - 2)
-    blocks = [x.reshape(*x.shape[:2], count, size) for x in rows]
-    return jnp.stack(blocks, axis=3)

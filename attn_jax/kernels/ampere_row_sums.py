@@ -1,16 +1,18 @@
 """What the backward pass sums over rows of its inputs, for Ampere (sm_80):
 
-    excess = rowsum(dO * (out + low))
+    excess = rowsum(dO * (out + low))      dout_squares = rowsum(dO * dO)
 
 in one launch, at the speed of memory: a CTA has a tile of rows of one head and reads it
-once, straight to registers.
+once, straight to registers. The squares are made on request.
 
 Where it rounds: all is FP32, u = 2^-24, added in an order that shapes fix: two runs
-give the same bits. out + low rounds once, its product with dO at most once (the
-compiler may fuse it with an addition). Threads and lanes then add as `hopper_row_sums`
-says: no product is in more than `Lanes.additions`, 10 for head dimension 64, 11 for
-128. So the sum is off by at most (additions + 2) u times sum |dO| |out + low|, to first
-order.
+give the same bits.
+  excess: out + low rounds once, its product with dO at most once (the compiler may fuse
+    it with an addition). Threads and lanes then add as `hopper_row_sums` says: no
+    product is in more than `Lanes.additions`, 10 for head dimension 64, 11 for 128. So
+    the sum is off by at most (additions + 2) u times sum |dO| |out + low|, to first
+    order.
+  dout_squares: the same additions; dO * dO is exact, short of underflow.
 """
 
 import jax
@@ -32,8 +34,10 @@ def row_sums(
     out: Float[Array, "B T N D"],
     low: Float[Array, "B T N D"] | None,
     dout: Float[Array, "B T N D"],
-) -> tuple[Float32[Array, "B N T"], None]:
-    """(excess, as the module says; None for the squares that Hopper's kernels want).
+    *,
+    squares: bool = False,
+) -> tuple[Float32[Array, "B N T"], Float32[Array, "B N T"] | None]:
+    """(excess, dout_squares or, if not `squares`, None), as the module says.
 
     `dout` is BF16 or FP16; `out` has its format or is FP32; `low` has its format, or is
     None for zero."""
@@ -42,7 +46,7 @@ def row_sums(
     rows = max(ELEMENTS // head_dim // lanes.strip, 1) * lanes.strip
     layout = lanes.layout()
 
-    def attention_row_sums(out_gmem, low_gmem, dout_gmem, excess_gmem):
+    def attention_row_sums(out_gmem, low_gmem, dout_gmem, excess_gmem, squares_gmem):
         b, n = lax.axis_index("batch"), lax.axis_index("head")
         start = lax.axis_index("tile") * rows
         first = jnp.minimum(start, out_gmem.shape[1] - rows)
@@ -51,11 +55,16 @@ def row_sums(
             own = tiles.head_rows(gmem, b, first, rows, n, head_dim)
             return widen(read(own, layout=layout))
 
+        def write(gmem, products):
+            write_tile(gmem.at[b, n, pl.ds(start, rows)], products.sum(axis=1))
+
         total = tile(out_gmem)
         if low_gmem is not None:
             total += tile(low_gmem)
-        sums = (tile(dout_gmem) * total).sum(axis=1)
-        write_tile(excess_gmem.at[b, n, pl.ds(start, rows)], sums)
+        dout = tile(dout_gmem)
+        write(excess_gmem, dout * total)
+        if squares_gmem is not None:
+            write(squares_gmem, dout * dout)
 
     def flat(x):
         if x is None:
@@ -64,16 +73,22 @@ def row_sums(
         return x.reshape(*x.shape[:2], -1)
 
     blocks = pl.cdiv(count, rows)
-    excess = plgpu.kernel(
+    whole, rest = divmod(count, rows)
+
+    def in_order(sums):
+        if not (whole and rest):
+            return sums[:, :, :count]
+        # The last tile is the last rows there are, of which the first are another
+        # one's.
+        parts = sums[:, :, : whole * rows], sums[:, :, blocks * rows - rest :]
+        return jnp.concatenate(parts, axis=2)
+
+    of_rows = jax.ShapeDtypeStruct((batch, heads, blocks * rows), jnp.float32)
+    excess, dout_squares = plgpu.kernel(
         attention_row_sums,
-        out_type=jax.ShapeDtypeStruct((batch, heads, blocks * rows), jnp.float32),
+        out_type=[of_rows, of_rows if squares else None],
         grid=(heads, blocks, batch),
         grid_names=("head", "tile", "batch"),
         compiler_params=tiles.COMPILER_PARAMS,
     )(*map(flat, (out, low, dout)))
-    whole, rest = divmod(count, rows)
-    if not (whole and rest):
-        return excess[:, :, :count], None
-    # The last tile is the last rows there are, of which the first are another one's.
-    parts = excess[:, :, : whole * rows], excess[:, :, blocks * rows - rest :]
-    return jnp.concatenate(parts, axis=2), None
+    return in_order(excess), in_order(dout_squares) if squares else None

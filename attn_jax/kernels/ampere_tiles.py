@@ -1,13 +1,17 @@
 """What the Ampere kernels share: mma.sync fragments, cp.async, the running softmax.
 
-A CTA is one warpgroup. Its four warps share the rows of every product: in a tile of
-R rows, rows 16 w .. 16 w + 15 of every 64 are warp w's. The right operand is needed
-whole by all four, so it comes from shared memory; accumulators and left operands stay
-in registers.
+A CTA is one warpgroup (two in `ampere_backward_fused`). Its four warps share the rows
+of every product: in a tile of R rows, rows 16 w .. 16 w + 15 of every 64 are warp w's.
+The right operand is needed whole by all four, so it comes from shared memory;
+accumulators and left operands stay in registers.
 
-Nothing here synchronises but `wait_for_copies`: kernels are compiled without automatic
-barriers (`COMPILER_PARAMS`) and order every reuse of shared memory by that call.
+Nothing here synchronises but `wait_for_copies`, and `cta_barrier` where there are two:
+kernels are compiled without automatic barriers (`COMPILER_PARAMS`) and order every
+reuse of shared memory by these calls.
 """
+
+import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -15,8 +19,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxtyping import Array, Float32
 
-from attn_jax.kernels.tiles import Fragments, finite, swizzle, write_tile
+from attn_jax.kernels.tiles import Fragments, finite, pad_rows, swizzle, write_tile
 
 # Fragments of mma.sync for 16-bit operands (BF16 and FP16 alike) and FP32 sums, with
 # one value per row and one per column of an accumulator.
@@ -64,12 +70,47 @@ def wait_for_copies(in_flight: int) -> None:
     plgpu.wait_gmem_to_smem(in_flight)
 
 
+def by_block(
+    lse2: Float32[Array, "B N T"], delta: Float32[Array, "B N T"], count: int, size: int
+) -> Float32[Array, "B N count R size"]:
+    """LSE in units of log2 and delta of each of `count` blocks of `size` queries.
+
+    cp.async copies them with all 128 threads, 4 bytes each or a multiple of that, so
+    there are zero rows behind the two where blocks are short.
+    """
+    rows = [pad_rows(x, count * size) for x in (lse2, delta)]
+    rows += [jnp.zeros_like(rows[0])] * (max(2, -(-128 // size)) - 2)
+    blocks = [x.reshape(*x.shape[:2], count, size) for x in rows]
+    return jnp.stack(blocks, axis=3)
+
+
 def head_rows(gmem, batch, start, count: int, head, head_dim: int):
     """Rows [start, start + count) of one head, of an array viewed as [B, L, heads H].
 
     cp.async wants the sliced axes next to each other.
     """
     return gmem.at[batch, pl.ds(start, count), pl.ds(head * head_dim, head_dim)]
+
+
+def cta_barrier(warpgroups: int) -> None:
+    """A barrier of all threads of a CTA of so many warpgroups."""
+    plgpu.inline_mgpu()(CtaBarrier(warpgroups))()
+
+
+@dataclasses.dataclass(frozen=True)
+class CtaBarrier:
+    """The code behind `cta_barrier`; the interpreter knows it by this class."""
+
+    warpgroups: int
+
+    # Mosaic GPU itself uses 0, and one for each warpgroup from 1 on.
+    NUMBER: ClassVar[int] = 8
+
+    def __call__(self, context) -> None:
+        del context
+        mgpu_utils.inline_ptx(
+            f"bar.sync {self.NUMBER}, {128 * self.warpgroups};", has_side_effects=True
+        )
 
 
 def join_heads(x: jax.Array, rows: int) -> jax.Array:

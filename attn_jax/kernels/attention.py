@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Float32
 
+from attn_jax.formats import BF16, NumberFormat
 from attn_jax.kernels import (
+    ampere_backward_fused,
     architecture,
     design,
     hopper_backward_fused,
@@ -25,7 +27,7 @@ from attn_jax.kernels import (
 )
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.partition import Layout, partitioned, varying_alike
-from attn_jax.kernels.tuning import Backward, Configuration
+from attn_jax.kernels.tuning import AmperePlan, Backward, Configuration
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
 from attn_jax.pairwise import pairwise_sum
@@ -36,6 +38,11 @@ from attn_jax.residuals import named_lse, named_out
 # Axes of `KeyNumbers`.
 _NUMBERS = dict(zip(KeyNumbers._fields, ("BKH", "BKH", "BKD", "BKD"), strict=True))
 # In which the forward kernels visit blocks of keys.
+# Keys that the one-pass kernels add to dQ at once.
+_KEY_TILES: dict[Architecture, int] = {
+    "ampere": ampere_backward_fused.KEY_TILE,
+    "hopper": hopper_backward_fused.KEY_TILE,
+}
 _KV_ORDER: dict[Architecture, Literal["forward", "reverse"]] = {
     "ampere": "forward",
     "hopper": "reverse",
@@ -91,7 +98,7 @@ def attention(
         What it is goes to the logger `attn_jax.kernels` at level INFO, once for a
         shape on a device.
       recipe: which of the algorithm's options are wanted, None: the kernels' own. Its
-        `dq_centre`, `dq_dlogits`, `delta_source`, `rescale_threshold`,
+        `dq_centre`, `dq_dlogits`, `dq_sum`, `delta_source`, `rescale_threshold`,
         `repeated_max_factor` and, as a pair, `probability` and `probability_scale`
         (FP16, `hopper_softmax.P_SCALE`) are taken. Name, source, blocks and order
         of keys are the kernels' own, whatever it says; all else is to be as in
@@ -149,7 +156,7 @@ def attention(
         ),
         soft_cap=python_float(soft_cap),
         out_dtype=jnp.dtype(query.dtype if out_dtype is None else out_dtype),
-        backward=chosen.design(backward),
+        backward=chosen.design(backward, target),
         tilings=tilings,
         bias_dtype=None if bias is None else local.bias_dtype(bias.dtype),
         options=chosen,
@@ -209,7 +216,8 @@ def unsupported(
         )
     if recipe is None:
         return None
-    kind = {"soft_cap": soft_cap, "has_bias": bias is not None}
+    inputs = local.INPUTS[jnp.dtype(query.dtype)]
+    kind = {"soft_cap": soft_cap, "has_bias": bias is not None, "inputs": inputs}
     shapes = query.shape, value.shape
     return options.reason_against(
         recipe,
@@ -232,6 +240,7 @@ def backward_of(
     *,
     soft_cap: float | None = None,
     has_bias: bool = False,
+    inputs: NumberFormat = BF16,
     wanted: Backward | None = None,
 ) -> Backward:
     """How the gradients of one device's arrays are made, [B, T, N, H] and [B, S, K, D]
@@ -244,6 +253,7 @@ def backward_of(
         window=window,
         listed=has_bias or window is None and not visibility.is_static(mask),
         soft_cap=soft_cap,
+        inputs=inputs,
         wanted=wanted,
     )
 
@@ -281,7 +291,7 @@ def declared_recipe(
     target = architecture.chosen() if target is None else target
     dims = head_dim, head_dim if value_dim is None else value_dim
     chosen = options.of_recipe(recipe)
-    forward, dq_tiling, *_ = design.configuration_of(
+    forward, dq_tiling, _, plan = design.configuration_of(
         *(target, *dims, key_length, mask),
         query_count=query_length,
         has_bias=has_bias,
@@ -306,14 +316,18 @@ def declared_recipe(
         mask,
         soft_cap=soft_cap,
         has_bias=has_bias,
-        wanted=chosen.design(backward),
+        inputs=inputs,
+        wanted=chosen.design(backward, target),
     )
     if made == "fused":
+        queries = hopper_backward_fused.QUERIES[head_dim]
+        if isinstance(plan, AmperePlan):
+            queries = plan.queries
         declared = dataclasses.replace(
             declared,
             source="the Pallas kernels of this package, backward pass in one kernel",
-            backward_block_q=hopper_backward_fused.QUERIES[head_dim],
-            backward_block_kv=hopper_backward_fused.KEY_TILE,
+            backward_block_q=queries,
+            backward_block_kv=_KEY_TILES[target],
         )
     return chosen.on(declared, made, target, differentiated=differentiated)
 

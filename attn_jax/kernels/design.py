@@ -1,6 +1,8 @@
 """How gradients are made: all in one pass, or dQ by a kernel of its own."""
 
+from attn_jax.formats import BF16, NumberFormat
 from attn_jax.kernels import (
+    ampere_backward_fused,
     architecture,
     hopper_backward_fused,
     ring_order,
@@ -20,6 +22,10 @@ from attn_jax.recipe import Architecture
 # kernels were 1.07 to 1.5 times as fast at shares to 0.485, one pass 1.06 to 1.12 times
 # at 0.71 to 0.81 (`prototypes/measure_designs.py`); between them nothing was measured.
 LEAST_SHARE = 0.5
+
+# On Ampere, by head dim, how many keys a query is to see in the mean, for what comes
+# before and after the fused kernel to be worth it.
+LEAST_KEYS = {64: 512, 128: 2048}
 
 
 def configuration_of(
@@ -62,19 +68,26 @@ def backward_of(
     window: Band | None = None,
     listed: bool = False,
     soft_cap: float | None = None,
+    inputs: NumberFormat = BF16,
     wanted: Backward | None = None,
 ) -> Backward:
     """The design for one device's arrays, [B, T, N, H] and [B, S, K, D].
 
-    "fused" only where that kernel takes the problem: on Hopper, no mask but the causal
-    one or a `window` (`visibility.window_of`) and no bias (`listed`: anything else that
-    takes lists of blocks), no soft cap, and `hopper_backward_fused.reason_against` has
-    nothing against the shapes; on a card with as many multiprocessors as its rings are
-    made for. On a smaller one (the PCIe H100) a ring's CTAs would wait for some that
-    cannot start. And, unless it is `wanted`, where it fills the card (`LEAST_SHARE`).
+    "fused" only where that kernel takes the problem: no mask but the causal one or, on
+    Hopper, a `window` (`visibility.window_of`) and no bias (`listed`: anything else
+    that takes lists of blocks), no soft cap, and `reason_against` of the target's
+    kernel has nothing against the shapes. On Hopper on a card with as many
+    multiprocessors as its rings are made for: on a smaller one (the PCIe H100) a ring's
+    CTAs would wait for some that cannot start. On Ampere for BF16 inputs, whose dS is
+    scaled. And, unless it is `wanted`, where it fills the card (`LEAST_SHARE`), or a
+    query sees many keys (`_ampere`).
     """
-    if target != "hopper" or wanted == "two_kernels" or listed or soft_cap is not None:
+    if wanted == "two_kernels" or listed or soft_cap is not None:
         return "two_kernels"
+    if target == "ampere":
+        if window is not None:
+            return "two_kernels"
+        return _ampere(query_shape, value_shape, is_causal, inputs, wanted)
     there = architecture.multiprocessors()
     if there is not None and there < ring_order.MULTIPROCESSORS:
         return "two_kernels"
@@ -91,3 +104,20 @@ def backward_of(
     shapes = shapes.in_parts(plan, is_causal=is_causal, window=window)
     ring = shapes.ring(plan, is_causal=is_causal, window=window)
     return "fused" if ring.share(shapes.pairs) >= LEAST_SHARE else "two_kernels"
+
+
+def _ampere(
+    query_shape: tuple[int, ...],
+    value_shape: tuple[int, ...],
+    is_causal: bool,
+    inputs: NumberFormat,
+    wanted: Backward | None,
+) -> Backward:
+    against = ampere_backward_fused.reason_against(
+        query_shape, value_shape, is_causal=is_causal
+    )
+    if against is not None or inputs != BF16:
+        return "two_kernels"
+    seen = tuning.keys_seen(value_shape[1], is_causal=is_causal)
+    many = seen >= LEAST_KEYS[query_shape[3]]
+    return "fused" if many or wanted == "fused" else "two_kernels"

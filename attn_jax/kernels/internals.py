@@ -32,7 +32,13 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from attn_jax.kernels import ampere_tiles, ring_order, tiles, turns
+from attn_jax.kernels import (
+    ampere_fixed_point,
+    ampere_tiles,
+    ring_order,
+    tiles,
+    turns,
+)
 
 
 def kernel(
@@ -302,12 +308,30 @@ def _interpret_arithmetic(self: JaxprInterpreter, eqn, get_invals):
 def _interpret_inline(self: JaxprInterpreter, eqn, token, get_invals):
     """Gap: inlined code. Ours changes the layout, of which the interpreter has none,
     hides from the compiler what it returns, or asks the threads of a warp; there is
-    one answer for a warpgroup here."""
-    if eqn.params["mgpu_fn"] is tiles.vote:
+    one answer for a warpgroup here. Or it is a barrier of a CTA, which the interpreter
+    has under another name, or adds to memory, which is no race with other additions."""
+    function = eqn.params["mgpu_fn"]
+    if isinstance(function, ampere_tiles.CtaBarrier):
+        token = gpu_callbacks.call_named_barrier(
+            *(token, self.mesh_location, self.thread, function.NUMBER),
+            num_threads=128 * function.warpgroups,
+            sync=True,
+            source_info=eqn.source_info,
+        )
+        return token, []
+    if function is ampere_fixed_point.add_rounded:
+        target, x, *leaves = get_invals()
+        view, _ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
+        x = ampere_fixed_point.as_stored(jnp.rint(x).astype(jnp.int32))
+        return _add(self, eqn, token, target, view, values=x), []
+    if function is ampere_fixed_point.interleave:
+        stored = jnp.stack(get_invals(), axis=1)
+        return token, [ampere_fixed_point.in_order(stored)]
+    if function is tiles.vote:
         (x,) = get_invals()
         return token, [jnp.any(x != 0).astype(jnp.int32)]
     known = (ampere_tiles.rename_accumulator_to_left, tiles.first_lane)
-    if eqn.params["mgpu_fn"] not in known:
+    if function not in known:
         return _stock_inline(self, eqn, token, get_invals)
     return token, list(get_invals())
 
@@ -378,18 +402,22 @@ def _interpret_store(
     source_view, target_view = jax.tree.unflatten(
         jax.tree_util.treedef_tuple([params[name] for name in trees]), rest
     )
-    token = io_callback(
+    given = {"source": source, "source_view": source_view}
+    return _add(self, eqn, token, target, target_view, **given), []
+
+
+def _add(self: JaxprInterpreter, eqn, token, target, target_view, **given):
+    """Adds `values`, or those in the buffer `source`, to what is in another one."""
+    return io_callback(
         functools.partial(_add_tile, source_info=eqn.source_info),
         gpu_callbacks.TOKEN_SHAPE_DTYPE,
         token=token,
         mesh_location=self.mesh_location,
         thread=self.thread,
-        source=source,
-        source_view=source_view,
         target=target,
         target_view=target_view,
+        **given,
     )
-    return token, []
 
 
 @gpu_callbacks.fail_on_exception
@@ -398,15 +426,19 @@ def _add_tile(
     token,
     mesh_location,
     thread,
-    source,
-    source_view,
     target,
     target_view,
     source_info,
+    values=None,
+    source=None,
+    source_view=None,
 ):
-    _, added = gpu_callbacks._get(
-        token, mesh_location, thread, source, source_view, source_info=source_info
-    )
+    added = values
+    if added is None:
+        assert source is not None
+        _, added = gpu_callbacks._get(
+            token, mesh_location, thread, source, source_view, source_info=source_info
+        )
     memory = gpu_callbacks._get_shared_memory()
     info = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
     key = shared_memory.HostAllocationKey.from_array(target)
@@ -423,7 +455,7 @@ def _add_tile(
         memory.store_buffer_content(
             key, access, before + added, thread, logging_info=info
         )
-        if memory.detect_races:
+        if memory.detect_races and values is None:
             assert clock is not None
             gpu_callbacks.get_races().check_write(
                 thread, clock.generic_clock, key, access, source_info=source_info

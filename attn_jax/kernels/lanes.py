@@ -41,15 +41,25 @@ class Lanes(NamedTuple):
 
     def layout(self):
         rows, columns = LANES // self.lanes, self.lanes * self.vector
-        layout = mgpu.TiledLayout(
-            mgpu.fragmented_array.Tiling(
-                ((WARPS * rows, columns), (rows, columns), (1, self.vector))
-            ),
-            warp_dims=(-6,),
-            lane_dims=(-4, -3),
-            vector_dim=-1,
-            _check_canonical=False,
-        ).canonicalize()
-        return plgpu.Layout.TILED(
-            layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim
-        )
+        tiling = (WARPS * rows, columns), (rows, columns), (1, self.vector)
+        return tiled(tiling, warp_dims=(-6,), lane_dims=(-4, -3))
+
+
+def tiled(
+    tiling: tuple[tuple[int, ...], ...],
+    *,
+    warp_dims: tuple[int, ...],
+    lane_dims: tuple[int, ...],
+):
+    """A layout that cuts a tile as `tiling` says, deals the axes so named of what
+    comes of it to warps and lanes, and gives a thread vectors of the last one."""
+    layout = mgpu.TiledLayout(
+        mgpu.fragmented_array.Tiling(tiling),
+        warp_dims=warp_dims,
+        lane_dims=lane_dims,
+        vector_dim=-1,
+        _check_canonical=False,
+    ).canonicalize()
+    return plgpu.Layout.TILED(
+        layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim
+    )

@@ -15,7 +15,9 @@ from attn_jax.kernels import (
     ampere_backward_dbias,
     ampere_backward_dkv,
     ampere_backward_dq,
+    ampere_backward_fused,
     ampere_forward,
+    ampere_key_numbers,
     ampere_row_sums,
     design,
     hopper_backward_dbias,
@@ -30,7 +32,7 @@ from attn_jax.kernels import (
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers, key_numbers
 from attn_jax.kernels.hopper_range import range_of
 from attn_jax.kernels.options import DEFAULT, Options
-from attn_jax.kernels.tuning import Backward, Configuration
+from attn_jax.kernels.tuning import AmperePlan, Backward, Configuration, Plan
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.pairwise import pairwise_sum
 from attn_jax.recipe import Architecture
@@ -79,7 +81,8 @@ class Static(NamedTuple):
             return False
         # What it takes by shape; whether it is chosen is known on a device.
         one_pass = self.tilings.backward_fused is not None and self.soft_cap is None
-        one_pass = one_pass and chosen.design(self.backward) != "two_kernels"
+        wanted = chosen.design(self.backward, self.target)
+        one_pass = one_pass and wanted != "two_kernels"
         centred = one_pass and chosen.dq_centre in (None, "keys")
         if INPUTS[self.dtype] == FP16:
             return centred
@@ -195,12 +198,15 @@ def backward(
     made = _design(query.shape, value.shape, static, listed=rules is not None)
     chosen = static.options
     centre_kind = chosen.dq_centre or ("keys" if made == "fused" else "mean")
-    scaled = chosen.halves_dq(INPUTS[jnp.dtype(dtype)], target)
+    scaled = chosen.halves_dq(INPUTS[jnp.dtype(dtype)], target, made)
     # Delta sees the rounded one, as the products do: rows of dS are to sum to zero.
     dout = dout.astype(dtype)
     excess = dout_squares = None
     if scaled or chosen.delta_source != "p_dp":
-        excess, dout_squares = _ROW_SUMS[target].row_sums(out, low, dout)
+        squares = {"squares": scaled} if target == "ampere" else {}
+        excess, dout_squares = _ROW_SUMS[target].row_sums(out, low, dout, **squares)
+    if made == "fused" and target == "ampere":
+        numbers = ampere_key_numbers.key_numbers(key, value)
     unpadded_key = key
     query, key, value, dout = map(pad_sequence, (query, key, value, dout))
     if rules is not None or chosen.repeated_max_factor is not None:
@@ -241,11 +247,23 @@ def backward(
         centred=centre_kind == "keys",
         scaled=scaled,
     )
+    if made == "fused" and target == "ampere":
+        plan = static.tilings.backward_fused
+        assert isinstance(plan, AmperePlan) and dout_squares is not None
+        row_sum = _or_nan(row_sum, dout_squares, key.shape[2])
+        gradients = ampere_backward_fused.backward_fused(
+            *(*operands, row_sum, found),
+            plan=plan,
+            **options,
+        )
+        return *gradients, dsinks
     if made == "fused":
+        plan = static.tilings.backward_fused
+        assert isinstance(plan, Plan)
         gradients = hopper_backward_fused.backward_fused(
             *(*operands, row_sum, found),
             window=static.window,
-            plan=static.tilings.backward_fused,
+            plan=plan,
             dq_dtype=jnp.dtype(jnp.float16) if scaled else jnp.dtype(dtype),
             **options,
         )
@@ -292,6 +310,20 @@ def backward(
         **lengths,
     )
     return dq, dk, dv, dsinks, dbias
+
+
+def _or_nan(
+    row_sum: Float32[Array, "B N T"] | None,
+    dout_squares: Float32[Array, "B N T"],
+    key_heads: int,
+) -> Float32[Array, "B N T"]:
+    """`row_sum`, and NaN for a key head of which `hopper_range` has no bound: integers
+    might not hold its dS, nor show it."""
+    batch, heads, _ = dout_squares.shape
+    bounded = jnp.isfinite(dout_squares.reshape(batch, key_heads, -1)).all(-1)
+    bounded = jnp.repeat(bounded, heads // key_heads, axis=1)[..., None]
+    row_sum = jnp.zeros_like(dout_squares) if row_sum is None else row_sum
+    return jnp.where(bounded, row_sum, jnp.nan)
 
 
 def _row_centre(
@@ -354,6 +386,7 @@ def _design(
         window=static.window,
         listed=listed and static.window is None,
         soft_cap=static.soft_cap,
+        inputs=INPUTS[static.dtype],
         wanted=static.backward or _without_plan(static),
     )
 

@@ -17,8 +17,9 @@ class Options(NamedTuple):
 
     Attributes:
       dq_centre: None: "keys" in the one-pass kernel and "mean" in two.
-      half_dq: on Hopper dQ of BF16 inputs is made of FP16 dS and K', each scaled into
-        range for its head (`dq_dlogits`), and not of such as the inputs are.
+      half_dq: on Hopper, and in Ampere's one-pass kernel, dQ of BF16 inputs is made of
+        FP16 dS and K', each scaled into range for its head (`dq_dlogits`), and not of
+        such as the inputs are.
       half_weights: P of the forward product is FP16 though the inputs are BF16, and so
         is V (`hopper_key_numbers`). None: where it is differentiated, since dQ gains
         by it more than out does. Ampere's kernels do not have it.
@@ -31,16 +32,22 @@ class Options(NamedTuple):
     repeated_max_factor: float | None = None
     half_weights: bool | None = None
 
-    def design(self, wanted: Backward | None) -> Backward | None:
+    def design(self, wanted: Backward | None, target: Architecture) -> Backward | None:
         """The design of the backward pass: that which has these options, or `wanted`
         where both have."""
-        if self.dq_centre in ("mean", "row"):
+        of_two: tuple[DqCentre, ...] = ("mean", "row")
+        if target == "ampere":  # One pass has integers alone, in units of K'.
+            of_two = "mean", "none"
+        if self.dq_centre in of_two:
             return "two_kernels"
         return "fused" if self.dq_centre == "keys" else wanted
 
-    def halves_dq(self, inputs: NumberFormat, target: Architecture) -> bool:
+    def halves_dq(
+        self, inputs: NumberFormat, target: Architecture, made: Backward
+    ) -> bool:
         """Whether dQ has dS and K' in FP16 where they are not so by themselves."""
-        return self.half_dq and inputs != FP16 and target == "hopper"
+        there = target == "hopper" or made == "fused"
+        return self.half_dq and inputs != FP16 and there
 
     def on(
         self,
@@ -52,7 +59,7 @@ class Options(NamedTuple):
     ) -> Recipe:
         """The recipe of the kernels of a design, `declared` but for the options."""
         centre = self.dq_centre or ("keys" if made == "fused" else "mean")
-        scaled = self.halves_dq(declared.inputs, target)
+        scaled = self.halves_dq(declared.inputs, target, made)
         half = differentiated if self.half_weights is None else self.half_weights
         half = half and target == "hopper" and declared.inputs == BF16
         weights = _HALF_WEIGHTS if half else {}
@@ -61,6 +68,7 @@ class Options(NamedTuple):
             **weights,
             dq_centre=centre,
             dq_dlogits=Step(FP16) if scaled else None,
+            dq_sum="integers" if target == "ampere" and made == "fused" else "numbers",
             delta_source=self.delta_source,
             rescale_threshold=self.rescale_threshold,
             repeated_max_factor=self.repeated_max_factor,
@@ -72,16 +80,18 @@ _HALF_WEIGHTS = {"probability": Step(FP16), "probability_scale": P_SCALE}
 # What kernels have, by field.
 _HAVE: dict[Architecture, dict[str, tuple]] = {
     "ampere": {
-        "dq_centre": ("mean", "none"),
+        "dq_centre": ("keys", "mean", "none"),
         "delta_source": ("o_hi_lo", "o"),
         "rescale_threshold": (0.0,),
         "repeated_max_factor": (None,),
-        "dq_dlogits": (None,),
+        "dq_dlogits": (None, Step(FP16)),
+        "dq_sum": ("numbers", "integers"),
     },
     "hopper": {
         "dq_centre": ("keys", "mean", "row", "none"),
         "delta_source": ("o_hi_lo", "o", "p_dp"),
         "dq_dlogits": (None, Step(FP16)),
+        "dq_sum": ("numbers",),
     },
 }
 _OPTIONS = {field for have in _HAVE.values() for field in have}
@@ -143,7 +153,13 @@ def reason_against(
         return _refusal(recipe, "rescale_threshold", why)
     if recipe.dq_dlogits is not None and recipe.inputs != BF16:
         return _refusal(recipe, "dq_dlogits", "for FP16 inputs the kernels have None")
-    needed = of_recipe(recipe).design(None)
+    if target == "ampere":
+        in_one_pass = recipe.dq_centre == "keys"
+        for name, have in (("dq_dlogits", Step(FP16)), ("dq_sum", "integers")):
+            if (getattr(recipe, name) == have) != in_one_pass:
+                why = f"the kernels for Ampere have {_said(have)} with dq_centre "
+                return _refusal(recipe, name, why + "'keys', and only with it")
+    needed = of_recipe(recipe).design(None, target)
     if needed == "fused" and not fused_taken:
         why = "it is the one-pass kernel's, which does not take these arguments; two "
         why += "kernels have dq_centre 'mean', 'row' or 'none'"

@@ -34,6 +34,7 @@ from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.options import Options
 from attn_jax.kernels.schedule import Chosen
 from attn_jax.kernels.tiles import LN_2
+from attn_jax.kernels.tuning import Plan
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
 from attn_jax.varying import varying_alike
@@ -214,9 +215,11 @@ def backward(
     operands = query, key, value, dout, lse, excess
     scaled = _scaled(key)
     if made == "fused":
+        plan = static.tilings.backward_fused
+        assert isinstance(plan, Plan)
         gradients = hopper_backward_fused.backward_fused(
             *(*operands, None, ranges.centred),
-            plan=static.tilings.backward_fused,
+            plan=plan,
             dq_dtype=jnp.dtype(jnp.float16) if scaled else query.dtype,
             wide=True,
             **options,
@@ -283,7 +286,8 @@ def ranges(
 
 def _scaled(key: Array) -> bool:
     """Whether dQ's product has powers of two."""
-    return _OPTIONS.halves_dq(local.INPUTS[jnp.dtype(key.dtype)], "hopper")
+    inputs = local.INPUTS[jnp.dtype(key.dtype)]
+    return _OPTIONS.halves_dq(inputs, "hopper", "two_kernels")
 
 
 def _static(query, key, value, scale, mask, bias) -> tuple[local.Static, Rules | None]:

@@ -130,6 +130,22 @@ class Plan:
         return max(1, self.storing_warps)
 
 
+@dataclass(frozen=True)
+class AmperePlan:
+    """How Ampere's fused backward kernel cuts its work, which is the order of additions
+    to dK and dV; dQ's integers have none.
+
+    Attributes:
+      queries: in a block. 64 take more shared memory than an A100 has at head dim 128.
+    """
+
+    queries: int = 32
+
+    def __post_init__(self):
+        if self.queries not in (32, 64):
+            raise ValueError(f"{self.queries} queries in a block, not 32 or 64")
+
+
 # Head dims of Q and K, and of V: any two of them.
 HEAD_DIMS: dict[Architecture, tuple[int, ...]] = {
     "ampere": (32, 64, 96, 128, 192, 256),
@@ -141,18 +157,19 @@ HEAD_DIMS: dict[Architecture, tuple[int, ...]] = {
 # loop over blocks. At the others they make both anew in each block.
 PLENTY_OF_REGISTERS = ((64, 64), (128, 128))
 
-# At which Hopper has the fused backward kernel: the same for Q, K and V.
+# At which there are the fused backward kernels: the same for Q, K and V.
 FUSED_HEAD_DIMS = (64, 128)
 
 KernelName = Literal["forward", "backward_dq", "backward_dkv", "backward_fused"]
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 
 # What the table has for a kernel.
-type Choice = Tiling | Plan
+type Choice = Tiling | Plan | AmperePlan
 # Kernels that choose something else, or more, than `Tiling` says.
 _CLASSES: dict[tuple[Architecture, KernelName], type[Choice]] = {
     ("hopper", "forward"): ForwardTiling,
     ("hopper", "backward_fused"): Plan,
+    ("ampere", "backward_fused"): AmperePlan,
 }
 
 # A kernel, and the mask by which its entries differ.
@@ -229,8 +246,7 @@ def takes(
 ) -> bool:
     """Whether there is such a kernel for these head dims of Q and K, and of V."""
     if kernel == "backward_fused":
-        fits = architecture == "hopper" and head_dim == value_dim
-        return fits and head_dim in FUSED_HEAD_DIMS
+        return head_dim == value_dim and head_dim in FUSED_HEAD_DIMS
     known = HEAD_DIMS.get(architecture, ())
     return kernel in KERNEL_NAMES and {head_dim, value_dim} <= set(known)
 
@@ -356,7 +372,7 @@ class Configuration(NamedTuple):
     forward: Tiling
     backward_dq: Tiling
     backward_dkv: Tiling
-    backward_fused: Plan | None
+    backward_fused: Plan | AmperePlan | None
 
 
 def tiling[T](
@@ -385,8 +401,12 @@ def _without_ahead(few: Any) -> Any:
 
 
 def fused(head_dim: int, key_count: int, *, is_causal: bool) -> Plan:
-    """The fused backward kernel's plan."""
-    group = Group("hopper", "backward_fused", head_dim, head_dim, is_causal)
+    """The plan of Hopper's fused backward kernel."""
+    return _plan("hopper", head_dim, key_count, is_causal)
+
+
+def _plan(target: Architecture, head_dim: int, key_count: int, is_causal: bool) -> Any:
+    group = Group(target, "backward_fused", head_dim, head_dim, is_causal)
     most, few, many = few_and_many(group)
     return few if keys_seen(key_count, is_causal=is_causal) <= most else many
 
@@ -431,7 +451,7 @@ def configuration(
 
     plan = None
     if takes(target, "backward_fused", head_dim, value_dim) and (counts or not listed):
-        plan = fused(head_dim, key_count, is_causal=is_causal or counts)
+        plan = _plan(target, head_dim, key_count, is_causal or counts)
     return Configuration(*map(chosen, KERNEL_NAMES[:3]), backward_fused=plan)
 
 

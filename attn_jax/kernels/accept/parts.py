@@ -12,7 +12,6 @@ from attn_jax.audit.mask_cases import mask_cases
 from attn_jax.kernels import ring_order, tuning
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.checks import Check, N, S, T, compile_for
-from attn_jax.kernels.hopper_fused_work import QUERIES
 from attn_jax.kernels.tune.candidates import groups, head_dims
 from attn_jax.kernels.tuning import Backward, Group
 from attn_jax.mask import Mask
@@ -31,8 +30,8 @@ def all_checks(
 ) -> Iterator[Check]:
     """Every head dim and feature that the kernels have, the common ones first.
 
-    On Hopper both designs of the backward pass by name, the fused one where the card
-    has the multiprocessors that it needs (`attention.backward_of`).
+    Both designs of the backward pass by name, Hopper's fused one where the card has the
+    multiprocessors that it needs (`attention.backward_of`).
     """
     dims = list(head_dims(architecture))
     for feature in ("full", "causal"):
@@ -52,16 +51,16 @@ def all_checks(
     for pair in ((192, 128), (32, 256), (256, 32)):
         if pair not in dims:
             yield Check(*pair, "causal")
-    if architecture != "hopper":
-        return
     designs: tuple[Backward, ...] = ("two_kernels", "fused")
-    if multiprocessors is not None and multiprocessors < ring_order.MULTIPROCESSORS:
+    few = multiprocessors is not None and multiprocessors < ring_order.MULTIPROCESSORS
+    if architecture == "hopper" and few:
         designs = ("two_kernels",)
-    for head_dim in QUERIES:
+    for head_dim in tuning.FUSED_HEAD_DIMS:
         for backward in designs:
             yield Check(head_dim, head_dim, "full", backward=backward)
             yield Check(head_dim, head_dim, "causal", backward=backward, queries=S)
-            yield Check(head_dim, head_dim, "window", backward=backward, queries=S)
+            if architecture == "hopper":
+                yield Check(head_dim, head_dim, "window", backward=backward, queries=S)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,8 @@ from typing import Any
 
 from attn_jax.kernels import (
     ampere_backward_dkv,
+    ampere_backward_fused,
+    ampere_fixed_point,
     ampere_tiles,
     compiler,
     hopper_backward_dkv,
@@ -23,6 +25,7 @@ from attn_jax.kernels import (
     tuning,
 )
 from attn_jax.kernels.tuning import (
+    AmperePlan,
     Choice,
     ForwardTiling,
     Group,
@@ -289,6 +292,21 @@ def _ampere_backward_need(
     )
 
 
+def _ampere_fused_need(plan: AmperePlan, head_dim: int, value_dim: int) -> Need:
+    keys, queries = ampere_backward_fused.KEY_TILE, plan.queries
+    groups = head_dim // ampere_fixed_point.COLUMNS
+    block, both = (keys // groups, queries, 4), head_dim + value_dim
+    return Need(
+        # dK and dV, and a block of logits, of which dQ is made later.
+        _registers((keys // groups, both, 4), block),
+        _MOST_REGISTERS,
+        2 * keys * (both + head_dim)
+        + ampere_backward_fused.STAGES * queries * (2 * both + 8)
+        + 2 * ampere_backward_fused.STAGES * keys * queries,
+        4 * keys // groups * queries // _THREADS,
+    )
+
+
 def _ampere_dq_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
     return _ampere_backward_need(tiling, head_dim, value_dim, head_dim)
 
@@ -364,6 +382,13 @@ KERNELS: dict[Architecture, dict[KernelName, Kernel]] = {
             _ampere_dkv_need,
             options=_TWO_KERNELS,
         ),
+        "backward_fused": Kernel(
+            *("backward_fused", "attention_backward_fused", ("dq", "dk", "dv")),
+            {"queries": (32, 64)},
+            _ampere_fused_need,
+            options={"backward": "fused"},
+            whole=True,
+        ),
     },
 }
 
@@ -391,9 +416,10 @@ def groups(
     multiprocessors: int | None = None,
 ) -> Iterator[Group]:
     """What there is to tune of a kernel at these head dims, on a card with so many
-    multiprocessors: one with fewer than the fused kernel needs runs another one
+    multiprocessors: one with fewer than Hopper's fused kernel needs runs another one
     (`attention.backward_of`). None: a card with enough."""
     enough = multiprocessors is None or multiprocessors >= ring_order.MULTIPROCESSORS
+    enough |= architecture == "ampere"
     if kernel == "backward_fused" and not enough:
         return
     for pair in dims:

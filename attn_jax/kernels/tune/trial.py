@@ -177,6 +177,8 @@ def checks_of(group: Group) -> list[Check]:
         return [Check(*dims, feature) for feature in features[:count]]
     if group.is_causal:
         return [Check(*dims, "causal", queries=checks.S)]
+    if group.architecture == "ampere":
+        return [Check(*dims)]
     return [Check(*dims), Check(*dims, queries=200, keys=1500, batch=22)]
 
 

@@ -1,0 +1,382 @@
+"""Backward attention for Ampere in one pass: five matrix products instead of seven.
+
+A thread block (CTA) owns 128 keys of a key head and goes over all blocks of queries
+that see them, of the query heads that attend to it. Tiles are transposed, keys down the
+rows:
+
+    S^T = K Q^T     P^T = exp(S^T - LSE)     dP^T = V dO^T     dS^T = P^T (dP^T - delta)
+    dV += P^T dO    dK += dS^T Q             dQ[block] += dS K'   (in global memory)
+
+One warpgroup at head dim 64, two at 128 with 64 keys each. P^T and dS^T become left
+operands in the registers where they were made; dS for dQ goes by way of shared memory,
+and each warpgroup makes 64 columns of the CTA's tile of dQ from it. A block's dQ is
+made while the next block's S is, so that one barrier a block is enough.
+
+CTAs of a (batch, key head) pair follow on each other, tile 0 first, which under a
+causal mask sees the most queries. Each goes from the last block of queries to the first
+it sees, so that all of a pair read the same ones at about the same time.
+
+dQ as a sum of integers
+-----------------------
+dQ gets a tile from every CTA that sees the block. What is added is rounded to int32,
+whose sum is the same in any order: two runs give the same bits, and nobody waits for
+another one's turn (`ampere_fixed_point`).
+
+dS and K' for dQ are FP16, scaled by powers of two, and K' = K - c, as in
+`hopper_backward_fused`, which says why. Both are at most 2^15 (`hopper_range`), and so
+is what a row of dS sums to in absolute value, which 2 |dO| |V| + |dLSE| bounds. So a
+sum over any of the keys is at most 2^30 in absolute value, and int32 holds it, with the
+1/2 that each tile's rounding adds. Its resolution of 1 is 2^-30 of the largest dQ that
+these bounds admit.
+
+There are no integers for infinity and NaN, so they come in by way of `row_sum`: a row
+of dQ is NaN where its LSE or delta is not finite, as one of them is if an input is not,
+and those of a head whose powers of two are as small as they get, so that dS or K' may
+exceed FP16: for K from 2^114 or so on, or dO V from 2^115.
+
+Where it rounds (16 bit: BF16, the inputs' format):
+  S, P, dP, dS, delta and the accumulators of a tile are FP32;
+  P is rounded to 16 bit as the operand of P^T dO, dS as that of dS^T Q;
+  dS is rounded to FP16 as the operand of dS K', and so is K';
+  a tile of dQ, of 128 keys, is rounded to integers, which are added exactly;
+  scale is applied to the sums, which are then rounded once (`ampere_query_gradient`).
+"""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Float32
+
+from attn_jax.kernels import ampere_fixed_point as fixed_point
+from attn_jax.kernels import ampere_tiles as tiles
+from attn_jax.kernels import internals
+from attn_jax.kernels.ampere_query_gradient import query_gradient
+from attn_jax.kernels.hopper_range import Range, power_of_two
+from attn_jax.kernels.tiles import LOG2_E, smem_tile
+from attn_jax.kernels.tuning import AmperePlan
+from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
+
+KEY_TILE = 128
+HEAD_DIMS = 64, 128
+# Blocks of queries, and of dS, in shared memory.
+STAGES = 2
+# Columns of the strips that tiles are read in.
+SWIZZLED = 64
+
+
+def reason_against(
+    query_shape: tuple[int, ...], value_shape: tuple[int, ...], *, is_causal: bool
+) -> str | None:
+    """Why the kernel does not take arrays of these shapes ([B, T, N, H], [B, S, K, D]),
+    in one line, or None if it does. Any lengths will do without a mask."""
+    _, query_count, _, head_dim = query_shape
+    _, key_count, _, value_dim = value_shape
+    if value_dim != head_dim:
+        return f"head dim {head_dim} with one of {value_dim} for V"
+    if head_dim not in HEAD_DIMS:
+        return f"head dim {head_dim}, not {' or '.join(map(str, HEAD_DIMS))}"
+    if query_count == 0 or key_count == 0:
+        return "no query or no key"
+    if is_causal and query_count != key_count:
+        return f"a causal mask with {query_count} queries and {key_count} keys"
+    return None
+
+
+def backward_fused(
+    query: Float[Array, "B Tpad N H"],
+    key: Float[Array, "B Spad K H"],
+    value: Float[Array, "B Spad K H"],
+    dout: Float[Array, "B Tpad N H"],
+    lse: Float32[Array, "B N T"],
+    delta: Float32[Array, "B N T"],
+    row_sum: Float32[Array, "B N T"] | None,
+    numbers: Range,
+    *,
+    query_count: int,
+    key_count: int,
+    scale: float,
+    is_causal: bool,
+    plan: AmperePlan = AmperePlan(),
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    """(dQ, dK, dV), of BF16 inputs. `row_sum` is what rows of dS sum to (None: 0),
+    `numbers` are those of `hopper_range.range_of`, scaled.
+
+    Sequences may be padded; `query_count` and `key_count` say how many rows are real.
+
+    Raises:
+      NotImplementedError: `reason_against` has one, or inputs are not BF16.
+    """
+    batch, _, query_heads, head_dim = query.shape
+    key_heads = key.shape[2]
+    reason = reason_against(
+        (batch, query_count, query_heads, head_dim),
+        (batch, key_count, key_heads, value.shape[3]),
+        is_causal=is_causal,
+    )
+    if query.dtype != jnp.bfloat16:
+        reason = f"inputs of type {query.dtype}"
+    if reason is not None:
+        raise NotImplementedError(f"the fused backward kernel does not take {reason}")
+    exponent = jnp.repeat(numbers.row_exponent, query_heads // key_heads, axis=1)
+    # Past the last query everything is zero: P = exp(0 - 0) = 1 meets dO = 0 there, and
+    # dS = 1 * (0 - 0) = 0.
+    queries = plan.queries
+    query, dout = (tiles.join_heads(x[:, :query_count], queries) for x in (query, dout))
+    key, value = (tiles.join_heads(x[:, :key_count], KEY_TILE) for x in (key, value))
+    lse2 = lse * LOG2_E - exponent[..., None]
+    statistics = tiles.by_block(lse2, delta, query.shape[1] // queries, queries)
+    sums, dk, dv = _sums(
+        *(query, key, value, dout, statistics, numbers),
+        key_count=key_count,
+        scale=scale,
+        is_causal=is_causal,
+        plan=plan,
+    )
+    shift = jnp.zeros_like(lse) if row_sum is None else row_sum
+    shift = jnp.where(_is_held(lse, delta, numbers), shift, jnp.nan)
+    dq = query_gradient(
+        *(sums, numbers, shift, scale, query.dtype), query_count=query_count
+    )
+    dk, dv = (x.reshape(batch, -1, key_heads, head_dim) for x in (dk, dv))
+    return dq, dk[:, :key_count], dv[:, :key_count]
+
+
+def _is_held(lse, delta, numbers: Range) -> Bool[Array, "B N T"]:
+    """Whether integers hold what there is of a row of dQ."""
+    least = -MOST_HEAD_EXPONENT
+    in_range = numbers.key_factor[..., 0] > 2.0**least
+    in_range &= numbers.row_exponent > least
+    in_range = jnp.repeat(in_range, lse.shape[1] // in_range.shape[1], axis=1)
+    return in_range[..., None] & jnp.isfinite(lse) & jnp.isfinite(delta)
+
+
+def _sums(
+    query: Float[Array, "B M NH"],
+    key: Float[Array, "B L KH"],
+    value: Float[Array, "B L KH"],
+    dout: Float[Array, "B M NH"],
+    statistics: Float32[Array, "B N blocks R size"],
+    numbers: Range,
+    *,
+    key_count: int,
+    scale: float,
+    is_causal: bool,
+    plan: AmperePlan,
+):
+    """(`ampere_fixed_point`'s sums over keys of dS K', scaled, dK, dV), of whole tiles
+    with joined heads. `statistics` has LSE in units of log2, less log2 of what dS is
+    scaled by."""
+    batch, query_heads, query_blocks = statistics.shape[:3]
+    _, key_heads, head_dim = numbers.centre.shape
+    group = query_heads // key_heads
+    dtype = query.dtype
+    queries = plan.queries
+    warpgroups = head_dim // fixed_point.COLUMNS
+    keys = KEY_TILE // warpgroups  # of a warpgroup
+    copied = queries // warpgroups  # queries of a block, by a warpgroup
+    key_tiles = key.shape[1] // KEY_TILE
+    unit = scale * LOG2_E
+
+    def attention_backward_fused(
+        q_gmem, k_gmem, v_gmem, dout_gmem, statistics_gmem, centre_gmem, key_factor,
+        row_divisor, _zeros_gmem, sums_gmem, dk_gmem, dv_gmem, smem,
+    ):  # fmt: skip
+        k_smem, v_smem, keys_smem, q_smem, dout_smem, statistics_smem, ds_smem = smem
+        i32 = jnp.int32
+        pair = lax.div(lax.axis_index("cta"), i32(key_tiles))
+        tile = lax.rem(lax.axis_index("cta"), i32(key_tiles))
+        b, kv_head = lax.div(pair, i32(key_heads)), lax.rem(pair, i32(key_heads))
+        warpgroup = lax.axis_index("warpgroup")
+        first_key = tile * KEY_TILE + warpgroup * keys
+        blocks = i32(query_blocks)
+        if is_causal:
+            blocks = blocks - tile * (KEY_TILE // queries)
+        steps = blocks * group
+
+        def slot(turn):
+            """Of a block in shared memory, or of its dS."""
+            return lax.rem(turn, i32(STAGES))
+
+        def block_of(turn):
+            """(query head, block of queries)"""
+            if group == 1:
+                return kv_head, query_blocks - 1 - turn
+            in_group, i = lax.div(turn, blocks), lax.rem(turn, blocks)
+            return kv_head * group + in_group, query_blocks - 1 - i
+
+        def all_copies():
+            """All that was copied is there for all; a barrier of the CTA."""
+            tiles.wait_for_copies(0)
+            if warpgroups > 1:
+                tiles.cta_barrier(warpgroups)
+
+        def own_rows(gmem):
+            return tiles.head_rows(gmem, b, first_key, keys, kv_head, head_dim)
+
+        def start(turn):
+            """Copies a block; each warpgroup a part."""
+            head, block = block_of(turn)
+            row = block * queries + warpgroup * copied
+            for gmem, smem in ((q_gmem, q_smem), (dout_gmem, dout_smem)):
+                rows = tiles.head_rows(gmem, b, row, copied, head, head_dim)
+                tiles.start_copy(rows, smem.at[slot(turn), warpgroup])
+
+            @pl.when(warpgroup == 0)
+            def _():
+                tiles.start_copy(
+                    statistics_gmem.at[b, head, block], statistics_smem.at[slot(turn)]
+                )
+
+        def make_keys():
+            """K' of one's own keys."""
+            for k in range(0, head_dim, SWIZZLED):
+                part = pl.ds(k, SWIZZLED)
+                own = plgpu.load(
+                    k_smem.at[warpgroup, :, part], layout=tiles.ACCUMULATOR
+                )
+                row = plgpu.load(
+                    centre_gmem.at[b, kv_head, part],
+                    layout=tiles.COLUMNS,
+                    optimized=False,
+                )
+                wide = own.astype(jnp.float32)
+                wide = wide - tiles.along_columns(row, wide.shape)
+                wide = wide * key_factor[b, kv_head]
+                keys_smem[warpgroup, :, part] = wide.astype(jnp.float16)
+
+        def add_dq(turn):
+            """A block's dS K', 64 columns of it, to the sums."""
+            dq = plgpu.layout_cast(
+                jnp.zeros((queries, fixed_point.COLUMNS), jnp.float32),
+                fixed_point.ACCUMULATOR,
+            )
+            columns = pl.ds(warpgroup * fixed_point.COLUMNS, fixed_point.COLUMNS)
+            for w in range(warpgroups):
+                for k in range(0, keys, 64):
+                    ds = ds_smem.at[slot(turn), w, pl.ds(k, 64)]
+                    left = plgpu.load(ds.transpose((1, 0)), layout=fixed_point.LEFT)
+                    right = plgpu.load(
+                        keys_smem.at[w, pl.ds(k, 64), columns],
+                        layout=fixed_point.RIGHT,
+                    )
+                    dq = plgpu.mma(dq, left, right)
+            head, block = block_of(turn)
+            groups = queries // fixed_point.GROUP
+            width = 4 * fixed_point.COLUMNS
+            own = pl.ds(block * groups, groups), slice(None)
+            own = *own, pl.ds(warpgroup * width, width)
+            fixed_point.add(sums_gmem.at[b, head, *own], dq)
+
+        def hide(block, s):
+            """-inf where a key comes after its query or does not exist."""
+            if is_causal:
+                start = tiles.row_index(keys) + (first_key - block * queries)
+                seen = tiles.column_index(s.shape) >= tiles.along_rows(start, s.shape)
+            else:
+                exists = tiles.row_index(keys) < key_count - first_key
+                seen = tiles.along_rows(exists, s.shape)
+            return jnp.where(seen, s, -jnp.inf)
+
+        def masked(block, s):
+            if is_causal:
+                partial = block * queries < first_key + (keys - 1)
+            elif key_count % KEY_TILE:
+                partial = first_key + keys > key_count
+            else:
+                return s
+            return lax.cond(partial, lambda s: hide(block, s), lambda s: s, s)
+
+        tiles.start_copy(own_rows(k_gmem), k_smem.at[warpgroup])
+        tiles.start_copy(own_rows(v_gmem), v_smem.at[warpgroup])
+        start(i32(0))
+        tiles.wait_for_copies(0)
+        make_keys()
+        k, v = k_smem.at[warpgroup], v_smem.at[warpgroup]
+
+        def step(turn, carry):
+            dk, dv = carry
+            now = slot(turn)
+            _, block = block_of(turn)
+            # This block has arrived, as has dS of the one before, with which all are
+            # done but for that.
+            all_copies()
+            pl.when(turn + 1 < steps)(lambda: start(turn + 1))
+            pl.when(turn > 0)(lambda: add_dq(turn - 1))
+
+            def parts(smem):
+                """As they were copied."""
+                return [smem.at[now, w] for w in range(warpgroups)]
+
+            def statistic(index, shape):
+                x = plgpu.load(statistics_smem.at[now, index], layout=tiles.COLUMNS)
+                return tiles.along_columns(x, shape)
+
+            qs, douts = parts(q_smem), parts(dout_smem)
+            s = masked(block, _inner_products(k, qs))
+            p = jnp.exp2(s * unit - statistic(0, s.shape))
+            dv = _multiply(dv, p.astype(dtype), douts)
+            dp = _inner_products(v, douts)
+            ds = p * (dp - statistic(1, dp.shape))
+            ds_smem[now, warpgroup] = ds.astype(jnp.float16)
+            dk = _multiply(dk, ds.astype(dtype), qs)
+            return dk, dv
+
+        zero = tiles.accumulator(keys, head_dim)
+        dk, dv = lax.fori_loop(i32(0), steps, step, (zero, zero))
+        all_copies()
+        add_dq(steps - 1)
+        divisor = row_divisor[b, kv_head]
+        dk, dv = dk * (divisor * scale), dv * divisor
+        for x, smem, gmem in ((dk, k, dk_gmem), (dv, v, dv_gmem)):
+            tiles.store_rows(x.astype(dtype), smem, own_rows(gmem), SWIZZLED)
+
+    tile_smem = smem_tile((warpgroups, keys, head_dim), dtype)
+    block_smem = smem_tile((STAGES, warpgroups, copied, head_dim), dtype)
+    scratch = (
+        *(tile_smem, tile_smem),
+        smem_tile((warpgroups, keys, head_dim), jnp.float16),
+        *(block_smem, block_smem),
+        plgpu.SMEM((STAGES, *statistics.shape[3:]), jnp.float32),
+        smem_tile((STAGES, warpgroups, keys, queries), jnp.float16),
+    )
+    dkv = jax.ShapeDtypeStruct(key.shape, dtype)
+    sums = jax.ShapeDtypeStruct(
+        fixed_point.shape_of_sums(batch, query_heads, query.shape[1], head_dim),
+        jnp.int32,
+    )
+    operands = (
+        *(query, key, value, dout, statistics, numbers.centre),
+        numbers.key_factor[..., 0],
+        power_of_two(-numbers.row_exponent),
+        jnp.zeros(sums.shape, sums.dtype),
+    )
+    return internals.kernel(
+        attention_backward_fused,
+        aliases={len(operands) - 1: 0},
+        out_type=[sums, dkv, dkv],
+        scratch_types=[scratch],
+        grid=(batch * key_heads * key_tiles,),
+        grid_names=("cta",),
+        compiler_params=tiles.COMPILER_PARAMS,
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+    )(*operands)
+
+
+def _inner_products(left_smem, right_smems: list) -> jax.Array:
+    """left @ right^T in FP32, of right tiles one below the other."""
+    found = [tiles.inner_products(left_smem, x, SWIZZLED) for x in right_smems]
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
+
+
+def _multiply(acc: jax.Array, left: jax.Array, right_smems: list) -> jax.Array:
+    """acc + left @ right, of right tiles one below the other."""
+    start = 0
+    for smem in right_smems:
+        end = start + smem.shape[0]
+        part = lax.slice(left, (0, start), (left.shape[0], end))
+        acc = tiles.multiply(acc, part, smem)
+        start = end
+    return acc
