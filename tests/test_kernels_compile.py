@@ -102,9 +102,11 @@ def _check(
 def test_compiles_without_spills_and_overlaps(head_dim, key_length, is_causal):
     arguments = (head_dim, "bfloat16", is_causal, "h200", key_length)
     program = in_child_process(_forward_and_backward, *arguments, seconds=TIME_LIMIT)
-    # JAX 0.12 has one register too many under a causal mask at head dim 64.
-    newer = jax.__version_info__ >= (0, 12) and is_causal and head_dim == 64
-    allowed = {"attention_backward_dq": 4} if newer else {}
+    # JAX 0.12 has one register too many at head dim 64: dQ's kernel under a causal mask,
+    # and the forward kernel where warpgroups stand by.
+    newer = jax.__version_info__ >= (0, 12) and head_dim == 64
+    name = "attention_backward_dq" if is_causal else "attention_forward"
+    allowed = {name: 4} if newer else {}
     _check(program, kernel_count=3, allowed_spills=allowed)
     # None of dQ's exponentials is behind that wait: a barrier after it would draw them.
     (dq,) = [k for k in program.kernels if k.name == "attention_backward_dq"]
