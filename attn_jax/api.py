@@ -84,7 +84,7 @@ def dot_product_attention(
         arguments, on the GPU at hand or else on Hopper
         (`kernels.attention.declared_recipe`), and `recipe.ATTN_JAX` where `pallas` has
         no kernels for them. Of `pallas`, which of its options are wanted (None: its
-        own): `dq_centre`, `dq_dlogits`, `delta_source`, `rescale_threshold`,
+        own): `dq_centre`, `dq_dlogits`, `dq_sum`, `delta_source`, `rescale_threshold`,
         `repeated_max_factor` and `probability` with `probability_scale`; the third
         from last takes P in the inputs' format. Blocks, order of keys, name and source
         are ignored there, and any other difference from `declared_recipe` is refused.

@@ -55,11 +55,10 @@ from attn_jax.kernels import internals
 from attn_jax.kernels.ampere_query_gradient import query_gradient
 from attn_jax.kernels.hopper_range import Range, power_of_two
 from attn_jax.kernels.tiles import LOG2_E, smem_tile
-from attn_jax.kernels.tuning import AmperePlan
+from attn_jax.kernels.tuning import FUSED_HEAD_DIMS, AmperePlan
 from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 
 KEY_TILE = 128
-HEAD_DIMS = 64, 128
 # Blocks of queries, and of dS, in shared memory.
 STAGES = 2
 # Columns of the strips that tiles are read in.
@@ -75,8 +74,8 @@ def reason_against(
     _, key_count, _, value_dim = value_shape
     if value_dim != head_dim:
         return f"head dim {head_dim} with one of {value_dim} for V"
-    if head_dim not in HEAD_DIMS:
-        return f"head dim {head_dim}, not {' or '.join(map(str, HEAD_DIMS))}"
+    if head_dim not in FUSED_HEAD_DIMS:
+        return f"head dim {head_dim}, not {' or '.join(map(str, FUSED_HEAD_DIMS))}"
     if query_count == 0 or key_count == 0:
         return "no query or no key"
     if is_causal and query_count != key_count:
