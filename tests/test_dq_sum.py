@@ -8,6 +8,7 @@ import pytest
 
 from attn_jax import emulator
 from attn_jax.audit.inputs import Inputs, Shape, make_inputs
+from attn_jax.bounds import bound
 from attn_jax.formats import BF16, E4M3FN, FP16, FP32, number_format
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX_HOPPER, EXACT_FP32, EXACT_FP64, Recipe, Step
@@ -119,6 +120,11 @@ def test_what_integers_cannot_hold_is_nan(name, at, value, lost):
     found = np.isnan(dquery(INTEGERS, inputs))
     plain = ~np.isfinite(dquery(NUMBERS, inputs))
     assert found[plain].all() and plain.any()
+    if value == 2.0**120:
+        limits = bound(INTEGERS, *inputs)
+        assert (name == "key") == ("dq_sum" in limits.overflows)
+        assert np.isinf(limits.dquery[0, :, 0]).all()
+        assert np.isfinite(limits.dquery[0, :, 1]).all()
     expected = np.zeros_like(found)
     expected[(0, slice(None) if lost == "head" else at[1], 0)] = True
     np.testing.assert_array_equal(found, expected)

@@ -240,8 +240,7 @@ class Arithmetic:
             self.overflows.add("dq_sum")
         if self.kind != "order":
             return self._add(x, error, None, error)
-        before = np.hypot(x.spread, extra_spread)
-        spread = np.sqrt(x.spread**2 + unit.high * before)
+        spread = np.sqrt(x.spread**2 + unit.high * np.hypot(x.spread, extra_spread))
         return x._replace(worst=x.worst + error, spread=spread)
 
     def in_range(
