@@ -37,12 +37,12 @@ from attn_jax.residuals import named_lse, named_out
 
 # Axes of `KeyNumbers`.
 _NUMBERS = dict(zip(KeyNumbers._fields, ("BKH", "BKH", "BKD", "BKD"), strict=True))
-# In which the forward kernels visit blocks of keys.
 # Keys that the one-pass kernels add to dQ at once.
 _KEY_TILES: dict[Architecture, int] = {
     "ampere": ampere_backward_fused.KEY_TILE,
     "hopper": hopper_backward_fused.KEY_TILE,
 }
+# In which the forward kernels visit blocks of keys.
 _KV_ORDER: dict[Architecture, Literal["forward", "reverse"]] = {
     "ampere": "forward",
     "hopper": "reverse",
