@@ -185,10 +185,11 @@ class Recipe:
             near, for each block of keys (of a hop, from 0), and dQ = n / (w r)
     in the end, n as a number of the carrier. 32 bits hold n, which is at most 2^30 but
     for roundings, as w |K'| <= 2^15 and |dS'| sums to at most 2^15 over a row; so n is
-    the same in any order of the blocks. What they cannot hold makes dQ NaN: a row whose
-    delta, or a head whose b or largest |K|, is infinite or NaN, or so large that r or w
-    is 2^-100. Not under a soft cap, where K' has no w: there the sum is that of
-    'numbers'.
+    the same in any order of the blocks. (If P sums to 1, as it need not with an `lse`
+    of few bits: there n may be cut off or wrap round.) What they cannot hold makes dQ
+    NaN: a row whose delta, or a head whose b or largest |K|, is infinite or NaN, or so
+    large that r or w is 2^-100. Not under a soft cap, where K' has no w: there the sum
+    is that of 'numbers'.
     The gradient of a sink is -sum of E(sink u - LSE u) (delta - dLSE), unrounded.
 
     A RING of `ring_size` W > 1 devices: T and S are cut into W equal shares in order;

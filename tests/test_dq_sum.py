@@ -162,3 +162,19 @@ def test_numbers_in_no_units_get_one_line(changes):
 def test_another_name_gets_one_line(as_users_call_it):
     with pytest.raises(ValueError, match="^dq_sum must be one of numbers, integers"):
         dataclasses.replace(INTEGERS, dq_sum="floats")
+
+
+def test_integers_that_wrap_round_are_no_surprise_to_the_bound():
+    """By an LSE of 258, which is 258.8, P sums to 2.3 and dS' to more than 2^15."""
+    key = np.full((1, 2048, 1, 16), -(1 - 2.0**-8), np.float32)
+    key[:, :16] *= -1
+    key[:, 128:144] *= -1
+    query = np.full((1, 1, 1, 16), 16, np.float32)
+    query[..., 0] = 16.375
+    value, dlse = np.zeros_like(key), np.full((1, 1, 1), 0.99, np.float32)
+    recipe = dataclasses.replace(INTEGERS, lse=Step(BF16), backward_block_kv=128)
+    inputs = query, key, value, np.zeros_like(query)
+    limits = bound(recipe, *inputs, dlse, scale=1.0)
+    assert np.isinf(limits.dquery).all() and limits.overflows
+    finer = bound(dataclasses.replace(recipe, lse=Step(FP32)), *inputs, dlse, scale=1.0)
+    assert np.isfinite(finer.dquery).all()

@@ -307,6 +307,8 @@ def _sum_over_keys(
                     integer = Unit(0.0, np.inf)
                 part = arithmetic.whole(part, integer, np.sqrt(own_variance))
                 sums = plus(sums, part)
+                # Where a row of P sums to more than 1, as by an LSE of few bits.
+                sums = arithmetic.in_range(sums, sums.size + extra, integer, 2.0**31)
                 continue
             sums = arithmetic.carried(plus(sums, part), 1, unit, extra)
             spread = np.sqrt(variance)

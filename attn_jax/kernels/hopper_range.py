@@ -33,12 +33,14 @@ def range_of(
     dlse: Float32[Array, "B N T"] | None,
     key: Float[Array, "B S K H"],
     *,
+    dout_largest: Float32[Array, "B K"] | None = None,
     centred: bool = True,
     scaled: bool = True,
 ) -> Range:
     """`dlse`: None for 0. Not `scaled`, no power of two: so for FP16 inputs, since P,
     which has dS's, too, is rounded to their format. c is 0 if not `centred`. What is
-    not made use of may be None."""
+    not made use of may be None. `dout_largest`: of a key head the largest |dO|, which
+    bounds the norms whose squares leave FP32's range."""
     batch, _, heads, head_dim = key.shape
     centre = jnp.zeros((batch, heads, head_dim), jnp.float32)
     if centred:
@@ -55,8 +57,13 @@ def range_of(
     # Where squares overflow so will dS, for all to see, and not vanish. Nor is it to
     # vanish where they do: unscaled it would be less than any FP16 number.
     squares = of_group(dout_squares)
-    squares = jnp.clip(squares, FP32.min_normal, FP32.max_finite)
-    bound = 2 * jnp.sqrt(squares) * numbers.value_norm[..., 0]
+    norm = jnp.sqrt(jnp.clip(squares, FP32.min_normal, FP32.max_finite))
+    if dout_largest is not None:
+        width = numbers.value_norm.shape[-1]
+        # Of those that vanished the sum is at most 2^-26 of this.
+        in_range = (squares > width * 2.0**-100) & jnp.isfinite(squares)
+        norm = jnp.where(in_range, norm, width**0.5 * dout_largest)
+    bound = 2 * norm * numbers.value_norm[..., 0]
     if dlse is not None:
         bound += of_group(jnp.abs(dlse))
     # Infinity has no exponent.

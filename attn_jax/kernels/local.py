@@ -205,8 +205,10 @@ def backward(
     if scaled or chosen.delta_source != "p_dp":
         squares = {"squares": scaled} if target == "ampere" else {}
         excess, dout_squares = _ROW_SUMS[target].row_sums(out, low, dout, **squares)
+    dout_largest = None
     if made == "fused" and target == "ampere":
         numbers = ampere_key_numbers.key_numbers(key, value)
+        dout_largest = ampere_key_numbers.largest(dout, key.shape[2])
     unpadded_key = key
     query, key, value, dout = map(pad_sequence, (query, key, value, dout))
     if rules is not None or chosen.repeated_max_factor is not None:
@@ -244,13 +246,14 @@ def backward(
     operands = (query, key, value, dout, for_kernels, delta)
     found = range_of(
         *(numbers, dout_squares, dlse, key),
+        dout_largest=dout_largest,
         centred=centre_kind == "keys",
         scaled=scaled,
     )
     if made == "fused" and target == "ampere":
         plan = static.tilings.backward_fused
-        assert isinstance(plan, AmperePlan) and dout_squares is not None
-        row_sum = _or_nan(row_sum, dout_squares, key.shape[2])
+        assert isinstance(plan, AmperePlan) and dout_largest is not None
+        row_sum = _or_nan(row_sum, dout_largest, delta)
         gradients = ampere_backward_fused.backward_fused(
             *(*operands, row_sum, found),
             plan=plan,
@@ -314,16 +317,15 @@ def backward(
 
 def _or_nan(
     row_sum: Float32[Array, "B N T"] | None,
-    dout_squares: Float32[Array, "B N T"],
-    key_heads: int,
+    dout_largest: Float32[Array, "B K"],
+    delta: Float32[Array, "B N T"],
 ) -> Float32[Array, "B N T"]:
     """`row_sum`, and NaN for a key head of which `hopper_range` has no bound: integers
     might not hold its dS, nor show it."""
-    batch, heads, _ = dout_squares.shape
-    bounded = jnp.isfinite(dout_squares.reshape(batch, key_heads, -1)).all(-1)
-    bounded = jnp.repeat(bounded, heads // key_heads, axis=1)[..., None]
-    row_sum = jnp.zeros_like(dout_squares) if row_sum is None else row_sum
-    return jnp.where(bounded, row_sum, jnp.nan)
+    bounded = jnp.isfinite(dout_largest)
+    bounded = jnp.repeat(bounded, delta.shape[1] // bounded.shape[1], axis=1)
+    row_sum = jnp.zeros_like(delta) if row_sum is None else row_sum
+    return jnp.where(bounded[..., None], row_sum, jnp.nan)
 
 
 def _row_centre(

@@ -162,7 +162,10 @@ def reason_against(
     needed = of_recipe(recipe).design(None, target)
     if needed == "fused" and not fused_taken:
         why = "it is the one-pass kernel's, which does not take these arguments; two "
-        why += "kernels have dq_centre 'mean', 'row' or 'none'"
+        have = "'mean', 'row' or 'none'"
+        if target == "ampere":
+            have = "'mean' or 'none', with dq_dlogits None and dq_sum 'numbers'"
+        why += f"kernels have dq_centre {have}"
         return _refusal(recipe, "dq_centre", why)
     if None not in (needed, wanted) and needed != wanted:
         return _refusal(recipe, "dq_centre", f"backward={wanted!r} does not have it")
