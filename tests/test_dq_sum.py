@@ -64,8 +64,9 @@ def test_dq_is_a_whole_number_of_units():
 @pytest.mark.parametrize("mask", [Mask(), Mask(is_causal=True)], ids=["full", "causal"])
 def test_each_block_of_keys_is_off_by_the_twelfth_of_a_squared_unit(mask):
     """In FP64, where nothing else rounds: a block of keys that a row sees adds an error
-    that is uniform in half a unit to both sides. The mean of the squares of 6144 has a
-    standard deviation of 0.9 / sqrt(6144) = 1.1 %, five of which are allowed."""
+    that is uniform in half a unit to both sides. The square of a sum of up to four of
+    these has a standard deviation of 0.89 to 1.31 times its mean, the mean of 6144 of
+    at most 1.7 %, three of which are allowed, rounded down."""
     shape = Shape(1, 128, 128, 3, 1, 16)
     changes = {name: getattr(NUMBERS, name) for name in ("dq_centre", "dq_dlogits")}
     changes |= {"inputs": BF16, "backward_block_kv": 32}
@@ -78,7 +79,7 @@ def test_each_block_of_keys_is_off_by_the_twelfth_of_a_squared_unit(mask):
         )
     error = (found - exact) / unit(inputs, 1.0)
     blocks = 4.0 if not mask.is_causal else np.arange(128)[:, None, None] // 32 + 1.0
-    assert abs((error**2 / blocks * 12).mean() - 1) < 0.055
+    assert abs((error**2 / blocks * 12).mean() - 1) < 0.05
     assert np.abs(error).max() <= 2  # Four halves.
 
 

@@ -334,7 +334,8 @@ def test_integers_have_their_digits_where_squares_leave_the_range(power):
     than it was."""
     fused, two = in_child_process(_times, power, seconds=TIME_LIMIT)
     error = np.sqrt(np.mean((fused - two) ** 2) / np.mean(two**2))
-    assert error < 2.0**-7  # BF16 dS, FP16 dS, and two roundings to BF16.
+    # 2^-9 each: dS in BF16 (two kernels), and either's rounding to BF16.
+    assert error < 3 * 2.0**-9
 
 
 def _with_scale_0(query, key, value, sinks):

@@ -32,7 +32,7 @@ these bounds admit.
 There are no integers for infinity and NaN, so they come in by way of `row_sum`: a row
 of dQ is NaN where its LSE or delta is not finite, as one of them is if an input is not,
 and those of a head whose powers of two are as small as they get, so that dS or K' may
-exceed FP16: for K from 2^114 or so on, or dO V from 2^115.
+exceed FP16: for K from 2^114 or so on, or dO V from 2^115, or dO that is no number.
 
 Where it rounds (16 bit: BF16, the inputs' format):
   S, P, dP, dS, delta and the accumulators of a tile are FP32;

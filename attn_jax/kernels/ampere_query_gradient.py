@@ -34,7 +34,7 @@ STRIPS = 4
 def query_gradient(
     sums: Int32[Array, "B N groups 2 W"],
     numbers: Range,
-    row_sum: Float32[Array, "B N T"] | None,
+    row_sum: Float32[Array, "B N T"],
     scale: float,
     dtype,
     *,
@@ -44,7 +44,7 @@ def query_gradient(
 
         dQ = scale * (sums * small * large + row_sum * centre)
 
-    with the factors of `Range.undone`. `row_sum` is what rows of dS sum to (None: 0).
+    with the factors of `Range.undone`. `row_sum` is what rows of dS sum to.
     T queries lie in T / 8 groups, or more."""
     batch, heads, groups, _, width = sums.shape
     head_dim = width // 4
@@ -83,23 +83,19 @@ def query_gradient(
         small, large = small_gmem[b, kv_head], large_gmem[b, kv_head]
         # One after the other: their product may lie beyond FP32's range.
         totals = [x.astype(jnp.float32) * small * large for x in totals]
-        if row_sum_gmem is not None:
-            centre = read(centre_gmem.at[b, kv_head], layout=fragments.columns)
-            centre = fragments.along_columns(centre, shape)
-            shifts = [shift(start) for start in starts]
-            totals = [x + y * centre for x, y in zip(totals, shifts, strict=True)]
+        centre = read(centre_gmem.at[b, kv_head], layout=fragments.columns)
+        centre = fragments.along_columns(centre, shape)
+        shifts = [shift(start) for start in starts]
+        totals = [x + y * centre for x, y in zip(totals, shifts, strict=True)]
         for x, start in zip(totals, starts, strict=True):
             own = tiles.head_rows(out_gmem, b, start, strip, n, head_dim)
             write_tile(own, (x * scale).astype(dtype))
 
-    extra = (None, None)
-    if row_sum is not None:
-        extra = pad_rows(row_sum, count), numbers.centre
     out = plgpu.kernel(
         attention_query_gradient,
         out_type=jax.ShapeDtypeStruct((batch, count, heads * head_dim), dtype),
         grid=(batch * heads * blocks,),
         grid_names=("cta",),
         compiler_params=tiles.COMPILER_PARAMS,
-    )(sums, *numbers.undone(), *extra)
+    )(sums, *numbers.undone(), pad_rows(row_sum, count), numbers.centre)
     return out.reshape(batch, count, heads, head_dim)[:, :query_count]

@@ -24,7 +24,9 @@ from attn_jax.recipe import Architecture
 LEAST_SHARE = 0.5
 
 # On Ampere, by head dim, how many keys a query is to see in the mean, for what comes
-# before and after the fused kernel to be worth it.
+# before and after the fused kernel to be worth it: the fewest of those timed on an H200
+# where one pass won (`speed/nvidia-h200-ampere-one-pass.csv`; 128: by the prototype's
+# kernels, `prototypes/ampere_integers.csv`). Fewer were not timed in one pass.
 LEAST_KEYS = {64: 512, 128: 2048}
 
 

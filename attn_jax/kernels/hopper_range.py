@@ -39,8 +39,8 @@ def range_of(
 ) -> Range:
     """`dlse`: None for 0. Not `scaled`, no power of two: so for FP16 inputs, since P,
     which has dS's, too, is rounded to their format. c is 0 if not `centred`. What is
-    not made use of may be None. `dout_largest`: of a key head the largest |dO|, which
-    bounds the norms whose squares leave FP32's range."""
+    not made use of may be None. `dout_largest`: of a key head the largest |dO|, or NaN;
+    it bounds the norms whose squares leave FP32's range."""
     batch, _, heads, head_dim = key.shape
     centre = jnp.zeros((batch, heads, head_dim), jnp.float32)
     if centred:
@@ -62,7 +62,10 @@ def range_of(
         width = numbers.value_norm.shape[-1]
         # Of those that vanished the sum is at most 2^-26 of this.
         in_range = (squares > width * 2.0**-100) & jnp.isfinite(squares)
-        norm = jnp.where(in_range, norm, width**0.5 * dout_largest)
+        most = width**0.5 * dout_largest
+        # No number has no bound: the smallest r, by which Ampere's kernel knows it.
+        most = jnp.where(jnp.isfinite(most), most, FP32.max_finite / 2)
+        norm = jnp.where(in_range, norm, most)
     bound = 2 * norm * numbers.value_norm[..., 0]
     if dlse is not None:
         bound += of_group(jnp.abs(dlse))

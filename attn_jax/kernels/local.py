@@ -252,8 +252,7 @@ def backward(
     )
     if made == "fused" and target == "ampere":
         plan = static.tilings.backward_fused
-        assert isinstance(plan, AmperePlan) and dout_largest is not None
-        row_sum = _or_nan(row_sum, dout_largest, delta)
+        assert isinstance(plan, AmperePlan)
         gradients = ampere_backward_fused.backward_fused(
             *(*operands, row_sum, found),
             plan=plan,
@@ -313,19 +312,6 @@ def backward(
         **lengths,
     )
     return dq, dk, dv, dsinks, dbias
-
-
-def _or_nan(
-    row_sum: Float32[Array, "B N T"] | None,
-    dout_largest: Float32[Array, "B K"],
-    delta: Float32[Array, "B N T"],
-) -> Float32[Array, "B N T"]:
-    """`row_sum`, and NaN for a key head of which `hopper_range` has no bound: integers
-    might not hold its dS, nor show it."""
-    bounded = jnp.isfinite(dout_largest)
-    bounded = jnp.repeat(bounded, delta.shape[1] // bounded.shape[1], axis=1)
-    row_sum = jnp.zeros_like(delta) if row_sum is None else row_sum
-    return jnp.where(bounded[..., None], row_sum, jnp.nan)
 
 
 def _row_centre(
