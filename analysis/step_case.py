@@ -60,8 +60,8 @@ class StepCase:
     Attributes:
       config: at the batch size to begin with; its attention is not looked at.
       names: of attentions, as `--attn` takes them.
-      seconds: of timing a part.
-      largest: whether the largest batch is looked for.
+      seconds: of timing a part; 0: none is, and XLA tries nothing out.
+      largest: whether the largest batch of which a step runs is looked for.
       kernels: whether the kernels of a step are listed.
     """
 
@@ -137,29 +137,40 @@ class StepCase:
                 name: self._row(name, part, batch, programs[part])
                 for name, programs in built.items()
             }
-            runners = {}
-            for name, programs in built.items():
-                program = programs[part]
-                if isinstance(program, str) or rows[name]["refused"]:
-                    continue
-                try:
-                    runners[name] = Runner(program, self._state)
-                    runners[name].milliseconds(1)
-                except JaxRuntimeError as error:
-                    runners.pop(name, None)
-                    rows[name]["refused"] = reason(error)
-            self._time(runners, rows)
-            ran = {name for name, row in rows.items() if row["ms"] is not None}
             kernels: dict[str, list[Row]] = {}
-            if part == "step" and self.kernels:
-                kernels = {n: list(_kernels(rows[n], runners[n])) for n in ran}
-            runners.clear()
+            if self.seconds > 0:
+                kernels = self._timed(part, rows, built)
             if part == "step" and self.largest:
-                for name, size in self._largest(sorted(ran), batch):
+                fit = sorted(n for n, row in rows.items() if row["refused"] is None)
+                for name, size in self._largest(fit, batch):
                     rows[name]["largest_batch"] = size
             for name, row in rows.items():
                 yield row
                 yield from kernels.get(name, ())
+
+    def _timed(
+        self,
+        part: Part,
+        rows: dict[str, Row],
+        built: dict[str, dict[str, Program | str]],
+    ) -> dict[str, list[Row]]:
+        """The kernels of each attention, if asked for; times are entered in `rows`."""
+        runners = {}
+        for name, programs in built.items():
+            program = programs[part]
+            if isinstance(program, str) or rows[name]["refused"]:
+                continue
+            try:
+                runners[name] = Runner(program, self._state)
+                runners[name].milliseconds(1)
+            except JaxRuntimeError as error:
+                runners.pop(name, None)
+                rows[name]["refused"] = reason(error)
+        self._time(runners, rows)
+        if part != "step" or not self.kernels:
+            return {}
+        ran = [name for name in runners if rows[name]["ms"] is not None]
+        return {name: list(_kernels(rows[name], runners[name])) for name in ran}
 
     def _compiled(self, batch: int) -> dict[str, dict[str, Program | str]]:
         """Programs of each attention, compiled beside each other; or why not."""
@@ -170,17 +181,21 @@ class StepCase:
             except (UsageError, JaxRuntimeError, NotImplementedError) as error:
                 return reason(error)
 
+        timed = self.seconds > 0
         with _pool() as pool:
             # XLA tries out products, for minutes where they hardly fit: first it is
             # asked what the parts need.
-            if self._limit < math.inf:
+            if timed and self._limit < math.inf:
                 last = self.parts[-1]
                 tries = {n: pool.submit(one, n, last, tuned=False) for n in self.names}
                 tried = {name: wait.result() for name, wait in tries.items()}
             else:
                 tried = {}
             waits = {
-                name: {part: pool.submit(one, name, part) for part in self.parts}
+                name: {
+                    part: pool.submit(one, name, part, tuned=timed)
+                    for part in self.parts
+                }
                 for name in self.names
                 if self._fits(tried.get(name, ""))
             }
@@ -251,16 +266,21 @@ class StepCase:
         def step(name: str, size: int) -> Program:
             return compile_part(self._assembled(name, size), "step", tuned=False)
 
-        def guess(name: str) -> tuple[int, float, Program]:
-            """(a size, what one more example needs, the program of that size)"""
-            held, half = step(name, batch).bytes, step(name, batch // 2).bytes
-            each = (held - half) / (batch - batch // 2)
-            size = max(batch, batch + math.floor((usable - held) / each))
-            return size, each, step(name, size)
-
+        half = batch // 2
         with _pool() as pool:
-            guesses = list(pool.map(guess, names))
-        for name, (size, each, program) in zip(names, guesses, strict=True):
+            known = {
+                name: [pool.submit(step, name, size) for size in (half, batch)]
+                for name in names
+            }
+            # (a size, what one more example needs, the program of that size)
+            guesses = {}
+            for name, waits in known.items():
+                less, held = (wait.result().bytes for wait in waits)
+                each = (held - less) / (batch - half)
+                size = max(batch, batch + math.floor((usable - held) / each))
+                guesses[name] = size, each, pool.submit(step, name, size)
+        for name, (size, each, wait) in guesses.items():
+            program = wait.result()
             while size > batch and not self._runs(program, usable):
                 over = max(program.bytes - usable, 0.01 * self._limit)
                 size = max(batch, size - math.ceil(over / each))

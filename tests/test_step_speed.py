@@ -192,6 +192,14 @@ def test_what_does_not_fit_is_tried_with_less(monkeypatch):
     monkeypatch.setattr(StepCase, "_held", 1.5)
     rows = StepCase(config, names, ["step"], 0.01, largest=True).rows()
     assert [row["largest_batch"] for row in rows] == [17, 16]
+    # So, too, where nothing is timed; XLA then tries nothing out.
+    compiled.clear()
+    rows = list(StepCase(config, names, ["step"], 0.0, largest=True).rows())
+    assert [(row["largest_batch"], row["ms"]) for row in rows] == [
+        (17, None),
+        (16, None),
+    ]
+    assert not any(tuned for *_, tuned in compiled)
 
 
 def test_the_command_times_parts(tmp_path, capsys):
@@ -213,7 +221,7 @@ def test_the_command_times_parts(tmp_path, capsys):
     ("options", "words"),
     [
         (["--kernels"], "needs an NVIDIA GPU"),
-        (["--seconds", "0"], "must be above 0"),
+        (["--seconds", "-1"], "at least 0"),
         (["--batch-size", "0"], "at least 1"),
     ],
 )

@@ -11,7 +11,10 @@ allocates between.
 
 A case begins with the batch of its preset. Where that does not fit for an attention,
 the others are timed, and then all at the half, quarter, ... at which all fit.
-`largest_batch` (`--largest`) was run for a step; the device holds about so much.
+`largest_batch` (`--largest`) was run for a step; the device holds about so much. To
+look for it alone takes `--seconds 0 --parts step`; BFC, XLA's allocator, is to have
+taken all its memory at once then (XLA_PYTHON_CLIENT_PREALLOCATE, on by default): what
+it takes bit by bit has no room for one large array.
 """
 
 import argparse
@@ -80,7 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--implementations", nargs="+", choices=_NAMES, help="default all; CPU: two")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default all")
     add("--batch-size", type=int, help="to begin with (default the preset's)")
-    add("--seconds", type=float, default=3.0, help="of timing a part (default 3)")
+    add(
+        "--seconds",
+        type=float,
+        default=3.0,
+        help="of timing a part (default 3; 0: none)",
+    )
     add("--profile", choices=["fast", "exact"], default="fast", help=_PROFILE)
     add("--largest", action="store_true", help="look for the largest batch that fits")
     add("--kernels", action="store_true", help="where the time of a step goes (GPU)")
@@ -97,8 +105,10 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """
     if options.batch_size is not None and options.batch_size < 1:
         raise UsageError(f"--batch-size must be at least 1, got {options.batch_size}")
-    if not 0 < options.seconds < math.inf:
-        raise UsageError(f"--seconds must be above 0, got {options.seconds:g}")
+    if not 0 <= options.seconds < math.inf:
+        raise UsageError(f"--seconds must be at least 0, got {options.seconds:g}")
+    if options.kernels and options.seconds == 0:
+        raise UsageError("--kernels needs a step that is timed: --seconds above 0")
     set_profile(options.profile)
     gpu = jax.default_backend() == "gpu"
     cases = options.cases or [name for name in CASES if (name == "tiny") != gpu]
@@ -152,7 +162,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     show([{k: row[k] for k in _SHOWN} for row in times], "A training step, and parts")
     for name in names:
         own = [row for row in times if row["implementation"] == name]
-        if all(row["ms"] is None for row in own):
+        if all(row["refused"] is not None for row in own):
             raise ExperimentError(f"{name} ran nowhere: {own[0]['refused']}")
     return {"rows": len(times), "files": [str(path) for path in files]}
 
