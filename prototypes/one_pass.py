@@ -60,10 +60,10 @@ def program(case, name, big, row):
             value_norm=in_each(jnp.linalg.norm(columns, axis=2)),
             unscale=jnp.ones_like(columns),
         )
-        squares = jnp.square(wide(dout)).sum(axis=-1).swapaxes(1, 2)
+        norm = jnp.linalg.norm(wide(dout), axis=-1).swapaxes(1, 2)
         return backward_fused(
             *(query, key, value, dout, lse, excess - dlse, dlse),
-            range_of(numbers, squares, dlse, key),
+            range_of(numbers, norm, dlse, key),
             cut=cut,
             **common,
         )

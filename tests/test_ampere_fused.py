@@ -87,9 +87,9 @@ def _range(inputs: Inputs, dlse: np.ndarray) -> Range:
         value_norm=in_each(np.linalg.norm(value.max(axis=1), axis=2)),
         unscale=jnp.ones(0),  # of the forward pass
     )
-    squares = np.square(inputs.dout.astype(np.float32)).sum(-1).swapaxes(1, 2)
+    norm = np.linalg.norm(inputs.dout.astype(np.float32), axis=-1).swapaxes(1, 2)
     return range_of(
-        numbers, jnp.asarray(squares), jnp.asarray(dlse), jnp.asarray(inputs.key)
+        numbers, jnp.asarray(norm), jnp.asarray(dlse), jnp.asarray(inputs.key)
     )
 
 

@@ -143,9 +143,9 @@ def _range(inputs: Inputs, dlse: np.ndarray, fmt: NumberFormat) -> Range:
         value_norm=in_each(np.linalg.norm(value.max(axis=1), axis=2)),
         unscale=jnp.ones(0),  # of the forward pass
     )
-    squares = np.square(inputs.dout.astype(np.float32)).sum(-1).swapaxes(1, 2)
+    norm = np.linalg.norm(inputs.dout.astype(np.float32), axis=-1).swapaxes(1, 2)
     return range_of(
-        *(numbers, jnp.asarray(squares), jnp.asarray(dlse), inputs.key),
+        *(numbers, jnp.asarray(norm), jnp.asarray(dlse), inputs.key),
         scaled=fmt == BF16,
     )
 
@@ -153,10 +153,10 @@ def _range(inputs: Inputs, dlse: np.ndarray, fmt: NumberFormat) -> Range:
 def test_what_exceeds_fp32_is_scaled_down_as_far_as_goes():
     """Infinity has no exponent: taken for 0 it would make dS 2^15 times as large."""
     numbers = KeyNumbers(*(jnp.full((1, 1, 64), 2.0**120) for _ in KeyNumbers._fields))
-    squares, dlse = jnp.full((1, 1, 8), 2.0**30), jnp.full((1, 1, 8), jnp.inf)
+    norm, dlse = jnp.full((1, 1, 8), 2.0**15), jnp.full((1, 1, 8), 2.0**127)
     key = jnp.ones((1, 8, 1, 64), jnp.bfloat16)
     for given in (None, dlse):
-        found = range_of(numbers, squares, given, key)
+        found = range_of(numbers, norm, given, key)
         np.testing.assert_array_equal(found.row_exponent, -MOST_HEAD_EXPONENT)
 
 

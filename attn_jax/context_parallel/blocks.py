@@ -52,14 +52,14 @@ class WholeRows(NamedTuple):
     dout: Float[Array, "B T N D"]
     lse: Float[Array, "B N T"]
     excess: Float[Array, "B N T"]  # delta - dLSE
-    dout_squares: Float[Array, "B N T"] | None = None  # as `Block.row_sums` gives them
+    dout_norm: Float[Array, "B N T"] | None = None  # as `Block.row_sums` gives them
     centre: Float[Array, "B K H"] | None = None  # of all keys, as the block wants it
 
     def of(self, take: Callable[[Array], Array]) -> "WholeRows":
         """What `take` takes of each array of rows, and the centre as it is."""
-        squares = None if self.dout_squares is None else take(self.dout_squares)
+        norm = None if self.dout_norm is None else take(self.dout_norm)
         of_rows = take(self.dout), take(self.lse), take(self.excess)
-        return WholeRows(*of_rows, squares, self.centre)
+        return WholeRows(*of_rows, norm, self.centre)
 
 
 @runtime_checkable
@@ -137,7 +137,7 @@ class Block(Protocol):
         self, dout: Array, out: Array, query: Array
     ) -> tuple[Array, Array | None]:
         """delta of whole rows, from the O that `partial.kept_for_delta` kept, and the
-        squares of dO summed over each, if `backward` wants them."""
+        norm of each row of dO, if `backward` wants them."""
         ...
 
     def of_keys(self, key: Array, value: Array, rows: WholeRows) -> Any:
@@ -330,10 +330,8 @@ class Kernels:
     def of_keys(self, key, value, rows):
         from attn_jax.kernels import partial as kernels
 
-        assert rows.dout_squares is not None and rows.centre is not None
-        return kernels.ranges(
-            *(key, value, rows.excess, rows.dout_squares, rows.centre)
-        )
+        assert rows.dout_norm is not None and rows.centre is not None
+        return kernels.ranges(*(key, value, rows.excess, rows.dout_norm, rows.centre))
 
     def backward(self, query, key, value, rows, of_keys, mask, bias=None):
         from attn_jax.kernels import partial as kernels

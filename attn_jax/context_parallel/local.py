@@ -95,8 +95,8 @@ def rows_of(
     """What the backward pass knows of rows, and dLSE without that of empty ones."""
     # The LSE of a query that sees nothing is a constant, whatever its cotangent.
     dlse = jnp.where(jnp.isneginf(lse), 0.0, dlse.astype(lse.dtype))
-    delta, squares = block.row_sums(dout, for_delta, query)
-    return WholeRows(dout, lse, delta - dlse, squares, centre), dlse
+    delta, norm = block.row_sums(dout, for_delta, query)
+    return WholeRows(dout, lse, delta - dlse, norm, centre), dlse
 
 
 def gradients(

@@ -26,13 +26,15 @@ dS and K' for dQ are FP16, scaled by powers of two, and K' = K - c, as in
 `hopper_backward_fused`, which says why. Both are at most 2^15 (`hopper_range`), and so
 is what a row of dS sums to in absolute value, which 2 |dO| |V| + |dLSE| bounds. So a
 sum over any of the keys is at most 2^30 in absolute value, and int32 holds it, with the
-1/2 that each tile's rounding adds. Its resolution of 1 is 2^-30 of the largest dQ that
-these bounds admit.
+1/2 that each tile's rounding adds, and with room for a factor of two: bounds are of
+FP32, off by some last places. Its resolution of 1 is 2^-30 of the largest dQ that these
+bounds admit.
 
 There are no integers for infinity and NaN, so they come in by way of `row_sum`: a row
-of dQ is NaN where its LSE or delta is not finite, as one of them is if an input is not,
-and those of a head whose powers of two are as small as they get, so that dS or K' may
-exceed FP16: for K from 2^114 or so on, or dO V from 2^115, or dO that is no number.
+of dQ is NaN where its LSE or delta is not finite, as one of them is if Q, dO or dLSE is
+not; the bounds are those of the other rows. So are all rows of a head whose powers of
+two are as small as they get, so that dS or K' may exceed FP16, or unknown: for K from
+2^114 or so on, or dO V from 2^115, or K or V that is not finite.
 
 Where it rounds (16 bit: BF16, the inputs' format):
   S, P, dP, dS, delta and the accumulators of a tile are FP32;

@@ -5,7 +5,7 @@ two that bring K' and dS into the range of FP16. V stays what it is.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from attn_jax.centre import centre_of
 from attn_jax.formats import BF16, FP16
@@ -19,12 +19,15 @@ def key_numbers(
     """Of BF16 keys and values. `key_factor` is NaN where a key is infinite or NaN:
     integers, which dQ is a sum of, would not show it."""
     centre = centre_of(key, BF16)
-    most = largest(key, key.shape[2])
+    wide = key.astype(jnp.float32)
+    # Maxima on a CPU may pass over NaN.
+    finite = jnp.isfinite(wide).all((1, 3))
+    most = jnp.abs(wide).max((1, 3))
     # Of twice the largest key, which may overflow.
     exponent = FP16.max_exponent - (jnp.frexp(most)[1] + 1)
     exponent = jnp.clip(exponent, -MOST_HEAD_EXPONENT, MOST_HEAD_EXPONENT)
     factor = jnp.ldexp(jnp.ones_like(most), jnp.where(most > 0, exponent, 0))
-    factor = jnp.where(jnp.isfinite(most), factor, jnp.nan)
+    factor = jnp.where(finite, factor, jnp.nan)
     columns = jnp.abs(value.astype(jnp.float32)).max(1)
     # Squares stay in range.
     _, exponent = jnp.frexp(columns.max(-1, keepdims=True))
@@ -36,13 +39,3 @@ def key_numbers(
         value_norm=jnp.broadcast_to(norm, columns.shape),
         unscale=jnp.ones_like(columns),
     )
-
-
-def largest(x: Float[Array, "B L N H"], key_heads: int) -> Float32[Array, "B K"]:
-    """The largest |x| of a key head's query heads; NaN where one is infinite or NaN,
-    which XLA's maxima on a CPU may pass over."""
-    wide = x.astype(jnp.float32)
-    finite = jnp.isfinite(wide).all((1, 3))
-    most = jnp.where(finite, jnp.abs(wide).max((1, 3)), jnp.nan)
-    groups = most.reshape(x.shape[0], key_heads, -1)
-    return jnp.where(jnp.isnan(groups).any(2), jnp.nan, groups.max(2))

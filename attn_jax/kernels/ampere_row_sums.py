@@ -1,9 +1,9 @@
 """What the backward pass sums over rows of its inputs, for Ampere (sm_80):
 
-    excess = rowsum(dO * (out + low))      dout_squares = rowsum(dO * dO)
+    excess = rowsum(dO * (out + low))      dout_norm = sqrt(rowsum(dO * dO))
 
 in one launch, at the speed of memory: a CTA has a tile of rows of one head and reads it
-once, straight to registers. The squares are made on request.
+once, straight to registers. The norms are made on request.
 
 Where it rounds: all is FP32, u = 2^-24, added in an order that shapes fix: two runs
 give the same bits.
@@ -12,7 +12,12 @@ give the same bits.
     product is in more than `Lanes.additions`, 10 for head dimension 64, 11 for 128. So
     the sum is off by at most (additions + 2) u times sum |dO| |out + low|, to first
     order.
-  dout_squares: the same additions; dO * dO is exact, short of underflow.
+  dout_norm: the same additions; dO * dO is exact, short of underflow. Then the root,
+    by an instruction that is off by up to 2^-23 of it. Where the sum is at most
+    D 2^-100, or overflows, it is sqrt(D) max |dO| instead, rounded twice: a bound of
+    the norm, up to sqrt(D) times as large, or FP32's largest number for what is beyond.
+    Infinity or NaN in a row of dO makes it infinity or NaN. Some last places do no
+    harm: the power of two made of it leaves a factor of two (`hopper_range`).
 """
 
 import jax
@@ -23,7 +28,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ampere_tiles as tiles
-from attn_jax.kernels.lanes import Lanes, read
+from attn_jax.kernels.lanes import Lanes, read, row_norms
 from attn_jax.kernels.tiles import widen, write_tile
 
 # Values of each array in a tile, about: 32 of a thread.
@@ -35,9 +40,9 @@ def row_sums(
     low: Float[Array, "B T N D"] | None,
     dout: Float[Array, "B T N D"],
     *,
-    squares: bool = False,
+    norms: bool = False,
 ) -> tuple[Float32[Array, "B N T"], Float32[Array, "B N T"] | None]:
-    """(excess, dout_squares or, if not `squares`, None), as the module says.
+    """(excess, dout_norm or, if not `norms`, None), as the module says.
 
     `dout` is BF16 or FP16; `out` has its format or is FP32; `low` has its format, or is
     None for zero."""
@@ -46,7 +51,7 @@ def row_sums(
     rows = max(ELEMENTS // head_dim // lanes.strip, 1) * lanes.strip
     layout = lanes.layout()
 
-    def attention_row_sums(out_gmem, low_gmem, dout_gmem, excess_gmem, squares_gmem):
+    def attention_row_sums(out_gmem, low_gmem, dout_gmem, excess_gmem, norm_gmem):
         b, n = lax.axis_index("batch"), lax.axis_index("head")
         start = lax.axis_index("tile") * rows
         first = jnp.minimum(start, out_gmem.shape[1] - rows)
@@ -55,16 +60,16 @@ def row_sums(
             own = tiles.head_rows(gmem, b, first, rows, n, head_dim)
             return widen(read(own, layout=layout))
 
-        def write(gmem, products):
-            write_tile(gmem.at[b, n, pl.ds(start, rows)], products.sum(axis=1))
+        def write(gmem, values):
+            write_tile(gmem.at[b, n, pl.ds(start, rows)], values)
 
         total = tile(out_gmem)
         if low_gmem is not None:
             total += tile(low_gmem)
         dout = tile(dout_gmem)
-        write(excess_gmem, dout * total)
-        if squares_gmem is not None:
-            write(squares_gmem, dout * dout)
+        write(excess_gmem, (dout * total).sum(axis=1))
+        if norm_gmem is not None:
+            write(norm_gmem, row_norms(dout))
 
     def flat(x):
         if x is None:
@@ -84,11 +89,11 @@ def row_sums(
         return jnp.concatenate(parts, axis=2)
 
     of_rows = jax.ShapeDtypeStruct((batch, heads, blocks * rows), jnp.float32)
-    excess, dout_squares = plgpu.kernel(
+    excess, dout_norm = plgpu.kernel(
         attention_row_sums,
-        out_type=[of_rows, of_rows if squares else None],
+        out_type=[of_rows, of_rows if norms else None],
         grid=(heads, blocks, batch),
         grid_names=("head", "tile", "batch"),
         compiler_params=tiles.COMPILER_PARAMS,
     )(*map(flat, (out, low, dout)))
-    return in_order(excess), in_order(dout_squares) if squares else None
+    return in_order(excess), in_order(dout_norm) if norms else None

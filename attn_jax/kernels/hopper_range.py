@@ -29,18 +29,21 @@ class Range(NamedTuple):
 
 def range_of(
     numbers: KeyNumbers | None,
-    dout_squares: Float32[Array, "B N T"] | None,
+    dout_norm: Float32[Array, "B N T"] | None,
     dlse: Float32[Array, "B N T"] | None,
     key: Float[Array, "B S K H"],
     *,
-    dout_largest: Float32[Array, "B K"] | None = None,
     centred: bool = True,
     scaled: bool = True,
 ) -> Range:
-    """`dlse`: None for 0. Not `scaled`, no power of two: so for FP16 inputs, since P,
-    which has dS's, too, is rounded to their format. c is 0 if not `centred`. What is
-    not made use of may be None. `dout_largest`: of a key head the largest |dO|, or NaN;
-    it bounds the norms whose squares leave FP32's range."""
+    """`dout_norm`: of rows of dO, as `row_sums` has it. `dlse`: None for 0. Not
+    `scaled`, no power of two: so for FP16 inputs, since P, which has dS's, too, is
+    rounded to their format. c is 0 if not `centred`. What is not made use of may be
+    None.
+
+    r brings |dS| below 2^15. FP16 goes up to nearly twice that, which is room for all
+    that is rounded on the way to the bound. A row whose dO or dLSE is infinite or NaN
+    has no say: it has no finite dS, whatever r is."""
     batch, _, heads, head_dim = key.shape
     centre = jnp.zeros((batch, heads, head_dim), jnp.float32)
     if centred:
@@ -49,24 +52,20 @@ def range_of(
     if not scaled:
         zero = jnp.zeros((batch, heads), jnp.int32)
         return Range(centre, jnp.ones_like(centre), zero)
-    assert numbers is not None and dout_squares is not None
+    assert numbers is not None and dout_norm is not None
 
     def of_group(x):  # [B, N, T] -> [B, K]
+        x = jnp.where(jnp.isfinite(x), x, 0)
         return x.reshape(batch, heads, -1).max(axis=2)
 
-    # Where squares overflow so will dS, for all to see, and not vanish. Nor is it to
-    # vanish where they do: unscaled it would be less than any FP16 number.
-    squares = of_group(dout_squares)
-    norm = jnp.sqrt(jnp.clip(squares, FP32.min_normal, FP32.max_finite))
-    if dout_largest is not None:
-        width = numbers.value_norm.shape[-1]
-        # Of those that vanished the sum is at most 2^-26 of this.
-        in_range = (squares > width * 2.0**-100) & jnp.isfinite(squares)
-        most = width**0.5 * dout_largest
-        # No number has no bound: the smallest r, by which Ampere's kernel knows it.
-        most = jnp.where(jnp.isfinite(most), most, FP32.max_finite / 2)
-        norm = jnp.where(in_range, norm, most)
-    bound = 2 * norm * numbers.value_norm[..., 0]
+    norm, of_value = of_group(dout_norm), numbers.value_norm[..., 0]
+    bound, none = 2 * (norm * of_value), (norm == 0) | (of_value == 0)
+    # FP32's largest number stands for larger norms, too, and V may be infinite or NaN:
+    # r is the smallest then.
+    known = (none | (norm < FP32.max_finite)) & (bound <= FP32.max_finite)
+    # Unscaled, what is below FP32's range would be less than any FP16 number.
+    bound = jnp.where(none, bound, jnp.maximum(bound, FP32.min_normal))
+    bound = jnp.where(known, bound, FP32.max_finite)
     if dlse is not None:
         bound += of_group(jnp.abs(dlse))
     # Infinity has no exponent.

@@ -1,6 +1,6 @@
 """What the backward pass sums over rows of its inputs, for Hopper (sm_90a):
 
-    excess = rowsum(dO * (out + low))      dout_squares = rowsum(dO * dO)
+    excess = rowsum(dO * (out + low))      dout_norm = sqrt(rowsum(dO * dO))
 
 in one launch, at the speed of memory: every array is read once, by TMA, some tiles
 ahead, by a grid whose CTAs stay. A fill is the tiles of dO, out and low for some rows
@@ -16,7 +16,12 @@ atomics): two runs give the same bits.
     add in pairs. No product is in more than `RowTiles.depth` additions: 10 for head
     dimension 64, 11 for 128. So the sum is off by at most (depth + 2) u times
     sum |dO| |out + low|, to first order.
-  dout_squares: the same additions; dO * dO is exact, short of underflow.
+  dout_norm: the same additions; dO * dO is exact, short of underflow. Then the root,
+    by an instruction that is off by up to 2^-23 of it. Where the sum is at most
+    D 2^-100, or overflows, it is sqrt(D) max |dO| instead, rounded twice: a bound of
+    the norm, up to sqrt(D) times as large, or FP32's largest number for what is beyond.
+    Infinity or NaN in a row of dO makes it infinity or NaN. Some last places do no
+    harm: the power of two made of it leaves a factor of two (`hopper_range`).
 """
 
 import dataclasses
@@ -30,7 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.kernels.lanes import Lanes, read
+from attn_jax.kernels.lanes import Lanes, read, row_norms
 from attn_jax.kernels.ring_order import MULTIPROCESSORS
 from attn_jax.kernels.tiles import widen
 
@@ -45,7 +50,7 @@ class RowSums(NamedTuple):
     """What `row_sums` returns."""
 
     excess: Float32[Array, "B N T"]
-    dout_squares: Float32[Array, "B N T"]
+    dout_norm: Float32[Array, "B N T"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +152,7 @@ def row_sums(
     ctas = min(plan.ctas, tiles.items)
 
     def attention_row_sums(
-        out_gmem, low_gmem, dout_gmem, excess_gmem, squares_gmem, smem, barriers
+        out_gmem, low_gmem, dout_gmem, excess_gmem, norm_gmem, smem, barriers
     ):
         tiles_smem, wide_smem, results_smem = smem
         tiles_ready, wide_ready = barriers
@@ -212,14 +217,14 @@ def row_sums(
                 d, o, *more = parts
                 for part in more:
                     o = o + part
-                found.append(((d * o).sum(axis=1), (d * d).sum(axis=1)))
+                found.append(((d * o).sum(axis=1), row_norms(d)))
             for head, values in enumerate(found):
                 for a, value in enumerate(values):
                     results_smem[buffer, a, head] = value
             # All have read and written.
             plgpu.commit_smem()
             b, span, _, heads = item(step)
-            for a, gmem in enumerate((excess_gmem, squares_gmem)):
+            for a, gmem in enumerate((excess_gmem, norm_gmem)):
                 plgpu.copy_smem_to_gmem(
                     results_smem.at[buffer, a], gmem.at[b, heads, span]
                 )

@@ -4,8 +4,12 @@ import functools
 import math
 from typing import NamedTuple
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
+
+from attn_jax.formats import FP32
 
 LANES = 32
 WARPS = 4
@@ -43,6 +47,20 @@ class Lanes(NamedTuple):
         rows, columns = LANES // self.lanes, self.lanes * self.vector
         tiling = (WARPS * rows, columns), (rows, columns), (1, self.vector)
         return tiled(tiling, warp_dims=(-6,), lane_dims=(-4, -3))
+
+
+def row_norms(x: jax.Array) -> jax.Array:
+    """Norms of an FP32 tile's rows: the root of the sum of squares or, where those
+    leave FP32's range, a bound of it, of which FP32's largest number stands for all
+    that is larger. Of a row with infinity or NaN it is one of them."""
+    columns = x.shape[1]
+    squares, largest = (x * x).sum(axis=1), jnp.abs(x).max(axis=1)
+    # Squares that vanish come to 2^-26 of this at most.
+    lost = squares <= columns * 2.0**-100
+    lost |= (squares > FP32.max_finite) & (largest <= FP32.max_finite)
+    bound = jnp.minimum(columns**0.5 * largest, FP32.max_finite)
+    # NaN is in the sum, as it need not be in the maximum (XLA's on a CPU).
+    return jnp.where(lost, bound, jnp.sqrt(squares))
 
 
 def tiled(

@@ -201,14 +201,12 @@ def backward(
     scaled = chosen.halves_dq(INPUTS[jnp.dtype(dtype)], target, made)
     # Delta sees the rounded one, as the products do: rows of dS are to sum to zero.
     dout = dout.astype(dtype)
-    excess = dout_squares = None
+    excess = dout_norm = None
     if scaled or chosen.delta_source != "p_dp":
-        squares = {"squares": scaled} if target == "ampere" else {}
-        excess, dout_squares = _ROW_SUMS[target].row_sums(out, low, dout, **squares)
-    dout_largest = None
+        norms = {"norms": scaled} if target == "ampere" else {}
+        excess, dout_norm = _ROW_SUMS[target].row_sums(out, low, dout, **norms)
     if made == "fused" and target == "ampere":
         numbers = ampere_key_numbers.key_numbers(key, value)
-        dout_largest = ampere_key_numbers.largest(dout, key.shape[2])
     unpadded_key = key
     query, key, value, dout = map(pad_sequence, (query, key, value, dout))
     if rules is not None or chosen.repeated_max_factor is not None:
@@ -245,8 +243,7 @@ def backward(
         row_sum = -of_sink if dlse is None else dlse - of_sink
     operands = (query, key, value, dout, for_kernels, delta)
     found = range_of(
-        *(numbers, dout_squares, dlse, key),
-        dout_largest=dout_largest,
+        *(numbers, dout_norm, dlse, key),
         centred=centre_kind == "keys",
         scaled=scaled,
     )

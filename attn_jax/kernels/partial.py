@@ -167,7 +167,7 @@ def _forward(
 def row_sums(
     dout: Float[Array, "B T N D"], out: Float32[Array, "B T N D"]
 ) -> hopper_row_sums.RowSums:
-    """rowsum(dO O) and rowsum(dO dO) of whole rows, for `backward`; O as merged."""
+    """rowsum(dO O) and norms of dO of whole rows, for `backward`; O as merged."""
     return hopper_row_sums.row_sums(out, None, dout)
 
 
@@ -260,7 +260,7 @@ def ranges(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K D"],
     excess: Float32[Array, "B N T"],
-    dout_squares: Float32[Array, "B N T"],
+    dout_norm: Float32[Array, "B N T"],
     centre: Float32[Array, "B K H"],
 ) -> Ranges:
     """Of keys and of whole rows (`row_sums`), for `backward`: powers of two for
@@ -270,7 +270,7 @@ def ranges(
         inputs = local.INPUTS[jnp.dtype(key.dtype)]
         padded, values = map(local.pad_sequence, (key, value))
         numbers, _ = key_numbers(padded, values, key.shape[1], inputs, half=False)
-    plain = range_of(numbers, dout_squares, excess, key, centred=False, scaled=scaled)
+    plain = range_of(numbers, dout_norm, excess, key, centred=False, scaled=scaled)
     centred = plain._replace(centre=centre)
     if not scaled:
         return Ranges(plain, centred)
