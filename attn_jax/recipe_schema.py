@@ -163,7 +163,8 @@ class Recipe:
     for each key head of a batch entry that brings a bound of all its dS into range,
     since |D| <= |dP| + |delta| + |dLSE|: with Euclidean norms over H
         b = max of |f| (2 |dO| v + |dLSE|) over all queries of the query heads that
-            share the key head, be they on another device; dLSE = 0 for LSE = -inf
+            share the key head, be they on another device, whose dO and dLSE are finite;
+            dLSE = 0 for LSE = -inf
         v = the norm of (max_j |V_j1|, ..., max_j |V_jH|), maxima of the columns over
             all keys of the head, be they hidden or on another device, so that one
             reading of V finds it
@@ -187,9 +188,9 @@ class Recipe:
     for roundings, as w |K'| <= 2^15 and |dS'| sums to at most 2^15 over a row; so n is
     the same in any order of the blocks. (If P sums to 1, as it need not with an `lse`
     of few bits: there n may be cut off or wrap round.) What they cannot hold makes dQ
-    NaN: a row whose delta, or a head whose b or largest |K|, is infinite or NaN, or so
-    large that r or w is 2^-100. Not under a soft cap, where K' has no w: there the sum
-    is that of 'numbers'.
+    NaN: a row whose delta is infinite or NaN, and a head whose b or largest |K| is, or
+    is so large that r or w is 2^-100. Not under a soft cap, where K' has no w: there
+    the sum is that of 'numbers'.
     The gradient of a sink is -sum of E(sink u - LSE u) (delta - dLSE), unrounded.
 
     A RING of `ring_size` W > 1 devices: T and S are cut into W equal shares in order;

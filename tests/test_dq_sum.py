@@ -101,9 +101,9 @@ def test_the_cost_is_small_beside_that_of_dlogits_in_16_bits():
 @pytest.mark.parametrize(
     ("name", "at", "value", "lost"),
     [
-        # delta of a row, and the bound of its key head, of which there are two.
-        ("dout", (0, 5, 0, 3), np.nan, "head"),
-        ("dout", (0, 5, 0, 3), np.inf, "head"),
+        # delta of a row; the bound is that of the others.
+        ("dout", (0, 5, 0, 3), np.nan, "row"),
+        ("dout", (0, 5, 0, 3), np.inf, "row"),
         ("value", (0, 7, 0, 2), np.inf, "head"),
         ("query", (0, 5, 0, 3), np.nan, "row"),
         ("key", (0, 7, 0, 2), np.nan, "head"),

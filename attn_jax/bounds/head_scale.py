@@ -43,6 +43,10 @@ def head_scale(
             2 * math.prod(np.sqrt(np.maximum(s - less, 0.0)) for s in squares)
             for less in (lost, 0.0)
         )
+        # Kernels have another bound of the norm of dO there (`kernels.lanes`).
+        width = dout.shape[-1]
+        coarse = np.abs(dout).max(-1, keepdims=True) * math.sqrt(width * squares[1])
+        high = np.where(squares[0] <= width * 2.0**-99, 2 * coarse, high)
         low, least_given = (
             np.where(x > 2 * carrier.min_normal, x, 0.0) for x in (low, given)
         )

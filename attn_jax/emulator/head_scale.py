@@ -18,9 +18,12 @@ def head_scale(x: Operands, dout, dlse, on_dlogits: float) -> Array | None:
         return None
     of_values = _norm(jnp.abs(x.value).max(2, keepdims=True))[:, :, None]
     bound = abs(on_dlogits) * (2 * _norm(dout) * of_values + jnp.abs(dlse))
+    finite = jnp.isfinite(dout).all(-1, keepdims=True) & jnp.isfinite(dlse)
+    bound = jnp.where(finite, bound, 0.0)
     largest = bound.max((2, 3), keepdims=True)
-    # Infinity has no exponent.
-    bound = jnp.minimum(largest, jnp.finfo(bound.dtype).max)
+    # Infinity has no exponent, and NaN, of V, no bound.
+    most = jnp.finfo(bound.dtype).max
+    bound = jnp.where(largest <= most, largest, most)
     exponent = step.format.max_exponent - jnp.frexp(bound)[1]
     exponent = jnp.clip(exponent, -MOST_HEAD_EXPONENT, MOST_HEAD_EXPONENT)
     scale = jnp.where(bound > 0, jnp.ldexp(jnp.ones_like(bound), exponent), 1.0)
