@@ -30,7 +30,7 @@ from attn_jax.kernels import (
     tuning,
 )
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers, key_numbers
-from attn_jax.kernels.hopper_range import range_of
+from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.options import DEFAULT, Options
 from attn_jax.kernels.tuning import AmperePlan, Backward, Configuration, Plan
 from attn_jax.kernels.visibility import Band, Rules
@@ -241,53 +241,27 @@ def backward(
         of_sink = jnp.exp(sinks[..., None] - lse) * -delta
         dsinks = pairwise_sum(of_sink, -1)
         row_sum = -of_sink if dlse is None else dlse - of_sink
-    operands = (query, key, value, dout, for_kernels, delta)
+    operands = _Operands(query, key, value, dout, for_kernels, delta)
     found = range_of(
         *(numbers, dout_norm, dlse, key),
         centred=centre_kind == "keys",
         scaled=scaled,
     )
-    if made == "fused" and target == "ampere":
-        plan = static.tilings.backward_fused
-        assert isinstance(plan, AmperePlan)
-        gradients = ampere_backward_fused.backward_fused(
-            *(*operands, row_sum, found),
-            plan=plan,
-            **options,
-        )
-        return *gradients, dsinks
     if made == "fused":
-        plan = static.tilings.backward_fused
-        assert isinstance(plan, Plan)
-        gradients = hopper_backward_fused.backward_fused(
-            *(*operands, row_sum, found),
-            window=static.window,
-            plan=plan,
-            dq_dtype=jnp.dtype(jnp.float16) if scaled else jnp.dtype(dtype),
-            **options,
-        )
+        in_one_pass = _IN_ONE_PASS[target]
+        gradients = in_one_pass(operands, row_sum, found, static, options)
         return *gradients, dsinks
     options |= of_pairs
-    centre = None
     own: dict[str, Any] = {"numbers": found} if scaled else {}
+    centre = None
     if centre_kind == "row":
         own["row_centre"] = _row_centre(
             query, key, value, sinks, numbers, static, options
         )
-    elif centre_kind == "none":
-        if target != "hopper":
-            centre = jnp.zeros((*key.shape[::2], 1, key.shape[3]), jnp.float32)
-    elif rules is None:
-        # On Ampere not those that no query sees. Hopper's last tile counts the keys of
-        # rows past the last query, too; any centre is right, and that one keeps its
-        # bits.
-        cut = is_causal and target != "hopper"
-        seen = unpadded_key[:, :query_count] if cut else unpadded_key
-        centre = key_means.mean(seen, is_causal, dq_tiling, query_count)
-    else:
-        centre = key_means.mean_under(
-            unpadded_key, rules, static.band, query_count, dq_tiling.rows
-        )
+    elif centre_kind == "mean":
+        centre = _mean_key(unpadded_key, rules, static, query_count)
+    elif target == "ampere":  # Its kernel takes one, be it 0.
+        centre = jnp.zeros((*key.shape[::2], 1, key.shape[3]), jnp.float32)
     if row_sum is None:
         row_sum = jnp.zeros_like(delta)
     dq = _BACKWARD_DQ[target].backward_dq(
@@ -309,6 +283,63 @@ def backward(
         **lengths,
     )
     return dq, dk, dv, dsinks, dbias
+
+
+class _Operands(NamedTuple):
+    """Of all backward kernels; sequences are padded, those of `lse` and `delta` not."""
+
+    query: Float[Array, "B Tpad N H"]
+    key: Float[Array, "B Spad K H"]
+    value: Float[Array, "B Spad K D"]
+    dout: Float[Array, "B Tpad N D"]
+    lse: Float32[Array, "B N T"]
+    delta: Float32[Array, "B N T"]
+
+
+def _ampere_in_one_pass(
+    operands: _Operands, row_sum, found: Range, static: Static, options: dict
+):
+    """(dQ, dK, dV)"""
+    plan = static.tilings.backward_fused
+    assert isinstance(plan, AmperePlan)
+    return ampere_backward_fused.backward_fused(
+        *operands, row_sum, found, plan=plan, **options
+    )
+
+
+def _hopper_in_one_pass(
+    operands: _Operands, row_sum, found: Range, static: Static, options: dict
+):
+    """(dQ, dK, dV)"""
+    plan = static.tilings.backward_fused
+    assert isinstance(plan, Plan)
+    scaled = static.options.halves_dq(INPUTS[static.dtype], static.target, "fused")
+    return hopper_backward_fused.backward_fused(
+        *operands,
+        row_sum,
+        found,
+        window=static.window,
+        plan=plan,
+        dq_dtype=jnp.dtype(jnp.float16) if scaled else static.dtype,
+        **options,
+    )
+
+
+_IN_ONE_PASS = {"ampere": _ampere_in_one_pass, "hopper": _hopper_in_one_pass}
+
+
+def _mean_key(
+    key: Float[Array, "B S K H"], rules: Rules | None, static: Static, query_count: int
+) -> Float32[Array, "B K C H"]:
+    """Of the keys that rows see."""
+    tiling = static.tilings.backward_dq
+    if rules is not None:
+        return key_means.mean_under(key, rules, static.band, query_count, tiling.rows)
+    # On Ampere not those that no query sees. Hopper's last tile counts the keys of rows
+    # past the last query, too; any centre is right, and that one keeps its bits.
+    if static.is_causal and static.target != "hopper":
+        key = key[:, :query_count]
+    return key_means.mean(key, static.is_causal, tiling, query_count)
 
 
 def _row_centre(
