@@ -188,6 +188,30 @@ def test_tables_of_accuracy_are_those_of_the_rows(page):
         assert f"| {family} | {' | '.join(cells)} |\n" in text
 
 
+def test_table_of_steps_is_that_of_the_rows():
+    text, cases = (ROOT / "docs" / "training.md").read_text(), 0
+    for path in sorted((ROOT / "results" / "step-speed").glob("*-h200-[0-9]*.csv")):
+        with path.open() as file:
+            rows = list(csv.DictReader(file))
+        for part in ("forward", "both", "step"):
+            own = {r["implementation"]: r for r in rows if r["part"] == part}
+            ours, three = (
+                own["pallas"],
+                [own[k] for k in ("baseline", "pallas", "cudnn")],
+            )
+            base, ms, cudnn = (float(row["ms"]) for row in three)
+            cells = [
+                *(ours[k] for k in ("case", "N", "batch", "part")),
+                *(f"{float(row['ms']):.4g}" for row in three),
+                *(f"{base / ms:.2f}", f"{cudnn / ms:.3f}"),
+                f"{100 * float(ours['mfu']):.1f}",
+                *(f"{float(row['gigabytes']):.3g}" for row in three),
+            ]
+            assert f"| {' | '.join(cells)} |\n" in text
+        cases += 1
+    assert cases == 5
+
+
 def test_table_of_recipes_has_all_of_them():
     lines = recipe_table.table().splitlines()
     head, _, *rows = (line for line in lines if line.startswith("|"))
