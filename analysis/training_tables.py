@@ -141,7 +141,8 @@ def growth(rows: Sequence[Row]) -> list[Row]:
     over the comparisons from step 8 on, seed by seed."""
     seeds: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
-        if row["step"] >= _FIRST_FITTED:
+        # A training that diverged has no finite weights, so no distance.
+        if row["step"] >= _FIRST_FITTED and row["max_abs"] is not None:
             seeds.setdefault((row["arm"], row["seed"]), []).append(row)
     fits = []
     for (arm, seed), some in seeds.items():
@@ -215,6 +216,7 @@ def apart(weights: Sequence[Row], last: int) -> list[Row]:
     tensors = [r for r in weights if r["kind"] == "tensor" and r["step"] == last]
     for arm, seed in dict.fromkeys((row["arm"], row["seed"]) for row in tensors):
         some = [row for row in tensors if (row["arm"], row["seed"]) == (arm, seed)]
+        some = [row for row in some if row["max_abs"] is not None]
         known = [row for row in some if row["cosine"] is not None]
         if not known or np.median([row["cosine"] for row in known]) < _RELATED:
             continue

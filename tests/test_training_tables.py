@@ -37,6 +37,10 @@ def test_growth_is_the_exponent_of_a_power_law():
     for name in ("max_abs", "w1", "rel_l2"):
         assert found[name].startswith("1.50 ± 0.00")
     assert found["w1_over_sigma"].startswith("3.00 ± 0.00")  # In 1000 steps.
+    # Weights that are not finite have no distance.
+    nothing = dict.fromkeys(("max_abs", "w1", "rel_l2", "w1_over_sigma"))
+    gone = [row | nothing | {"step": 10 * row["step"]} for row in rows[-2:]]
+    assert training_tables.growth([*rows, *gone]) == [found]
 
 
 def test_ratios_are_of_the_low_precision_bound():
@@ -115,6 +119,9 @@ def test_tensors_that_rounding_moves_stand_apart():
     assert found["tensor"] == "bias of K" and found["max_abs"] == "0.5"
     assert found["max_abs of the rest"] == "0.001"
     assert not training_tables.apart(rows, 64)
+    nothing = tensor("NaN", None, None)
+    more = [*rows, tensor("bias of K", 0.02, 0.5), nothing]
+    assert training_tables.apart(more, 64) == [found]
     # Where nothing is alike, as for other first weights, nothing stands apart.
     assert not training_tables.apart([row | {"cosine": 0.1} for row in rows], 64)
 

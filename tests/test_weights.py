@@ -123,8 +123,9 @@ def test_identical_weights_are_exactly_0_apart(convert, most_megabytes):
     assert not found.problems
     assert {one["kind"] for one in found.rows} == {"all", "group", "tensor"}
     for one in found.rows:
-        zeros = [one[name] for name in DISTANCES if name != "mean_se" or one[name]]
-        assert zeros == [0.0] * len(zeros), one
+        found_here = [one[n] for n in DISTANCES if n != "mean_se" or one[n]]
+        # Of no weights there is no distance.
+        assert set(found_here) == {None if one["scope"] == "empty" else 0.0}, one
         assert one["cosine"] == (None if one["scope"] == "empty" else 1.0)
 
 
@@ -256,6 +257,7 @@ def test_what_differs_is_reported_and_the_rest_compared():
     a["key"], b["key"] = jax.random.key(0), jax.random.key(1)
     found = compare(a, b, names=("A", "B"))
     assert sorted(found.problems) == [
+        "1 of 2 tensors that are not of floating-point numbers differ: key",
         "gone: only in A",
         "new: only in B",
         "shape: [4] in A, [2, 2] in B",
@@ -296,13 +298,6 @@ def test_what_is_not_finite_is_counted_and_left_out(convert, dtype):
             assert row(found, "w")[name] == pytest.approx(value, rel=CLOSE), name
 
 
-def test_nothing_finite_leaves_nothing():
-    a = {"w": np.full(3, np.nan, np.float32)}
-    for convert in (np.asarray, jnp.asarray):
-        one = row(compare({"w": convert(a["w"])}, {"w": convert(a["w"])}), "w")
-        assert (one["count"], one["w1"], one["max_abs"], one["p50"]) == (0, 0, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("dtype", "axes"),
     [(np.float32, AxisType.Auto), (ml_dtypes.bfloat16, AxisType.Explicit)],
@@ -337,7 +332,7 @@ def binned(a: np.ndarray, b: np.ndarray, slices: int = 1) -> tuple[float, float]
 @given(
     st.integers(1, 40),
     st.floats(-1e4, 1e4),
-    st.sampled_from([1e-300, 1e-12, 1e-6, 1e-3, 1.0, 1e30, 1e150]),
+    st.sampled_from([1e-300, 1e-12, 1e-6, 1e-3, 1.0, 1e30, 1e150, 1e303]),
     st.data(),
 )
 def test_bins_enclose_w1(size, middle, width, data):
@@ -396,6 +391,7 @@ def test_memory_does_not_grow_with_the_tensor():
     assert beyond["rel_l2"] == within["rel_l2"] == pytest.approx(1, rel=CLOSE)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 12), max_size=4), st.integers(1, 50))
 def test_boxes_cover_a_tensor_in_order(shape, most):
     whole = np.arange(math.prod(shape)).reshape(shape)

@@ -23,13 +23,16 @@ pool the sums of squares of all tensors, so numerator and denominator are RMS ov
 weights; mean, mean_se and quantiles are of all d together. A ratio is 0 where
 numerator and denominator are, and None where the denominator alone is; cosine is None
 where either has not moved. `cosine` and `drift` pool the tensors that have a start.
+Where no place is left (n = 0) all measures are None: a tensor of NaN is not at
+distance 0 from anything.
 
-All units are the weights'. FP64 squares overflow for weights beyond 1e150.
+All units are the weights'. Squares do not overflow; what is beyond FP64's range itself,
+as max |d| of 1e308 and -1e308, is infinite.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -38,7 +41,7 @@ from analysis.record import Row
 from analysis.weights import on_device
 from analysis.weights.groups import Grouping, built_in
 from analysis.weights.leaves import Leaf, boxes, leaves
-from analysis.weights.moments import Moments
+from analysis.weights.moments import NO_TRAVELS, Moments
 from analysis.weights.wasserstein import (
     Binning,
     Counting,
@@ -51,6 +54,10 @@ from train.config import UsageError
 
 MOST_MEGABYTES = 1024.0
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+_MEASURES = (
+    *("max_abs", "w1", "w1_error", "w1_max", "w1_over_sigma", "rel_l2", "cosine"),
+    *("drift", "mean", "mean_se", *_QUANTILES),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +68,9 @@ class Comparison:
       rows: one a tensor, group, layer, group of a layer, and one of everything; the
         columns `kind`, `scope`, `group` and `layer` tell which.
       equal: of every tensor of integers or other numbers, whether both are the same.
-      problems: a line for each tensor that only one side has, whose shapes differ, or
-        that has weights that are not finite.
+      problems: a line for each tensor that only one side has, whose shapes differ, that
+        is of floating-point numbers on one side alone, or that has weights that are
+        not finite; one line that names the tensors which `equal` says differ.
     """
 
     rows: list[Row]
@@ -106,7 +114,8 @@ def compare(
       names: of the two sides, for `problems`.
 
     Raises:
-      UsageError: the trees have no tensor of one name and shape in common.
+      UsageError: the trees have no tensor of one name, shape and kind of number in
+        common.
     """
     here, there = leaves(reference), leaves(other)
     start = leaves(initial) if initial is not None else {}
@@ -124,7 +133,13 @@ def compare(
                 f"{name}: {list(a.shape)} in {names[0]}, {list(b.shape)} in {names[1]}"
             )
             continue
-        if not (a.floating and b.floating):
+        if a.floating != b.floating:
+            problems.append(
+                f"{name}: {a.dtype} in {names[0]}, {b.dtype} in {names[1]}, not "
+                "compared: convert one"
+            )
+            continue
+        if not a.floating:
             equal[name] = _equal(a, b)
             continue
         starts = start.get(name), other_start.get(name)
@@ -141,17 +156,30 @@ def compare(
         ]
     if not measured and not equal:
         raise UsageError(
-            f"{names[0]} and {names[1]} have no tensor of one name and shape in "
-            f"common: one has {_some(here)}, the other {_some(there)}; name the "
-            "subtree that holds the weights (--tree), or compare models of one kind"
+            f"{names[0]} and {names[1]} have no tensor of one name, shape and kind of "
+            f"number in common: one has {_some(here)}, the other {_some(there)}; name "
+            "the subtree that holds the weights (--tree), or compare models of one kind"
+        )
+    differ = [name for name, same in equal.items() if not same]
+    if differ:
+        problems.append(
+            f"{len(differ)} of {len(equal)} tensors that are not of floating-point "
+            f"numbers differ: {some_of(differ)}"
         )
     return Comparison(_rows(measured, group), equal, problems)
 
 
 def _some(tree: Mapping[str, Leaf]) -> str:
-    names = list(tree)
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return (", ".join(names[:2]) or "none") + more
+    described = [
+        f"{name} ({leaf.dtype} {[*leaf.shape]})" for name, leaf in tree.items()
+    ]
+    return some_of(described, 2) or "none"
+
+
+def some_of(values: Sequence[Any], most: int = 8) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(map(str, values[:most])) + more
 
 
 def _equal(a: Leaf, b: Leaf) -> bool:
@@ -197,14 +225,13 @@ def _stream(
     a: Leaf, b: Leaf, starts: Sequence[Leaf], distance: Distance | None
 ) -> tuple[Moments, tuple[int, int, int]]:
     bad = [0, 0, 0]
-    moments = Moments(travels=(0.0, 0.0, 0.0) if starts else None)
+    moments = Moments(travels=NO_TRAVELS if starts else None)
     for x, y, origins in _pairs(a, b, starts, bad):
         if distance is not None:
             distance.add(x, y)
         wide = [part.astype(np.float64) for part in (x, y, *origins)]
         pair = (wide[2], wide[3]) if origins else None
-        with np.errstate(over="ignore", invalid="ignore"):
-            moments = moments.join(Moments.of(wide[0], wide[1], pair))
+        moments = moments.join(Moments.of(wide[0], wide[1], pair))
     return moments, (bad[0], bad[1], bad[2])
 
 
@@ -260,54 +287,64 @@ def _pool(tensors: Sequence[_Tensor]) -> Row:
     all_of = tensors[0].moments
     for tensor in tensors[1:]:
         all_of = all_of.join(tensor.moments)
-    n, square = all_of.count, all_of.square
-    scaled = [
-        (tensor.moments.count, ratio)
-        for tensor in tensors
-        if tensor.moments.count
-        and (ratio := _ratio(tensor.w1, tensor.moments.sigma)) is not None
-    ]
-    dot, gone, other_gone = all_of.travels or (0.0, 0.0, 0.0)
-    # Over those tensors alone whose travel is known.
-    moved = sum(t.moments.square for t in tensors if t.moments.travels is not None)
-    travelled = all_of.travels is not None
-    cosine = None
-    if gone and other_gone:
-        cosine = dot / (math.sqrt(gone) * math.sqrt(other_gone))
-        # Rounding may pass 1.
-        cosine = 1.0 if dot == gone == other_gone else max(-1.0, min(1.0, cosine))
+    n = all_of.count
     nonfinite = [sum(counts) for counts in zip(*(t.nonfinite for t in tensors))]
     return {
         "tensors": len(tensors),
         "count": n,
-        "max_abs": all_of.max_abs,
-        "w1": _weighted([(t.moments.count, t.w1) for t in tensors]) or 0.0,
-        "w1_error": _weighted([(t.moments.count, t.w1_error) for t in tensors]) or 0.0,
-        "w1_max": max(t.w1 for t in tensors),
-        "w1_over_sigma": _weighted(scaled) if n else 0.0,
-        "rel_l2": _ratio(math.sqrt(square), math.sqrt(all_of.reference_square)),
-        "cosine": cosine,
-        "drift": _ratio(math.sqrt(moved), math.sqrt(gone)) if travelled else None,
-        "mean": all_of.mean,
-        "mean_se": math.sqrt(all_of.spread / (n - 1) / n) if n > 1 else None,
-        **{
-            name: min(all_of.sketch.quantile(share), all_of.max_abs)
-            for name, share in _QUANTILES.items()
-        },
+        **(_measures(all_of, tensors) if n else dict.fromkeys(_MEASURES)),
         "nonfinite_reference": nonfinite[0],
         "nonfinite_other": nonfinite[1],
         "nonfinite_initial": nonfinite[2],
     }
 
 
-def _ratio(above: float, below: float) -> float | None:
+def _measures(all_of: Moments, tensors: Sequence[_Tensor]) -> Row:
+    """Of what the tensors have in common, which is not nothing."""
+    n, some = all_of.count, [tensor for tensor in tensors if tensor.moments.count]
+    scaled = [
+        (tensor.moments.count, ratio)
+        for tensor in some
+        if (ratio := _ratio(Decimal(tensor.w1), tensor.moments.sigma)) is not None
+    ]
+    dot, gone, other_gone = all_of.travels or NO_TRAVELS
+    # Over those tensors alone whose travel is known.
+    moved = sum(
+        (t.moments.square for t in some if t.moments.travels is not None), Decimal(0)
+    )
+    cosine = None
+    if gone and other_gone:
+        cosine = float(dot / (gone.sqrt() * other_gone.sqrt()))
+        # Rounding may pass 1.
+        cosine = 1.0 if dot == gone == other_gone else max(-1.0, min(1.0, cosine))
+    travelled = any(t.moments.travels is not None for t in some)
+    return {
+        "max_abs": all_of.max_abs,
+        "w1": _weighted([(t.moments.count, t.w1) for t in some]),
+        "w1_error": _weighted([(t.moments.count, t.w1_error) for t in some]),
+        "w1_max": max(t.w1 for t in some),
+        "w1_over_sigma": _weighted(scaled),
+        "rel_l2": _ratio(all_of.square.sqrt(), all_of.reference_square.sqrt()),
+        "cosine": cosine,
+        "drift": _ratio(moved.sqrt(), gone.sqrt()) if travelled else None,
+        "mean": float(all_of.mean),
+        "mean_se": float((all_of.spread / (n - 1) / n).sqrt()) if n > 1 else None,
+        **{
+            name: min(all_of.sketch.quantile(share), all_of.max_abs)
+            for name, share in _QUANTILES.items()
+        },
+    }
+
+
+def _ratio(above: Decimal, below: Decimal) -> float | None:
     if not below:
         return None if above else 0.0
-    return above / below
+    return float(above / below)
 
 
 def _weighted(pairs: Sequence[tuple[int, float]]) -> float | None:
     weight = sum(count for count, _ in pairs)
     if not weight:
         return None
-    return math.fsum(count * value for count, value in pairs) / weight
+    # Sums of numbers near the end of FP64's range lie beyond it.
+    return float(sum(count * Decimal(value) for count, value in pairs) / weight)

@@ -1,13 +1,26 @@
-"""Sums over a tensor's differences that can be joined: of slices, then of groups."""
+"""Sums over a tensor's differences that can be joined: of slices, then of groups.
+
+FP64 squares overflow from 1e154 on, and vanish below 1e-162. So a slice's are taken of
+numbers scaled by a power of two where that is needed, and sums are kept as Decimals,
+whose 28 digits are more than FP64's 16 and whose exponents end nowhere near.
+"""
 
 import dataclasses
 import math
+from decimal import Decimal
 
 import numpy as np
 
 # A bin holds numbers of one binade that agree in 10 bits of the fraction.
 SHIFT = 42
 QUANTILE_ERROR = 2.0**-10
+# Numbers beyond LARGE are divided by UNIT before they are subtracted and summed:
+# twice the largest FP64 number, 2^64 times, is then still one.
+LARGE, UNIT = 2.0**900, 2.0**65
+# A sum of products of this size has lost nothing to the ends of FP64's range.
+_LEAST = 1e-200
+NO_TRAVELS = (Decimal(0), Decimal(0), Decimal(0))
+_INFINITY = np.int64(0x7FF << 52)
 
 
 @dataclasses.dataclass
@@ -60,7 +73,8 @@ class Sketch:
         if rank <= self.zeros:
             return 0.0
         place = int(np.searchsorted(np.cumsum(self.counts), rank - self.zeros))
-        edge = np.int64((self.start + place + 1) << SHIFT)
+        # Differences beyond FP64's range are infinite, and lie in the last bin.
+        edge = min(np.int64((self.start + place + 1) << SHIFT), _INFINITY)
         return float(edge.view(np.float64))
 
 
@@ -71,7 +85,7 @@ class Moments:
     Attributes:
       count: pairs n.
       low, high: least and largest weight of either side.
-      max_abs: max |d|.
+      max_abs: max |d|, infinite beyond FP64's range.
       mean, spread: mean of d, and sum of (d - mean)^2.
       reference_mean, reference_spread: the same of a.
       square, reference_square: sum of d^2 and of a^2.
@@ -84,13 +98,13 @@ class Moments:
     low: float = math.inf
     high: float = -math.inf
     max_abs: float = 0.0
-    mean: float = 0.0
-    spread: float = 0.0
-    reference_mean: float = 0.0
-    reference_spread: float = 0.0
-    square: float = 0.0
-    reference_square: float = 0.0
-    travels: tuple[float, float, float] | None = None
+    mean: Decimal = Decimal(0)
+    spread: Decimal = Decimal(0)
+    reference_mean: Decimal = Decimal(0)
+    reference_spread: Decimal = Decimal(0)
+    square: Decimal = Decimal(0)
+    reference_square: Decimal = Decimal(0)
+    travels: tuple[Decimal, Decimal, Decimal] | None = None
     sketch: Sketch = dataclasses.field(default_factory=Sketch)
 
     @classmethod
@@ -101,32 +115,42 @@ class Moments:
         starts: tuple[np.ndarray, np.ndarray] | None,
     ) -> "Moments":
         """Of flat FP64 arrays of finite numbers; `starts` are a0 and b0."""
+        if not a.size:
+            return cls(travels=None if starts is None else NO_TRAVELS)
+        low, high = float(min(a.min(), b.min())), float(max(a.max(), b.max()))
+        with np.errstate(over="ignore"):
+            d = whole = b - a
+        ends = [float(end) for x in starts or () for end in (x.min(), x.max())]
+        scale = unit(low, high, *ends)
+        if scale != 1.0:
+            a, b = a / scale, b / scale
+            d = b - a
+            starts = starts and (starts[0] / scale, starts[1] / scale)
+        one = Decimal(scale)
+        two = one * one
         travels = None
         if starts is not None:
             gone, other_gone = a - starts[0], b - starts[1]
             travels = (
-                _dot(gone, other_gone),
-                _dot(gone, gone),
-                _dot(other_gone, other_gone),
+                _dot(gone, other_gone) * two,
+                _dot(gone, gone) * two,
+                _dot(other_gone, other_gone) * two,
             )
-        if not a.size:
-            return cls(travels=travels)
-        d = b - a
         mean, reference_mean = float(d.mean()), float(a.mean())
-        square, reference_square = _dot(d, d), _dot(a, a)
         d_centred, a_centred = d - mean, a - reference_mean
-        size = np.abs(d, out=d)
+        square = _dot(d, d) * two
+        size = np.abs(whole, out=whole)
         return cls(
             count=a.size,
-            low=float(min(a.min(), b.min())),
-            high=float(max(a.max(), b.max())),
+            low=low,
+            high=high,
             max_abs=float(size.max()),
-            mean=mean,
-            spread=_dot(d_centred, d_centred),
-            reference_mean=reference_mean,
-            reference_spread=_dot(a_centred, a_centred),
+            mean=Decimal(mean) * one,
+            spread=_dot(d_centred, d_centred) * two,
+            reference_mean=Decimal(reference_mean) * one,
+            reference_spread=_dot(a_centred, a_centred) * two,
             square=square,
-            reference_square=reference_square,
+            reference_square=_dot(a, a) * two,
             travels=travels,
             sketch=Sketch.of(size),
         )
@@ -137,7 +161,7 @@ class Moments:
         Travels are of the parts that have some.
         """
         count = self.count + other.count
-        share = other.count / count if count else 0.0
+        share = Decimal(other.count) / count if count else Decimal(0)
         cross = self.count * share
         step = other.mean - self.mean
         reference_step = other.reference_mean - self.reference_mean
@@ -161,12 +185,31 @@ class Moments:
         )
 
     @property
-    def sigma(self) -> float:
+    def sigma(self) -> Decimal:
         """Standard deviation of the reference."""
-        return math.sqrt(self.reference_spread / self.count) if self.count else 0.0
+        return (self.reference_spread / max(self.count, 1)).sqrt()
 
 
-def _dot(x: np.ndarray, y: np.ndarray) -> float:
+def unit(*values: float) -> float:
+    """What numbers up to these are divided by so that sums of them stay finite."""
+    return UNIT if max(map(abs, values)) > LARGE else 1.0
+
+
+def _dot(x: np.ndarray, y: np.ndarray) -> Decimal:
     """By one thread: those of a BLAS fight over the cores with the threads that compare
     other tensors, and their number would change the last bits."""
-    return float(np.einsum("i,i->", x, y))
+    with np.errstate(over="ignore", invalid="ignore"):
+        plain = float(np.einsum("i,i->", x, y))
+    if _LEAST < abs(plain) < math.inf:
+        return Decimal(plain)
+    if not (x.any() and y.any()):
+        return Decimal(0)
+    exponents = [_exponent(side) for side in (x, y)]
+    scaled = [np.ldexp(*pair) for pair in zip((x, y), np.negative(exponents))]
+    power = Decimal(2) ** sum(exponents)
+    return Decimal(float(np.einsum("i,i->", *scaled))) * power
+
+
+def _exponent(values: np.ndarray) -> int:
+    """Of the power of two above all of them."""
+    return math.frexp(max(values.max(), -values.min()))[1]

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from analysis.weights.moments import unit
+
 _BINS = 2**20
 _CHUNK = 2**16
 
@@ -97,6 +99,8 @@ class Sorting:
     def result(self) -> tuple[float, float]:
         """W1 and its error."""
         a, b = self._kept[:, : self._size]
+        if not a.size:
+            return 0.0, 0.0
         if a.size < _CHUNK:
             a.sort()
             b.sort()
@@ -104,6 +108,9 @@ class Sorting:
             # NumPy sorts without holding the interpreter.
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(np.ndarray.sort, (a, b)))
+        scale = unit(*(float(x) for side in (a, b) for x in (side[0], side[-1])))
+        if scale != 1.0:
+            a, b = a / scale, b / scale
         # Chunks that stay in the cache, each summed pairwise.
         sums = [
             np.abs(
@@ -111,7 +118,7 @@ class Sorting:
             ).sum()
             for i in range(0, a.size, _CHUNK)
         ]
-        return float(np.sum(sums)) / max(a.size, 1), 0.0
+        return float(np.sum(sums)) / a.size * scale, 0.0
 
 
 class Binning:
@@ -125,11 +132,12 @@ class Binning:
     Further, |mean a - mean b| <= W1 <= mean |a - b|, as any pairing bounds it.
 
     Args:
-      low, high: no number of either sample lies outside; high above low, neither
-        beyond 1e150.
+      low, high: no number of either sample lies outside; high above low.
     """
 
     def __init__(self, low: float, high: float):
+        self._unit = unit(low, high)
+        low, high = low / self._unit, high / self._unit
         self._low = low
         # Divided first: the range of all numbers may overflow where no bin does.
         self._width = max(high / _BINS - low / _BINS, np.finfo(np.float64).tiny)
@@ -141,6 +149,8 @@ class Binning:
     def add(self, a: np.ndarray, b: np.ndarray) -> None:
         """Takes one more slice of each side."""
         pair = [side.ravel().astype(np.float64) for side in (a, b)]
+        if self._unit != 1.0:
+            pair = [side / self._unit for side in pair]
         for side, values in enumerate(pair):
             place = (values / 2 - self._low / 2) / (self._width / 2)
             index = np.clip(place.astype(np.int64), 0, _BINS - 1)
@@ -180,7 +190,8 @@ class Binning:
         bottom = min(max(least - slack, floor, 0.0), top)
         middle = bottom + (top - bottom) / 2
         # Half an interval, and what rounded the two sums.
-        return float(middle), float((top - bottom) / 2 + 2 * eps * middle)
+        error = (top - bottom) / 2 + 2 * eps * middle
+        return float(middle) * self._unit, float(error) * self._unit
 
 
 Distance = Counting | Sorting | Binning
