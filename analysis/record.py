@@ -5,6 +5,7 @@ import csv
 import datetime
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from train.config import UsageError
 from train.record import environment as general_environment
 
 Row = dict[str, Any]
+# Of a printed table, the room between its columns, and what a name in it keeps.
+_WIDTH, _PADDING, _LEAST_NAME = 180, 2, 24
 
 
 def environment(command: str) -> dict[str, Any]:
@@ -98,19 +101,58 @@ def _short(value: Any) -> Any:
 
 
 def show(rows: Sequence[Row], title: str) -> None:
-    """Prints a table to stderr, numbers to three digits."""
+    """Prints a table to stderr, numbers to three digits.
+
+    Long names give way to its width; where that is not enough it is wider.
+    """
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
+    cells = {name: [_text(row[name]) for row in rows] for name in rows[0]}
+    widths = {
+        name: max(map(cell_len, (name, *column))) + _PADDING
+        for name, column in cells.items()
+    }
+    names = [name for name, first in rows[0].items() if isinstance(first, str)]
+    # The widest first; none below what it takes to tell names apart.
+    for name in sorted(names, key=lambda name: -widths[name]):
+        excess = sum(widths.values()) - _WIDTH
+        if excess > 0:
+            most = max(widths[name] - _PADDING - excess, len(name), _LEAST_NAME)
+            cells[name] = shortened(cells[name], most)
+            widths[name] = max(map(cell_len, (name, *cells[name]))) + _PADDING
     table = Table(title=title, box=None, header_style="bold")
-    for column, first in rows[0].items():
+    for name in cells:
         table.add_column(
-            column, justify="left" if isinstance(first, str) else "right", no_wrap=True
+            name, justify="left" if name in names else "right", no_wrap=True
         )
-    for row in rows:
-        table.add_row(*(_text(value) for value in row.values()))
+    for line in zip(*cells.values(), strict=True):
+        # A name may hold what would be markup.
+        table.add_row(*map(Text, line))
     # In a notebook, too, to stderr.
-    Console(stderr=True, width=180, force_jupyter=False).print(table)
+    width = max(_WIDTH, sum(widths.values()))
+    Console(stderr=True, width=width, force_jupyter=False).print(table)
+
+
+def shortened(names: Sequence[str], most: int) -> list[str]:
+    """Names of at most so many characters: what all have in front gives way first."""
+    distinct = list(dict.fromkeys(names))
+    alike = len(os.path.commonprefix(distinct)) if len(distinct) > 1 else 0
+    return [_cut(name, alike, most) for name in names]
+
+
+def _cut(name: str, alike: int, most: int) -> str:
+    if len(name) <= most:
+        return name
+    dropped = min(alike, len(name) - most + 1)
+    if dropped > 1:
+        name = f"…{name[dropped:]}"
+    if len(name) <= most:
+        return name
+    end = most // 2
+    return f"{name[: most - end - 1]}…{name[-end:]}"
 
 
 def write_markdown(tables: Mapping[str, Sequence[Row]], path: Path) -> list[Path]:

@@ -5,22 +5,27 @@ that both have; two single checkpoints are compared whatever their steps. What c
 read says `analysis.weights.readers`, what is measured `analysis.weights.compare`. Mind
 that W1 ignores which weight is which: two random starts have a small one.
 
-Travels (cosine, drift) need a start: `--initial`, or each run's own step 0.
+Travels (cosine, drift) need a start: `--initial`, or each run's own step 0. Training
+keeps no checkpoint of step 0, but `--initial seed` draws those weights once more.
 
 OUT holds
 
     weights.csv, .parquet   one row for each step, run and scope
     weights.json            command, versions, device, date, problems, what is equal
-    weights.png             four measures of all weights by step
+    weights.png             four measures: of all weights by step, or of one step (and
+                            of checkpoints that tell none) by group; none where no
+                            distance lies between 1e-200 and 1e200
 """
 
 import argparse
+import contextlib
+import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.figures import Panel, write_figure
 from analysis.record import (
     Row,
     check_writable,
@@ -30,8 +35,8 @@ from analysis.record import (
     write_parquet,
     written,
 )
-from analysis.weights import groups, readers
-from analysis.weights.compare import MOST_MEGABYTES, compare
+from analysis.weights import figure, groups, pairing, readers, starts
+from analysis.weights.compare import MOST_MEGABYTES, compare, some_of
 from train.config import UsageError
 
 SUMMARY = "how far weights of runs lie apart, by step, tensor, group and layer"
@@ -39,14 +44,10 @@ _SHOWN = (
     *("step", "run", "scope", "count", "max_abs", "w1", "w1_error", "w1_over_sigma"),
     *("rel_l2", "cosine", "drift", "mean", "mean_se", "p50", "p99"),
 )
-_PANELS = {
-    "max_abs": "largest difference",
-    "w1": "Wasserstein-1 distance",
-    "rel_l2": "relative L2 distance",
-    "drift": "drift over travel",
-}
 # More lines of problems than these are in weights.json only.
 _MOST_LINES = 20
+# Of a run's name in that of a folder, and how many runs it names.
+_MOST_CHARACTERS, _MOST_NAMES = 40, 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,18 +76,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--initial",
-        type=Path,
         metavar="PATH",
-        help="one checkpoint that all runs started from (default: step 0 of each)",
+        help="one checkpoint that all runs started from, or `seed`: the first weights "
+        "of each run of python -m train, drawn once more (default: step 0 of each)",
     )
-    add("--out", type=Path, help="folder (default results/weights-NAME)")
+    add(
+        "--out",
+        type=Path,
+        help="folder (default results/weights-A-vs-B, which another comparison does "
+        "not overwrite)",
+    )
     add(
         "--most-megabytes",
         type=float,
         default=MOST_MEGABYTES,
         metavar="MIB",
         help="W1 is exact for tensors that take no more on both sides together, and "
-        "for all of 16 or 8 bits (default %(default)g)",
+        "for all of 16 or 8 bits (default %(default)g); a chunk of an Orbax "
+        "checkpoint is decoded whole, in twice its size, whatever this says",
     )
 
 
@@ -104,41 +111,48 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     group = groups.by_expression(options.groups) if options.groups else groups.built_in
     runs = [readers.find(path, options.tree) for path in options.runs]
     names = _names(options.runs)
-    pairs = [_steps(runs[0], other) for other in runs[1:]]
-    initial = _initial(options.initial, options.tree)
-    out = options.out or Path("results", f"weights-{names[0]}")
+    pairs = [
+        pairing.pair(runs[0], other, (names[0], name))
+        for name, other in zip(names[1:], runs[1:], strict=True)
+    ]
+    begun, problems = _starts(options, runs)
+    out = options.out or _default_out(names, command)
     stem = out / "weights"
-    check_writable(stem)
-    rows, problems, equal = [], [], []
-    for name, other, steps in zip(names[1:], runs[1:], pairs, strict=True):
-        starts = initial, initial
-        if initial is None and 0 in runs[0].steps and 0 in other.steps:
-            starts = runs[0].steps[0](), other.steps[0]()
-        for step, here, there in steps:
+    _check_writable(stem)
+    rows, equal = [], []
+    for name, other, paired, start in zip(
+        names[1:], runs[1:], pairs, begun[1:], strict=True
+    ):
+        problems += paired.problems
+        for step, here, there in paired.steps:
             found = compare(
                 runs[0].steps[here](),
                 other.steps[there](),
-                *starts,
+                *((begun[0], start) if begun[0] and start else (None, None)),
                 group=group,
                 most_megabytes=options.most_megabytes,
                 names=(names[0], name),
             )
             rows += [{"step": step, "run": name, **row} for row in found.rows]
-            problems += [f"step {step}: {line}" for line in found.problems]
+            at = "" if step is None else f"step {step}: "
+            problems += [at + line for line in found.problems]
             equal.append({"step": step, "run": name, **found.equal})
     if not rows:
+        told = f" ({problems[0]})" if problems else ""
         raise UsageError(
             f"{options.runs[0]} and the others share no tensor of floating-point "
-            "numbers: name checkpoints of weights"
+            f"numbers{told}: name checkpoints of weights"
         )
-    _print(rows, problems, names[0])
-    beside = {"reference": names[0], "problems": problems, "equal": equal}
-    files = write(rows, environment(command) | beside, stem)
-    files += _pictures(rows, stem)
+    lacking = [n for n, one in zip(names, begun, strict=True) if not one]
+    notes = _notes(lacking, options.runs)
+    _print(rows, [*notes, *problems], names[0])
+    beside = {"reference": names[0], "notes": notes, "problems": problems}
+    files = _write(rows, environment(command) | beside | {"equal": equal}, stem)
     return {
         "rows": len(rows),
-        "steps": sorted({row["step"] for row in rows}),
+        "steps": sorted({row["step"] for row in rows} - {None}),
         "problems": len(problems),
+        "differ": sum(same is False for one in equal for same in one.values()),
         "files": [str(path) for path in files],
     }
 
@@ -152,47 +166,91 @@ def _names(paths: Sequence[Path]) -> list[str]:
     ]
 
 
-def _steps(
-    a: readers.Weights, b: readers.Weights
-) -> list[tuple[int, int | None, int | None]]:
-    """Steps to compare, and what each side calls them.
+def _starts(
+    options: argparse.Namespace, runs: Sequence[readers.Weights]
+) -> tuple[list[readers.Tree | None], list[str]]:
+    """The start of each run, None where there is none, and what to mind.
 
     Raises:
-      UsageError: there is none.
+      UsageError: `--initial` names no checkpoint, or there is no seed.
     """
-    if len(a.steps) == len(b.steps) == 1:
-        (here,), (there,) = a.steps, b.steps
-        return [(here or there or 0, here, there)]
-    common = [step for step in a.steps if step in b.steps and step is not None]
-    if not common:
-        said = [", ".join(map(str, list(one.steps)[:8])) for one in (a, b)]
-        raise UsageError(
-            f"{a.path} (steps {said[0]}) and {b.path} (steps {said[1]}) have no step "
-            "in common: name one checkpoint of each, or runs saved at the same steps"
-        )
-    return [(step, step, step) for step in common]
-
-
-def _initial(path: Path | None, tree: str | None) -> readers.Tree | None:
-    if path is None:
-        return None
-    found = readers.find(path, tree)
+    if options.initial == "seed":
+        drawn = [starts.drawn(path, options.tree) for path in options.runs]
+        return [tree for tree, _ in drawn], [x for _, lines in drawn for x in lines]
+    if options.initial is None:
+        return [one.steps[0]() if 0 in one.steps else None for one in runs], []
+    found = readers.find(Path(options.initial), options.tree)
     if len(found.steps) > 1 and 0 not in found.steps:
-        raise UsageError(f"--initial {path} holds several steps but no 0: name one")
-    return found.steps[0 if 0 in found.steps else next(iter(found.steps))]()
+        raise UsageError(
+            f"--initial {options.initial} holds several steps but no 0: name one"
+        )
+    step = 0 if 0 in found.steps else next(iter(found.steps))
+    return [found.steps[step]()] * len(runs), []
+
+
+def _notes(lacking: Sequence[str], paths: Sequence[Path]) -> list[str]:
+    """Why columns are empty."""
+    if not lacking:
+        return []
+    ours = all(starts.run_folder(path) for path in paths)
+    drawn = ", --initial seed draws the first weights once more" if ours else ""
+    return [
+        f"no cosine and no drift: there is no step 0 of {some_of(lacking)}; --initial "
+        f"PATH names the checkpoint that all started from{drawn}"
+    ]
+
+
+def _default_out(names: Sequence[str], command: str) -> Path:
+    """A folder of its own for each comparison.
+
+    Raises:
+      UsageError: it holds another one.
+    """
+    plain = [
+        re.sub(r"[^\w.+-]+", "-", name).strip("-.")[-_MOST_CHARACTERS:]
+        for name in names
+    ]
+    more = len(plain) - _MOST_NAMES
+    tail = f"-and-{more}-more" if more > 0 else ""
+    out = Path("results", f"weights-{'-vs-'.join(plain[:_MOST_NAMES])}{tail}")
+    try:
+        before = json.loads((out / "weights.json").read_text())["command"]
+    except FileNotFoundError:
+        return out
+    except (OSError, ValueError, KeyError, TypeError):
+        before = "another command"
+    if before != command:
+        raise UsageError(f"{out} holds what was compared by {before}: give --out")
+    return out
+
+
+def _check_writable(stem: Path) -> None:
+    """Leaves no empty folder behind if nothing comes to be written.
+
+    Raises:
+      UsageError: the tables could not be written.
+    """
+    made = [folder for folder in stem.parents if not folder.exists()]
+    check_writable(stem)
+    # Another program may have put something there.
+    with contextlib.suppress(OSError):
+        for folder in made:
+            folder.rmdir()
 
 
 def _print(rows: Sequence[Row], problems: Sequence[str], reference: str) -> None:
     last = {row["run"]: row["step"] for row in rows}
-    for kinds, title in (
-        (("all",), "all weights"),
-        (("group",), "groups at the last step"),
+    stepped = any(row["step"] is not None for row in rows)
+    for kind, title in (
+        ("all", "all weights"),
+        ("group", "groups at the last step" if stepped else "groups"),
     ):
+        hidden = {"scope" if kind == "all" else "", "" if stepped else "step"}
         shown = [
-            {key: row[key] for key in _SHOWN if kinds == ("group",) or key != "scope"}
+            {key: row[key] for key in _SHOWN if key not in hidden}
             for row in rows
-            if row["kind"] in kinds
-            and (row["kind"] == "all" or row["step"] == last[row["run"]])
+            if row["kind"] == kind
+            and (kind == "all" or row["step"] == last[row["run"]])
         ]
         show(shown, f"Distance from {reference}: {title}")
     for line in problems[:_MOST_LINES]:
@@ -202,22 +260,14 @@ def _print(rows: Sequence[Row], problems: Sequence[str], reference: str) -> None
         print(f"... and {more} more, in weights.json", file=sys.stderr)
 
 
-def _pictures(rows: Sequence[Row], stem: Path) -> list[Path]:
-    parquet = write_parquet(rows, stem.with_suffix(".parquet"))
-    picture = stem.with_suffix(".png")
-    # Neither 0 has a place on its logarithmic axis.
-    panels = [
-        Panel(
-            title,
-            [r for r in rows if r["kind"] == "all" and r["step"] and r[name]],
-            *("step", name, "run", "step", name),
-        )
-        for name, title in _PANELS.items()
-    ]
-    panels = [panel for panel in panels if panel.rows]
-    if not panels:
-        print("no step or no distance above 0: no figure", file=sys.stderr)
-        return parquet
-    with written(picture):
-        write_figure(panels, picture)
-    return [*parquet, picture]
+def _write(rows: Sequence[Row], described: dict[str, Any], stem: Path) -> list[Path]:
+    """All files, none of an earlier comparison beside them."""
+    parquet, picture = stem.with_suffix(".parquet"), stem.with_suffix(".png")
+    for old in (parquet, picture):
+        with written(old):
+            old.unlink(missing_ok=True)
+    files = [*write(rows, described, stem), *write_parquet(rows, parquet)]
+    if figure.write(rows, picture):
+        return [*files, picture]
+    print("no figure: no distance lies between 1e-200 and 1e200", file=sys.stderr)
+    return files

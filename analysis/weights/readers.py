@@ -6,9 +6,15 @@
     npz              NumPy's archive of arrays, compressed or not
     a folder of any of these whose names end in a step
 
+A step is a name that is a number (`100`, `100.npz`), or a number that ends a name after
+`step`, `checkpoint` or `ckpt` (`global_step100`, `checkpoint-100`). No other number is
+one: `zarr3`, `lr0p001` and `model-00001-of-00002` have none.
+
 Memory is a slice's, of Orbax that of the stored chunks which a slice touches: they are
 decoded once and kept until the slices have passed them. By default Orbax stores what a
-device held of a tensor as one chunk.
+device held of a tensor as one chunk, and TensorStore reads no part of a chunk without
+decoding all of it: a row of one of 512 MiB takes 984 MiB, the chunk as it is stored
+and as it is decoded.
 """
 
 import dataclasses
@@ -29,9 +35,10 @@ from train.config import UsageError
 
 _KINDS = (
     "a run folder of python -m train, an Orbax checkpoint, a .safetensors file or a "
-    "folder of its shards, an .npz file, or a folder of such whose names end in a step"
+    "folder of its shards, an .npz file, or a folder of such named by steps (100, "
+    "step_100, checkpoint-100)"
 )
-_STEP = re.compile(r"(?:.*\D)?(\d+)")
+_STEP = re.compile(r"(?:.*(?:step|checkpoint|ckpt)[-_.=]?)?(\d+)", re.IGNORECASE)
 _SUFFIXES = (".safetensors", ".npz")
 _SAFETENSORS = {
     "F64": np.float64,
@@ -87,53 +94,58 @@ def find(path: Path, tree: str | None = None) -> Weights:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     opener = _opener(folder, tree)
     if opener is not None:
-        ends = _STEP.fullmatch(_stem(path))
-        return Weights(path, {int(ends[1]) if ends else None: opener})
+        return Weights(path, {_step(path): opener})
     steps: dict[int | None, Callable[[], Tree]] = {}
-    for child in sorted(folder.iterdir()) if folder.is_dir() else []:
-        ends = _STEP.fullmatch(_stem(child))
-        # Orbax writes under such a name until a checkpoint is whole.
-        if "orbax-checkpoint-tmp" in child.name:
+    children = sorted(folder.iterdir()) if folder.is_dir() else []
+    # Orbax writes under such a name until a checkpoint is whole.
+    children = [one for one in children if "orbax-checkpoint-tmp" not in one.name]
+    for child in children:
+        step = _step(child)
+        opener = _opener(child, tree) if step is not None else None
+        if opener is None:
             continue
-        opener = _opener(child, tree) if ends else None
-        if ends is None or opener is None:
-            continue
-        if int(ends[1]) in steps:
-            raise UsageError(f"{path} has two checkpoints of step {ends[1]}: name one")
-        steps[int(ends[1])] = opener
+        if step in steps:
+            raise UsageError(f"{path} has two checkpoints of step {step}: name one")
+        steps[step] = opener
     if not steps:
+        readable = [one.name for one in children if _opener(one, tree)]
+        if readable:
+            raise UsageError(
+                f"the names in {path} tell no step ({', '.join(readable[:4])}): name "
+                "one of them, or call them by their steps (100, step_100)"
+            )
         raise UsageError(f"{path} holds no checkpoint that can be read: name {_KINDS}")
     return Weights(path, dict(sorted(steps.items(), key=lambda item: item[0] or 0)))
 
 
-def _stem(path: Path) -> str:
-    return path.stem if path.suffix in _SUFFIXES else path.name
+def _step(path: Path) -> int | None:
+    """The step that a name tells."""
+    found = _STEP.fullmatch(path.stem if path.suffix in _SUFFIXES else path.name)
+    return int(found[1]) if found else None
 
 
 def _opener(path: Path, tree: str | None) -> Callable[[], Tree] | None:
     """Opens one checkpoint, None if the path is none."""
     if path.is_file():
         if path.suffix == ".safetensors":
-            return lambda: _subtree(path, _safetensors([path]), tree)
+            return lambda: subtree(path, _safetensors([path]), tree)
         if path.suffix == ".npz":
-            return lambda: _subtree(path, _npz(path), tree)
+            return lambda: subtree(path, _npz(path), tree)
         return None
     state = _orbax_folder(path)
     if state is not None:
-        return lambda: _subtree(path, _orbax(state), tree)
+        return lambda: subtree(path, _orbax(state), tree)
     shards = sorted(path.glob("*.safetensors"))
     index = sorted(path.glob("*.safetensors.index.json"))
-    numbered = [re.search(r"\d$", shard.stem) for shard in shards]
-    parts = [re.search(r"-\d+-of-\d+$", shard.stem) for shard in shards]
     if index:
-        return lambda: _subtree(path, _indexed(path, index), tree)
-    # A folder whose files all end in a number holds steps, unless they are parts.
-    if shards and (all(parts) or not all(numbered)):
-        return lambda: _subtree(path, _safetensors(shards), tree)
+        return lambda: subtree(path, _indexed(path, index), tree)
+    # Else its files are the steps of one model.
+    if any(_step(shard) is None for shard in shards):
+        return lambda: subtree(path, _safetensors(shards), tree)
     return None
 
 
-def _subtree(path: Path, found: Tree, tree: str | None) -> Tree:
+def subtree(path: Path, found: Tree, tree: str | None) -> Tree:
     """The part of a tree whose names begin with a prefix, without it.
 
     Raises:
@@ -169,7 +181,7 @@ def _orbax_folder(path: Path) -> Path | None:
     if not path.is_dir():
         return None
     items = sorted(one.parent for one in path.glob("*/_METADATA"))
-    if all(_STEP.fullmatch(one.name) for one in items):
+    if all(_step(one) is not None for one in items):
         return None
     for usual in ("state", "params", "default", "pytree", "model"):
         for one in items:
