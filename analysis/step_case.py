@@ -5,6 +5,7 @@ import functools
 import math
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -94,7 +95,8 @@ class StepCase:
 
     @property
     def _held(self) -> float:
-        """Bytes that arrays take now."""
+        """Bytes that arrays take now, the state among them."""
+        jax.block_until_ready(self._state)
         return _memory("bytes_in_use", 0.0)
 
     @functools.cached_property
@@ -266,26 +268,25 @@ class StepCase:
         def step(name: str, size: int) -> Program:
             return compile_part(self._assembled(name, size), "step", tuned=False)
 
-        half = batch // 2
-        with _pool() as pool:
-            known = {
-                name: [pool.submit(step, name, size) for size in (half, batch)]
-                for name in names
-            }
-            # (a size, what one more example needs, the program of that size)
-            guesses = {}
-            for name, waits in known.items():
-                less, held = (wait.result().bytes for wait in waits)
-                each = (held - less) / (batch - half)
-                size = max(batch, batch + math.floor((usable - held) / each))
-                guesses[name] = size, each, pool.submit(step, name, size)
-        for name, (size, each, wait) in guesses.items():
-            program = wait.result()
-            while size > batch and not self._runs(program, usable):
+        half, device = batch // 2, threading.Lock()
+
+        def search(name: str, less: int, held: int) -> int:
+            """From what the device holds at half the batch, and at all of it."""
+            each = (held - less) / (batch - half)
+            size = max(batch, batch + math.floor((usable - held) / each))
+            while size > batch:
+                program = step(name, size)
+                with device:
+                    if self._runs(program, usable):
+                        break
                 over = max(program.bytes - usable, 0.01 * self._limit)
                 size = max(batch, size - math.ceil(over / each))
-                program = step(name, size)
-            yield name, size
+            return size
+
+        with _pool() as pool:
+            pairs = [(name, size) for name in names for size in (half, batch)]
+            held = [x.bytes for x in pool.map(step, *zip(*pairs, strict=True))]
+            yield from zip(names, pool.map(search, names, held[::2], held[1::2]))
 
     def _runs(self, program: Program, usable: float) -> bool:
         if program.bytes > usable:

@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_tried_with_less(monkeypatch):
     monkeypatch.setattr(StepCase, "_held", 1.5)
     rows = StepCase(config, names, ["step"], 0.01, largest=True).rows()
     assert [row["largest_batch"] for row in rows] == [17, 16]
-    # So, too, where nothing is timed; XLA then tries nothing out.
+    # So, too, where nothing is timed, and the state not yet made; XLA then tries nothing out.
     compiled.clear()
     rows = list(StepCase(config, names, ["step"], 0.0, largest=True).rows())
     assert [(row["largest_batch"], row["ms"]) for row in rows] == [
