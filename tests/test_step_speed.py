@@ -103,6 +103,13 @@ def test_no_weight_is_zero_as_gates_are_before_training():
     assert state.loss_scale.scale == 1 and state.step == 0
 
 
+def test_what_is_held_has_the_state_in_it():
+    case = StepCase(CASES["tiny"], ["baseline"], ["step"], 0.0, largest=True)
+    assert "_state" not in vars(case)  # Nothing was timed, which would have made it.
+    assert case._held >= 0
+    assert "_state" in vars(case)
+
+
 def test_a_trace_has_the_kernels_of_gpus_only():
     program = jax.jit(lambda x: x + 1)
     jax.block_until_ready(program(1.0))
@@ -192,7 +199,7 @@ def test_what_does_not_fit_is_tried_with_less(monkeypatch):
     monkeypatch.setattr(StepCase, "_held", 1.5)
     rows = StepCase(config, names, ["step"], 0.01, largest=True).rows()
     assert [row["largest_batch"] for row in rows] == [17, 16]
-    # So, too, where nothing is timed, and the state not yet made; XLA then tries nothing out.
+    # So, too, where nothing is timed; XLA then tries nothing out.
     compiled.clear()
     rows = list(StepCase(config, names, ["step"], 0.0, largest=True).rows())
     assert [(row["largest_batch"], row["ms"]) for row in rows] == [
