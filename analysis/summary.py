@@ -112,7 +112,8 @@ def pivot(
 
 
 def plus_minus(row: Mapping[str, Any], value: str) -> str:
-    """A mean with its interval, "4.33 ± 0.29"; nothing where it is None.
+    """A mean with its interval, "4.33 ± 0.29"; the mean alone where there is a single
+    value and so no interval, nothing where it is None.
 
     Three digits of the mean and as many places of the half width; outside 0.001 to
     10000 both before one power of ten.
@@ -121,10 +122,13 @@ def plus_minus(row: Mapping[str, Any], value: str) -> str:
     if mean is None:
         return ""
     if mean == 0 or not math.isfinite(mean):
-        return f"{mean:g} ± {width:.2g}"
-    exponent = math.floor(math.log10(abs(mean)))
-    if -3 <= exponent <= 3:
+        told, by, power = f"{mean:g}", f"{width:.2g}", ""
+    elif -3 <= (exponent := math.floor(math.log10(abs(mean)))) <= 3:
         places = max(0, 2 - exponent)
-        return f"{mean:.{places}f} ± {width:.{places}f}"
-    power = 10.0**exponent
-    return f"({mean / power:.2f} ± {width / power:.2f})e{exponent:+03d}"
+        told, by, power = f"{mean:.{places}f}", f"{width:.{places}f}", ""
+    else:
+        told, by = (f"{x / 10.0**exponent:.2f}" for x in (mean, width))
+        power = f"e{exponent:+03d}"
+    if not math.isfinite(width):
+        return told + power
+    return f"({told} ± {by}){power}" if power else f"{told} ± {by}"

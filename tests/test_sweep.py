@@ -349,6 +349,24 @@ def test_intervals_are_student_s():
     assert summary.half_width([1.0]) == math.inf
 
 
+@pytest.mark.parametrize(
+    ("mean", "width", "told"),
+    [
+        (4.331, 0.29, "4.33 ± 0.29"),
+        (2.07e-5, 1.4e-6, "(2.07 ± 0.14)e-05"),
+        (0.0, 0.0, "0 ± 0"),
+        (None, None, ""),
+        # A single value has no interval.
+        (4.331, math.inf, "4.33"),
+        (2.07e-5, math.inf, "2.07e-05"),
+        (0.0, math.inf, "0"),
+        (math.nan, math.nan, "nan"),
+    ],
+)
+def test_a_mean_is_told_with_the_interval_it_has(mean, width, told):
+    assert summary.plus_minus({"e": mean, "e_ci": width}, "e") == told
+
+
 def test_ratios_are_paired_by_seed():
     rows = [
         {"N": 1, "recipe": recipe, "seed": seed, "error": factor * (seed + 1)}
