@@ -24,8 +24,8 @@ the reference, too, as far as it makes sense there:
 D(t + 1) - D(t) = L(t) + B(t): the split into a direct error and its feedback is that of
 the slides "Beyond tolerance / Cancellation Preservation", found on GitHub. What is
 measured of trained weights is measured with the reference's attention and arithmetic,
-so that two arms differ through their weights alone. Once the reference has diverged
-nothing is compared with it.
+so that two arms differ through their weights alone. Nothing is compared once either has
+diverged: its weights stay where they are, and the other's go on.
 """
 
 import dataclasses
@@ -161,7 +161,7 @@ def measure(
                 if step == config.steps and training.diverged is None:
                     average = _like(training.state.average, reference.state.average)
                     row |= instruments.judge(reference, average)
-                if name == REFERENCE or reference.diverged is not None:
+                if name == REFERENCE or _stopped(reference, training):
                     continue
                 ours = _like(training.state.params, reference.state.params)
                 outputs = instruments.outputs(reference, ours, examples)
@@ -179,6 +179,10 @@ def measure(
             if row["kind"] in _THROUGHOUT or step == config.steps
         ]
     return rows
+
+
+def _stopped(*trainings: Training) -> bool:
+    return any(training.diverged is not None for training in trainings)
 
 
 def _wait_for_room(compared: Sequence[tuple[str, int, Future]]) -> None:
@@ -247,7 +251,7 @@ class _Split:
         self._row, arm = row, training.arm
         over = len(reference.losses) == reference.config.steps
         self._kept = None
-        if not (arm.data or arm.weights or over or training.diverged is not None):
+        if not (arm.data or arm.weights or over):
             state = _like(reference.state, training.state)
             self._kept = (
                 jax.tree.map(jnp.copy, reference.state.params),
@@ -257,9 +261,7 @@ class _Split:
 
     def end(self, reference: Training, training: Training) -> None:
         """Enters them, once both have done the step."""
-        if self._kept is None or training.diverged is not None:
-            return
-        if reference.diverged is not None:
+        if self._kept is None or _stopped(reference, training):
             return
         start, other, once = self._kept
         trees = start, other, reference.state.params, once, training.state.params

@@ -132,6 +132,19 @@ def test_an_arm_that_diverges_ends_alone(trained):
     assert last[REFERENCE][2] is None
 
 
+def test_weights_that_stand_still_are_not_compared():
+    rows = measure(CONFIG, [WILD], Instruments(0))["wild"]
+    ends = [row for row in rows if row["table"] == "runs"]
+    stop = ends[-1]["diverged"]
+    assert stop is not None and [r["step"] for r in ends] == paired.snapshots(STEPS)
+    assert all((row["diverged"] is None) == (row["step"] <= stop) for row in ends)
+    late = [row for row in ends if row["step"] > stop]
+    assert late and all(math.isnan(row["loss"]) for row in late)
+    assert all(row["function"] is row["direct"] is None for row in late)
+    compared = {row["step"] for row in rows if row["table"] == "weights"}
+    assert compared == {row["step"] for row in ends if row["step"] <= stop}
+
+
 def test_a_reference_that_diverges_ends_alone():
     """The arms go on; what is known of them has nothing to be compared with."""
     tame = Arm("tame", "a learning rate that learns", {"lr": 2e-3})
