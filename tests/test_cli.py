@@ -10,7 +10,11 @@ from PIL import Image
 
 from train.__main__ import main, parse_config
 from train.config import UsageError, difference, from_dict, to_json
-from train.gpu import prefer_cpu_without_driver, set_profile
+from train.gpu import (
+    allows_excess_precision,
+    prefer_cpu_without_driver,
+    set_profile,
+)
 from train.presets import PRESETS
 from train.validate import validate
 
@@ -276,3 +280,25 @@ def test_divergence_is_exit_3(tmp_path, capfd):
     assert f"{tmp_path}/checkpoints/1 (step 1)" in last
     saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert saved == ["1"] and not (tmp_path / "DONE").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "allowed"),
+    [
+        ("", True),
+        ("--xla_gpu_deterministic_ops=true", True),
+        ("--xla_allow_excess_precision", True),
+        ("--xla_allow_excess_precision=false", False),
+        ("--xla_allow_excess_precision=0 --xla_gpu_autotune_level=0", False),
+        ("--xla_allow_excess_precision=false --xla_allow_excess_precision=true", True),
+    ],
+)
+def test_excess_precision_is_what_the_flags_say(flags, allowed, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert allows_excess_precision() == allowed
+    # No profile sets it.
+    monkeypatch.setattr("train.gpu._has_gpu", lambda: True)
+    for variable in ("NCCL_ALGO", "NCCL_NVLS_ENABLE"):
+        monkeypatch.setenv(variable, "")
+    set_profile("exact")
+    assert allows_excess_precision() == allowed

@@ -46,6 +46,15 @@ def set_profile(profile: str) -> None:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
+def allows_excess_precision() -> bool:
+    """Whether XLA may leave out a rounding to 16 bits and back: its default, which no
+    profile changes and only `XLA_FLAGS` does."""
+    name = "--xla_allow_excess_precision"
+    given = [flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split()]
+    values = [value.lower() for flag, _, value in given if flag == name]
+    return not values or values[-1] not in ("false", "0")
+
+
 def _has_gpu() -> bool:
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return False

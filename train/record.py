@@ -29,6 +29,7 @@ from typing import Any
 
 from attn_jax import machine
 from train.config import Config, UsageError, difference, load, run_dir, to_json
+from train.gpu import allows_excess_precision
 
 _VERSIONS_OF = (
     "jax",
@@ -257,6 +258,7 @@ def environment() -> dict[str, Any]:
         "process_count": jax.process_count(),
         "cpu_count": os.cpu_count(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "xla_allow_excess_precision": allows_excess_precision(),
         "x64": bool(jax.config.read("jax_enable_x64")),
     }
 
