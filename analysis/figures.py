@@ -53,13 +53,27 @@ _STYLES: dict[str, tuple[str, str]] = {
     "llama3": (_SKY, "P"),
     "te_ring": (_GREEN, "s"),
     # Arms of a training.
-    "re-run": (_GREY, "x"),
+    "re-run": (_OLIVE, "x"),
     "ulp": (_GREY, "s"),
+    "graph": (_WINE, "x"),
+    "pallas-no-cures": (_SKY, "v"),
+    "pallas-repeated-max": (_INDIGO, "P"),
+    "emulated:flash2": (_GREEN, "^"),
     "fp32": (_ORANGE, "^"),
+    "tf32": (_BROWN, "^"),
     "bf16": (_SKY, "^"),
     "bf16_pure": (_PINK, "P"),
+    "fp16": (_GREEN, "v"),
+    "fp16-static": (_WINE, "D"),
     "order": (_GREEN, "D"),
     "init": (_INDIGO, "v"),
+    "mesh-2": (_GREEN, "P"),
+    "mesh-4": (_ORANGE, "P"),
+    **{
+        f"ring-{size}-{bits}": (colour, marker)
+        for size, colour in ((2, _GREEN), (4, _ORANGE), (8, _PINK))
+        for bits, marker in ((16, "<"), (32, ">"))
+    },
 }
 # Of all other names, in the order of their appearance in a figure.
 # Ten that readers without red or green tell apart, then ten tints and shades of them,
@@ -73,6 +87,8 @@ _OTHER_MARKERS, _SAME_MARKER = "osd^v", 10
 # Where an interval that reaches zero ends on a logarithmic axis, as a share of y.
 _SHORTEST = 0.1
 _ENDS = ("low", "high")
+# Bands, and many that lie over each other.
+_SHADE, _FAINT, _MANY = 0.25, 0.15, 4
 # How much of the room between two names points beside each other take.
 _BESIDE = 0.7
 
@@ -85,6 +101,12 @@ class Panel:
     A row whose `y` is None is not shown, and its interval comes from the column Y_ci.
     `joined` draws a line through the points of a series. One of `bands` is an area
     between the columns Y_low and Y_high around its line. `level` draws a line across.
+
+    Where a column `fewer` is true a point is of fewer runs than those before: its line
+    is dotted and its marker empty. Where `ends` is, a run ends there: a cross is drawn.
+    `fits` has the points (x, y) of a dashed line for a series. `legend` says of each
+    series what is to be read beside the panel, of one without points, too; None leaves
+    it to the figure's.
     """
 
     title: str
@@ -99,6 +121,10 @@ class Panel:
     joined: bool = True
     bands: Sequence[str] = ()
     level: float | None = None
+    fits: Mapping[str, Sequence[tuple[float, float]]] = dataclasses.field(
+        default_factory=dict
+    )
+    legend: Mapping[str, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,22 +181,33 @@ def styles(names: Iterable[str]) -> dict[str, dict[str, str]]:
     return {name: {"color": c, "marker": m} for name, (c, m) in looks.items()}
 
 
-def write_figure(panels: Sequence[Panel], path: Path, columns: int = 2) -> None:
+def write_figure(
+    panels: Sequence[Panel], path: Path, columns: int = 2, caption: str = ""
+) -> None:
     """Writes the picture that `draw` makes."""
-    draw(panels, columns).savefig(path, dpi=120)
+    draw(panels, columns, caption).savefig(path, dpi=120)
 
 
-def draw(panels: Sequence[Panel], columns: int = 2) -> "Figure":
-    """Draws the panels, `columns` to a line; a series looks the same in all of them."""
+def draw(panels: Sequence[Panel], columns: int = 2, caption: str = "") -> "Figure":
+    """Draws the panels, `columns` to a line; a series looks the same in all of them.
+    `caption` stands above."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(columns, len(panels))
     lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(4.2 * columns + 2, 3.6 * lines), layout="constrained")
+    beside = 2 * (columns if any(one.legend for one in panels) else 1)
+    size = (4.2 * columns + beside, 3.6 * lines)
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
+    if caption:
+        figure.suptitle(caption, fontsize=9, x=0.01, horizontalalignment="left")
     shown: dict[str, Any] = {}
-    looks = styles(str(row[one.series]) for one in panels for row in one.rows)
+    looks = styles(
+        str(name)
+        for one in panels
+        for name in (*(one.legend or ()), *(row[one.series] for row in one.rows))
+    )
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(lines, columns, number + 1)
         series: dict[str, list[Row]] = {}
@@ -185,13 +222,15 @@ def draw(panels: Sequence[Panel], columns: int = 2) -> "Figure":
                 # Points that are not joined stand beside each other.
                 aside = 0.0 if panel.joined else (turn + 0.5) / len(series) - 0.5
                 x = [places[value] + _BESIDE * aside for value in x]
-            shown[name] = _draw_series(axes, panel, name, x, points, looks[name])
+            handle = _draw_series(axes, panel, name, x, points, looks[name])
+            if panel.legend is None:
+                shown[name] = handle
         if panel.level is not None:
             axes.axhline(panel.level, color="black", linewidth=0.8, linestyle=":")
         if panel.log_x:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda value, _: _power_of_two(value))
-            axes.tick_params("x", labelsize=7)
+        axes.tick_params("x", labelsize=7)
         if panel.log_y:
             axes.set_yscale("log")
             _mark_short_range(axes)
@@ -203,8 +242,24 @@ def draw(panels: Sequence[Panel], columns: int = 2) -> "Figure":
             axes.tick_params("x", labelrotation=90, labelsize=7)
         axes.set_ylabel(panel.y_label, fontsize=9)
         axes.grid(alpha=0.3)
-    figure.legend(shown.values(), shown, loc="outside right upper", fontsize=8)
+        if panel.legend is not None:
+            _write_legend(axes, panel.legend, looks)
+    if shown:
+        figure.legend(shown.values(), shown, loc="outside right upper", fontsize=8)
     return figure
+
+
+def _write_legend(axes, legend: Mapping[str, str], looks: Mapping[str, Any]) -> None:
+    """To the right of the axes, where it covers nothing."""
+    from matplotlib.lines import Line2D
+
+    lines = [Line2D([], [], markersize=3.5, linewidth=1, **looks[x]) for x in legend]
+    axes.legend(
+        *(lines, legend.values()),
+        **{"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0},
+        fontsize=7,
+        frameon=False,
+    )
 
 
 def _draw_series(
@@ -218,15 +273,35 @@ def _draw_series(
     y, bars = [point[panel.y] for point in points], None
     if name in panel.bands:
         ends = ([point[f"{panel.y}_{end}"] for point in points] for end in _ENDS)
-        axes.fill_between(x, *ends, color=styled["color"], alpha=0.25, linewidth=0)
+        shade = _SHADE if len(panel.bands) < _MANY else _FAINT
+        axes.fill_between(x, *ends, color=styled["color"], alpha=shade, linewidth=0)
     else:
         bars = _bars(points, panel)
+    if name in panel.fits:
+        style: dict[str, Any] = {"linestyle": "--", "linewidth": 0.7}
+        axes.plot(*zip(*panel.fits[name], strict=True), color=styled["color"], **style)
+    full = sum(not point.get("fewer") for point in points)
+    joined = 1 if panel.joined else 0
+    if full < len(points):
+        # From the last point of all runs on, so that the line is not broken.
+        rest = slice(max(full - 1, 0), None)
+        style = {"linestyle": ":", "markerfacecolor": "white", "markersize": 3.5}
+        axes.plot(x[rest], y[rest], linewidth=joined, **style, **styled)
+    ends = [place for place, point in enumerate(points) if point.get("ends")]
+    style = {
+        "linestyle": "",
+        "marker": "X",
+        "markersize": 7,
+        "markeredgecolor": "white",
+    }
+    at = [x[place] for place in ends], [y[place] for place in ends]
+    axes.plot(*at, color=styled["color"], zorder=3, **style)
     return axes.errorbar(
-        x,
-        y,
-        yerr=bars,
+        x[:full],
+        y[:full],
+        yerr=None if bars is None else [some[:full] for some in bars],
         markersize=3.5,
-        linewidth=1 if panel.joined else 0,
+        linewidth=joined,
         elinewidth=1,
         capsize=2,
         **styled,

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from analysis.arms import ARMS
 from analysis.experiments.speed import IMPLEMENTATIONS
 from analysis.figures import Panel, draw, styles
 
@@ -44,6 +45,47 @@ def test_implementations_of_the_speed_table_do_not_look_alike():
     names = [*IMPLEMENTATIONS]
     looks = [tuple(look.values()) for look in styles(names).values()]
     assert len(set(looks)) == len(looks) == len(names) > 10
+
+
+def test_arms_of_a_training_look_the_same_whoever_is_beside_them():
+    """Nobody else's colour is in the way of one that is an arm's own."""
+    names = [*ARMS, "emulated:flash2"]
+    looks = styles(names)
+    for name in names:
+        assert styles([name, "another"])[name] == looks[name]
+    assert len({tuple(look.values()) for look in looks.values()}) == len(names)
+    assert looks["re-run"]["color"] != looks["ulp"]["color"]
+
+
+def test_fewer_runs_are_dotted_and_an_end_is_crossed():
+    rows = [
+        {"name": "cudnn", "x": x, "y": 1.0 * x, "fewer": x > 2, "ends": x == 2}
+        for x in (1, 2, 4, 8)
+    ]
+    one = Panel("title", rows, "x", "y", "name", "steps", "error")
+    axes = draw([one]).axes[0]
+    drawn = {line.get_linestyle(): [*line.get_xdata()] for line in axes.lines}
+    assert drawn["-"] == [1, 2] and drawn[":"] == [2, 4, 8]
+    (cross,) = [line for line in axes.lines if line.get_marker() == "X"]
+    assert [*cross.get_xdata()] == [2]
+    everybody = [{**row, "fewer": True} for row in rows]
+    axes = draw([dataclasses.replace(one, rows=everybody)]).axes[0]
+    assert [*axes.lines[0].get_xdata()] == [1, 2, 4, 8]
+
+
+def test_a_fit_is_dashed_and_a_legend_stands_beside_its_panel():
+    fits = {"pallas": [(128.0, 1.0), (256.0, 2.0)]}
+    legend = {"pallas": "pallas: step^(1.00)", "re-run": "re-run: 0 at all steps"}
+    figure = draw([panel(["pallas"], fits=fits, legend=legend)], caption="Means.")
+    axes = figure.axes[0]
+    dashed = [line for line in axes.lines if line.get_linestyle() == "--"]
+    assert [[*line.get_ydata()] for line in dashed] == [[1.0, 2.0]]
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts == [*legend.values()] and not figure.legends
+    figure.canvas.draw()
+    beside = axes.get_legend().get_window_extent()
+    assert beside.x0 >= axes.get_window_extent().x1
+    assert beside.x1 <= figure.bbox.x1
 
 
 def test_a_band_reaches_from_the_least_to_the_most():
