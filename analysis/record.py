@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import datetime
 import importlib.util
 import json
@@ -18,6 +19,14 @@ from train.record import environment as general_environment
 Row = dict[str, Any]
 # Of a printed table, the room between its columns, and what a name in it keeps.
 _WIDTH, _PADDING, _LEAST_NAME = 180, 2, 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows to read, and what has to be said of them, or of why there are none."""
+
+    rows: Sequence[Row]
+    note: str = ""
 
 
 def environment(command: str) -> dict[str, Any]:
@@ -155,17 +164,21 @@ def _cut(name: str, alike: int, most: int) -> str:
     return f"{name[: most - end - 1]}…{name[-end:]}"
 
 
-def write_markdown(tables: Mapping[str, Sequence[Row]], path: Path) -> list[Path]:
-    """Writes tables by title, as `show` prints them, in Markdown; returns the path.
+def write_markdown(tables: Mapping[str, Table], path: Path) -> list[Path]:
+    """Writes tables by title, as `show` prints them, in Markdown, each with its note
+    below; returns the path.
 
     Raises:
       UsageError: it cannot be written.
     """
     lines = []
-    for title, rows in tables.items():
-        lines += [f"## {title[:1].upper()}{title[1:]}", "", _line(rows[0])]
-        lines += ["|" + "---|" * len(rows[0])]
-        lines += [*(_line(map(_text, row.values())) for row in rows), ""]
+    for title, table in tables.items():
+        lines += [f"## {title[:1].upper()}{title[1:]}", ""]
+        if table.rows:
+            lines += [_line(table.rows[0]), "|" + "---|" * len(table.rows[0])]
+            lines += [*(_line(map(_text, row.values())) for row in table.rows), ""]
+        if table.note:
+            lines += [table.note, ""]
     with written(path):
         path.write_text("\n".join(lines))
     return [path]

@@ -1,89 +1,155 @@
 """What paired trainings show: tables to read, from the rows of `paired_measures`.
 
-All intervals are of 95 % over seeds, by Student's t (`analysis.summary`).
+All intervals are of 95 % over seeds, by Student's t (`analysis.summary`). Column `n`
+counts the runs of a mean. A run that stopped counts in nothing that is told of the end:
+means and slopes are then of the runs that went on, the survivors, and marked so.
 """
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from scipy.special import stdtr
 
 from analysis.arms import REFERENCE
-from analysis.record import Row
-from analysis.summary import half_width, pivot, summarise
+from analysis.record import Row, Table
+from analysis.summary import half_width, plus_minus, summarise
+from analysis.training_growth import POWERS, SLOPE, fits
+from analysis.training_rows import Stops, before_stops, of_all, seeds, stops
 
 # Of everything, and of the paper's figures 7 and 8.
 MEASURES = ("max_abs", "w1", "w1_over_sigma", "rel_l2", "drift", "cosine")
 _BOUND = "fp32"
-_RATIOS = ("max_abs", "w1", "rel_l2")
-# Growth is fitted from here: the first steps of Adam are of one size whatever the
-# gradient.
-_FIRST_FITTED = 8
 # A tensor whose two travels have less in common than this, where those of half of all
 # tensors have more than the other, is moved by rounding alone.
 _UNRELATED, _RELATED = 0.5, 0.9
 # A loss of a step that is so many times the mean loss before: batches alone, and times
 # drawn for them, make up to 3 of it in `tiny`.
 _SPIKE = 4.0
-
-
-def of_all(weights: Iterable[Row]) -> list[Row]:
-    """The rows of all weights together."""
-    return [row for row in weights if row["kind"] == "all"]
+_SURVIVORS = (
+    "Survivors: runs of an arm of which others stopped, since a loss or gradient was "
+    "not finite. Their mean leaves out what made the others stop: it is not to be held "
+    "against a mean of all runs."
+)
 
 
 def tables(
     weights: Sequence[Row], runs: Sequence[Row], margin: float
-) -> dict[str, list[Row]]:
+) -> dict[str, Table]:
     """Tables by title.
 
     Args:
       margin: losses that differ by less than this share of the reference's count as
         equal.
     """
-    last = max(row["step"] for row in runs)
-    ends = [row for row in of_all(weights) if row["step"] == last]
-    finals = [row for row in runs if row["step"] == last]
+    steps = sorted({row["step"] for row in runs})
+    last, before = steps[-1], steps[-2:][0]
+    stopped, began = stops(runs), seeds(runs)
+    compared = {arm: some for arm, some in began.items() if arm != REFERENCE}
+    kept = before_stops(weights, stopped)
+    whole = of_all(kept)
+    ends = [row for row in whole if row["step"] == last]
+    # Of the end alone: what a run that stopped had come to is of another step.
+    ended = [row for row in runs if (row["arm"], row["seed"]) not in stopped]
+    finals = [row for row in ended if row["step"] == last]
+    several = max(map(len, began.values())) > 1
+    split = ("direct", "feedback", "aligned")
+    at: dict[str, int] = {"loss": last, "function": last}
+    at |= {name: before for name in split}
+    trained = _of_steps(ended, at)
     found = {
-        f"weights after {last} steps": _side_by_side(ends, MEASURES),
-        "training (the split: at the comparison before the last)": _side_by_side(
-            runs, ("loss", "function", "direct", "feedback", "aligned")
+        f"weights after {last} steps": side_by_side(ends, MEASURES, compared, stopped),
+        "training (the split: at the comparison before the last)": side_by_side(
+            trained, ("loss", "function", *split), began, stopped
         ),
-        "averaged weights": _side_by_side(finals, ("held_out_loss", "accuracy")),
-        f"weight deviation of {_BOUND} over that of the arm": ratios(ends),
-        f"relative L2 of {_BOUND} over that of the arm, by step": ratios_by_step(
-            of_all(weights), "rel_l2"
+        "averaged weights": side_by_side(
+            finals, ("held_out_loss", "accuracy"), began, stopped
+        ),
+        f"weight deviation of {_BOUND} over that of the arm": Table(ratios(ends)),
+        f"relative L2 of {_BOUND} over that of the arm, by step": Table(
+            ratios_by_step(whole, "rel_l2")
         ),
         "growth with steps: exponents of a power law, and of W1 / sigma the slope of a "
-        "straight line in 1000 steps": growth(of_all(weights)),
-        f"losses equal within {100 * margin:g} %? (two one-sided t tests)": equivalence(
-            finals, margin
+        "straight line in 1000 steps": side_by_side(
+            fits(whole, last), (*POWERS, SLOPE), compared, stopped
         ),
-        "tensors that rounding alone moves": apart(weights, last),
+        f"losses equal within {100 * margin:g} %? (two one-sided t tests)": Table(
+            equivalence(finals, margin, began),
+            "" if several else "Not tested: it takes two seeds or more.",
+        ),
+        "tensors that rounding alone moves": apart(kept, last),
         f"trainings that diverged, or whose loss rose to {_SPIKE:g} times what it was, "
-        "after the first eighth": unstable(runs),
+        "after the first eighth": Table(unstable(runs)),
     }
-    return {title: rows for title, rows in found.items() if rows}
+    return {title: of for title, of in found.items() if of.rows or of.note}
 
 
-def _side_by_side(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    lines: dict[str, Row] = {}
-    for name in names:
-        for row in summarise(_last_known(rows, name), ["arm"], [name]):
-            line = lines.setdefault(row["arm"], {"arm": row["arm"]})
-            line |= pivot([{**row, "as": name}], ["arm"], "as", name)[0]
-    heads = ["arm", *(n for n in names if any(n in line for line in lines.values()))]
-    return [{head: line.get(head, "") for head in heads} for line in lines.values()]
+def side_by_side(
+    rows: Iterable[Row],
+    names: Sequence[str],
+    began: Mapping[str, Sequence[int]],
+    stopped: Stops,
+) -> Table:
+    """A line for each arm, a column for the mean of each measure.
 
-
-def _last_known(rows: Sequence[Row], name: str) -> list[Row]:
-    """Of every arm and seed the latest row that has a value."""
-    latest = {
-        (row["arm"], row["seed"]): row for row in rows if row.get(name) is not None
+    Args:
+      rows: of arms and seeds; a measure that is None or missing does not count.
+      began: the seeds of every arm.
+    """
+    rows = list(rows)
+    known = {
+        name: {
+            row["arm"]: row
+            for row in summarise(
+                [row for row in rows if row.get(name) is not None], ["arm"], [name]
+            )
+        }
+        for name in names
     }
-    return list(latest.values())
+    names = [name for name in names if known[name]]
+    if not names:
+        return Table([])
+    lines = [
+        _line(arm, some, {name: known[name].get(arm) for name in names}, stopped)
+        for arm, some in began.items()
+    ]
+    if not any("stopped at step" in line for line in lines):
+        return Table(lines)
+    heads = ["arm", "n", "stopped at step", *names]
+    lines = [{head: line.get(head, "") for head in heads} for line in lines]
+    survived = any("survivors" in line["n"] for line in lines)
+    return Table(lines, _SURVIVORS if survived else "")
+
+
+def _line(
+    arm: str,
+    began: Sequence[int],
+    means: Mapping[str, Row | None],
+    stopped: Stops,
+) -> Row:
+    counts = {name: row["seeds"] for name, row in means.items() if row is not None}
+    n = max(counts.values(), default=0)
+    ends = sorted(stopped[arm, seed] for seed in began if (arm, seed) in stopped)
+    line: Row = {"arm": arm, "n": str(n) if n == len(began) else f"{n} of {len(began)}"}
+    if ends:
+        line["stopped at step"] = ", ".join(map(str, ends))
+        line["n"] += " (survivors)" if n else ""
+    for name, row in means.items():
+        line[name] = "" if row is None else plus_minus(row, name)
+        if 0 < counts.get(name, n) < n:
+            line[name] += f" (n = {counts[name]})"
+    return line
+
+
+def _of_steps(rows: Iterable[Row], at: Mapping[str, int]) -> list[Row]:
+    """Of every arm and seed one row, each measure of the step given for it."""
+    found: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        line = found.setdefault((row["arm"], row["seed"]), {})
+        line |= {"arm": row["arm"], "seed": row["seed"]}
+        line |= {name: row[name] for name, step in at.items() if row["step"] == step}
+    return list(found.values())
 
 
 def _by_arm(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
@@ -95,107 +161,130 @@ def _by_arm(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
 
 def ratios(ends: Sequence[Row]) -> list[Row]:
     """The paper's "2-5x": geometric means over seeds of how much further low precision
-    moves the weights than an arm does, with the factor of the interval."""
+    moves the weights than an arm does, with the factor of the interval where there are
+    two seeds or more."""
     lines = []
-    for arm, found in _over(ends, _RATIOS).items():
-        line = {name: f"{x:.3g} (x/ {by:.3g})" for name, (x, by) in found.items()}
-        lines.append({"arm": arm} | {name: line.get(name, "") for name in _RATIOS})
+    for arm, found in _over(ends, POWERS).items():
+        n = max(map(len, found.values()))
+        line: Row = {"arm": arm, "n": str(n)} | dict.fromkeys(POWERS, "")
+        for name, logs in found.items():
+            line[name] = f"{math.exp(np.mean(logs)):.3g}"
+            if len(logs) > 1:
+                line[name] += f" (x/ {math.exp(half_width(logs)):.3g})"
+            if len(logs) < n:
+                line[name] += f" (n = {len(logs)})"
+        lines.append(line)
     return lines
 
 
 def ratios_by_step(rows: Sequence[Row], name: str) -> list[Row]:
-    """The same of one measure, a line for each comparison, a column for each arm."""
+    """The same of one measure, a line for each comparison, a column for each arm. Where
+    fewer seeds have a ratio than do at other steps their number is told."""
+    by_step = {
+        step: _over([row for row in rows if row["step"] == step], [name])
+        for step in dict.fromkeys(row["step"] for row in rows)
+    }
+    arms = dict.fromkeys(arm for found in by_step.values() for arm in found)
+    most = {
+        arm: max(len(of[arm][name]) for of in by_step.values() if arm in of)
+        for arm in arms
+    }
     lines = []
-    for step in dict.fromkeys(row["step"] for row in rows):
-        found = _over([row for row in rows if row["step"] == step], [name])
-        line: Row = {arm: f"{ratio[name][0]:.3g}" for arm, ratio in found.items()}
-        if line:
-            lines.append({"step": step} | line)
-    arms = dict.fromkeys(arm for line in lines for arm in line)
-    return [{arm: line.get(arm, "") for arm in arms} for line in lines]
+    for step, found in by_step.items():
+        line: Row = {"step": step} | dict.fromkeys(arms, "")
+        for arm, of in found.items():
+            line[arm] = f"{math.exp(np.mean(of[name])):.3g}"
+            if len(of[name]) < most[arm]:
+                line[arm] += f" (n = {len(of[name])})"
+        lines += [line] if found else []
+    return lines
 
 
 def _over(
     rows: Sequence[Row], names: Sequence[str]
-) -> dict[str, dict[str, tuple[float, float]]]:
-    """Of one comparison, by arm and measure: that of `_BOUND` over the arm's, and the
-    factor of the interval. Where either is 0 in all seeds there is none."""
+) -> dict[str, dict[str, list[float]]]:
+    """Of one comparison, by arm and measure: logarithms of that of `_BOUND` over the
+    arm's, one for each seed in which neither is 0."""
     by_arm = _by_arm(rows)
     bound = by_arm.pop(_BOUND, {})
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    for arm, seeds in by_arm.items():
+    found: dict[str, dict[str, list[float]]] = {}
+    for arm, some in by_arm.items():
         for name in names:
             logs = [
                 math.log(bound[seed][name] / row[name])
-                for seed, row in seeds.items()
+                for seed, row in some.items()
                 if seed in bound and row[name] and bound[seed][name]
             ]
             if logs:
-                ratio, width = np.exp([np.mean(logs), half_width(logs)]).tolist()
-                found.setdefault(arm, {})[name] = ratio, width
+                found.setdefault(arm, {})[name] = logs
     return found
 
 
 def growth(rows: Sequence[Row]) -> list[Row]:
-    """Figure 8's slopes, and the exponents p of measure ~ step^p, by least squares
-    over the comparisons from step 8 on, seed by seed."""
-    seeds: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        # A training that diverged has no finite weights, so no distance.
-        if row["step"] >= _FIRST_FITTED and row["max_abs"] is not None:
-            seeds.setdefault((row["arm"], row["seed"]), []).append(row)
-    fits = []
-    for (arm, seed), some in seeds.items():
-        if len(some) < 3:
-            continue
-        steps = np.array([row["step"] for row in some], float)
-        fit: Row = {"arm": arm, "seed": seed}
-        for name in _RATIOS:
-            sizes = np.array([row[name] for row in some])
-            if np.all(sizes > 0):
-                fit[name] = float(np.polyfit(np.log(steps), np.log(sizes), 1)[0])
-        relative = [row["w1_over_sigma"] for row in some]
-        fit["w1_over_sigma"] = float(np.polyfit(steps / 1000, relative, 1)[0])
-        fits.append(fit)
-    return _side_by_side(fits, (*_RATIOS, "w1_over_sigma"))
+    """Exponents and slopes of `fits`, with their means, where no run stopped."""
+    last = max(row["step"] for row in rows)
+    table = side_by_side(fits(rows, last), (*POWERS, SLOPE), seeds(rows), {})
+    return list(table.rows)
 
 
-def equivalence(finals: Sequence[Row], margin: float) -> list[Row]:
+def equivalence(
+    finals: Sequence[Row],
+    margin: float,
+    began: Mapping[str, Sequence[int]] | None = None,
+) -> list[Row]:
     """Whether the arms' losses equal the reference's of the same seeds.
 
     p is the larger of those of two paired t tests, that the mean difference is not
     above -m, and that it is not below m, m a share of the reference's mean: "equal"
     says that p < 0.05 for both losses. `loss` is that of the last eighth of training.
+    An arm of which a seed has no loss is not tested, and none of a single seed.
+
+    Args:
+      began: the seeds of every arm; those of `finals` unless given.
     """
+    began = seeds(finals) if began is None else began
+    if max(map(len, began.values())) < 2:
+        return []
     by_arm = _by_arm(finals)
-    reference = by_arm.pop(REFERENCE, {})
-    found = []
-    for arm, seeds in by_arm.items():
+    reference = by_arm.get(REFERENCE, {})
+    lines = []
+    for arm, some in began.items():
+        pairs = [
+            (row, reference[seed])
+            for seed, row in by_arm.get(arm, {}).items()
+            if seed in reference and _has_losses(row) and _has_losses(reference[seed])
+        ]
         line: Row = {"arm": arm}
-        equal = []
-        for name in ("loss", "held_out_loss"):
-            pairs = [
-                (row[name], reference[seed][name])
-                for seed, row in seeds.items()
-                if seed in reference
-                and all(
-                    x[name] is not None and math.isfinite(x[name])
-                    for x in (row, reference[seed])
-                )
-            ]
-            if len(pairs) < max(2, len(seeds)):
-                break
-            ours, theirs = np.array(pairs).T
-            bound = margin * float(theirs.mean())
-            p = _equivalence_p(ours - theirs, bound)
-            width = half_width(list(ours - theirs))
-            line[name] = f"{np.mean(ours - theirs):+.2e} ± {width:.2g}"
-            line[f"{name} p"] = f"{p:.2g}"
-            line[f"{name} margin"] = f"{bound:.2g}"
-            equal.append(p < 0.05)
+        if len(pairs) < max(2, len(some)):
+            line["equal"] = f"not tested: {len(pairs)} of {len(some)} pairs have losses"
         else:
-            found.append(line | {"equal": "yes" if all(equal) else "not shown"})
-    return found
+            line |= _tested(pairs, margin)
+        lines += [line] if arm != REFERENCE else []
+    heads = dict.fromkeys(head for line in lines for head in line if head != "equal")
+    heads = [*heads, "equal"]
+    return [{head: line.get(head, "") for head in heads} for line in lines]
+
+
+def _has_losses(row: Row) -> bool:
+    losses = row["loss"], row["held_out_loss"]
+    return all(x is not None and math.isfinite(x) for x in losses)
+
+
+def _tested(pairs: Sequence[tuple[Row, Row]], margin: float) -> Row:
+    # A difference that was stored has more digits than one of two stored losses.
+    differences = {
+        "loss": [row["loss_difference"] for row, _ in pairs],
+        "held_out_loss": [a["held_out_loss"] - b["held_out_loss"] for a, b in pairs],
+    }
+    line: Row = {"n": str(len(pairs))}
+    ps = []
+    for name, apart_by in differences.items():
+        bound = margin * float(np.mean([reference[name] for _, reference in pairs]))
+        ps.append(_equivalence_p(np.array(apart_by), bound))
+        told = f"{np.mean(apart_by):+.2e} ± {half_width(apart_by):.2g}"
+        line |= {name: told, f"{name} p": f"{ps[-1]:.2g}"}
+        line[f"{name} margin"] = f"{bound:.2g}"
+    return line | {"equal": "yes" if max(ps) < 0.05 else "not shown"}
 
 
 def _equivalence_p(differences: np.ndarray, bound: float) -> float:
@@ -207,33 +296,66 @@ def _equivalence_p(differences: np.ndarray, bound: float) -> float:
     return float(stdtr(n - 1, (abs(mean) - bound) / error))
 
 
-def apart(weights: Sequence[Row], last: int) -> list[Row]:
+def apart(weights: Sequence[Row], last: int) -> Table:
     """Tensors whose true gradient is 0 (a bias of K, to which softmax is blind): Adam
     brings what rounding leaves of it to the size of any other, so that two trainings
-    move them in unrelated directions. Beside each, the largest difference and W1 of the
-    arm without such tensors."""
-    found = []
+    move them in unrelated directions. Beside each, the largest difference of the arm
+    without such tensors.
+
+    They can be told apart only in an arm of which most tensors are related; the note
+    says which are, and which are not.
+    """
+    lines: list[Row] = []
+    medians: dict[str, list[float]] = {}
     tensors = [r for r in weights if r["kind"] == "tensor" and r["step"] == last]
     for arm, seed in dict.fromkeys((row["arm"], row["seed"]) for row in tensors):
         some = [row for row in tensors if (row["arm"], row["seed"]) == (arm, seed)]
+        # Weights that are not finite have no distance.
         some = [row for row in some if row["max_abs"] is not None]
         known = [row for row in some if row["cosine"] is not None]
-        if not known or np.median([row["cosine"] for row in known]) < _RELATED:
+        if not known:
+            continue
+        medians.setdefault(arm, []).append(np.median([r["cosine"] for r in known]))
+        if medians[arm][-1] < _RELATED:
             continue
         moved = [row for row in known if row["cosine"] < _UNRELATED]
         rest = [row for row in some if row not in moved]
-        for row in moved:
-            found.append(
-                {
-                    "arm": arm,
-                    "seed": seed,
-                    "tensor": row["scope"],
-                    "cosine": f"{row['cosine']:.3f}",
-                    "max_abs": f"{row['max_abs']:.3g}",
-                    "max_abs of the rest": f"{max(r['max_abs'] for r in rest):.3g}",
-                }
-            )
-    return found
+        lines += [
+            {
+                "arm": arm,
+                "seed": seed,
+                "tensor": row["scope"],
+                "cosine": f"{row['cosine']:.3f}",
+                "max_abs": f"{row['max_abs']:.3g}",
+                "max_abs of the rest": f"{max(r['max_abs'] for r in rest):.3g}",
+            }
+            for row in moved
+        ]
+    return Table(lines, _of_medians(medians, found=bool(lines)))
+
+
+def _of_medians(medians: Mapping[str, Sequence[float]], *, found: bool) -> str:
+    """In which arms tensors could be told apart, and in which they could not."""
+    applied, left_out = [], []
+    for arm, some in medians.items():
+        related = sum(median >= _RELATED for median in some)
+        of = "" if related in (0, len(some)) else f" in {related} of {len(some)} seeds"
+        applied += [arm + of] if related else []
+        span = " to ".join(dict.fromkeys(f"{x:.2f}" for x in (min(some), max(some))))
+        left_out += [f"{arm} ({span})"] if related < len(some) else []
+    told = []
+    if applied:
+        nothing = "" if found else ", and none is below"
+        told.append(
+            f"Looked for, below a cosine of travels of {_UNRELATED:g}, in "
+            f"{', '.join(applied)}{nothing}."
+        )
+    if left_out:
+        told.append(
+            f"Not looked for where half of all tensors lie below {_RELATED:g}, so that "
+            f"none stands apart; medians: {', '.join(left_out)}."
+        )
+    return " ".join(told)
 
 
 def unstable(runs: Sequence[Row]) -> list[Row]:

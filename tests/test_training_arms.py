@@ -2,17 +2,22 @@
 
 import csv
 import json
+import lzma
 import math
+import shutil
 
 import jax
 import numpy as np
 import polars
 import pytest
 
-from analysis import paired, paired_measures
+from analysis import arms, changes, paired, paired_measures
 from analysis.__main__ import main
 from analysis.experiments import training
 from analysis.paired import snapshots
+from train.__main__ import parse_config
+from train.config import UsageError, flatten
+from train.presets import PRESETS
 
 pytestmark = pytest.mark.ci
 
@@ -63,8 +68,11 @@ def test_every_comparison_of_every_arm_and_seed_is_there(done):
     every = polars.read_parquet(done / "weights.parquet")
     assert every.filter(polars.col("kind") == "all").height == len(weights)
     told = (done / "tables.md").read_text()
-    assert f"## Weights after {STEPS} steps\n\n| arm | max_abs |" in told
-    assert "\n| re-run | 0 ± 0 | 0 ± 0 |" in told
+    assert f"## Weights after {STEPS} steps\n\n| arm | n | max_abs |" in told
+    assert "\n| re-run | 2 | 0 ± 0 | 0 ± 0 |" in told
+    described = json.loads((done / "runs.json").read_text())
+    flags = described["xla_flags"]
+    assert described["xla_allow_excess_precision"] == ("excess" not in flags)
     # By tensor of the end alone.
     tensors = every.filter(polars.col("kind") == "tensor")
     assert set(tensors["step"]) == {STEPS} and tensors["scope"].n_unique() > 10
@@ -111,15 +119,109 @@ def test_the_split_of_growth_adds_up(done):
     "options, line",
     [
         (["--arms", "flash9"], "no arm 'flash9'"),
+        (["--arms", "reference"], "--arms: give one beside reference"),
         (["--change", "speed=3"], "--change takes NAME=VALUE"),
-        (["--seeds", "0"], "at least 1"),
+        (["--change", "lr=abc"], "lr takes a number such as 0.002, not 'abc'"),
+        (["--change", "lr=null"], "lr takes a number"),
+        (["--change", "lr=[1]"], "lr takes a number"),
+        (["--change", "lr=nan"], "--lr is nan; it must be positive and finite"),
+        (["--change", "data.seed=1.5"], "data.seed takes a whole number"),
+        (["--change", "model.qk_norm=0"], "model.qk_norm takes True or False"),
+        (["--change", "precision=fp8"], "precision takes one of fp32, tf32, bf16"),
+        (["--change", "attn=pallas"], "other attentions are --arms"),
+        (["--change", "steps=8"], "give --steps"),
+        (["--change", "checkpoint.every=8"], "do not read checkpoint.every"),
         (["--change", "model.heads=3"], "heads"),
+        (["--seeds", "0"], "--seeds is 0; it must be at least 1"),
+        (["--together", "0"], "--together is 0; it must be at least 1"),
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--captions", "-1"], "--captions is -1; it must be at least 0"),
+        (["--first-seed", "-1"], "--first-seed is -1; it must be at least 0"),
+        (["--first-seed", "4294967296"], "must be below 4294967296"),
+        (["--margin", "nan"], "--margin is nan; it must be positive and finite"),
+        (["--redraw", "nowhere"], "nowhere has no tables to be made anew"),
     ],
 )
 def test_what_cannot_be_trained_is_said_in_a_line(options, line, tmp_path, capsys):
     assert main(["training", *options, "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert line in error and len(error.splitlines()) == 1
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_change_is_read_as_a_training_reads_it():
+    """By the type of its field: "False" is no text, which would be true."""
+    given = {
+        "model.qk_norm": ("False", False),
+        "model.remat": ("true", True),
+        "lr": ("1", 1.0),
+        "batch_size": ("4", 4),
+        "precision": ("bf16", "bf16"),
+        "optimizer.static_loss_scale": ("None", None),
+        "data.path": ("None", None),
+    }
+    found = changes.read([f"{name}={text}" for name, (text, _) in given.items()])
+    assert found == {name: value for name, (_, value) in given.items()}
+    assert all(type(found[name]) is type(value) for name, (_, value) in given.items())
+    assert changes.read(["optimizer.static_loss_scale=8"]) == {
+        "optimizer.static_loss_scale": 8.0
+    }
+    config = training.reference("tiny", 8, ["model.qk_norm=False", "lr=3"])
+    of_train = parse_config(["--preset=tiny", "--model.no-qk-norm", "--lr=3"])
+    assert (config.model, config.lr) == (of_train.model, of_train.lr)
+    assert config.model.qk_norm is False
+
+
+def test_every_field_can_be_changed_or_says_why_not():
+    for name, value in flatten(PRESETS["small"]).items():
+        try:
+            assert changes.read([f"{name}={value}"]) == {name: value}
+        except UsageError as error:
+            assert name in str(error) and "takes" not in str(error)
+
+
+def _columns(path):
+    """Of all tables, the cells, without their notes."""
+    return [line for line in path.read_text().splitlines() if line.startswith("|")]
+
+
+@pytest.mark.parametrize("source", ["training.jsonl", "training.jsonl.xz", "csv", ""])
+def test_tables_are_made_anew_from_what_a_folder_holds(done, source, tmp_path):
+    names = ["runs.csv", "weights.parquet", "runs.parquet"]
+    for name in names if source != "csv" else names[:2]:
+        shutil.copy(done / name, tmp_path / name)
+    lines = (done / "training.jsonl").read_bytes()
+    if source.startswith("training"):
+        (tmp_path / "weights.parquet").unlink()
+        (tmp_path / "runs.parquet").unlink()
+        whole = lzma.compress(lines) if source.endswith("xz") else lines
+        (tmp_path / source).write_bytes(whole)
+    assert main(["training", "--redraw", str(tmp_path)]) == 0
+    found, wanted = (_columns(folder / "tables.md") for folder in (tmp_path, done))
+    assert len(found) == len(wanted)
+    # Five digits of a loss leave other ones to a difference of two.
+    rounded = source == "csv"
+    same = [a == b for a, b in zip(found, wanted, strict=True)]
+    assert all(same) or rounded
+    note = "are from runs.csv: five digits"
+    assert (note in (tmp_path / "tables.md").read_text()) == rounded
+    assert (tmp_path / "training.png").exists()
+
+
+def test_an_arm_that_stops_is_not_compared_with_what_goes_on(tmp_path, monkeypatch):
+    wild = arms.Arm("wild", "a learning rate that ends in NaN", {"lr": 1e30})
+    monkeypatch.setitem(arms.ARMS, "wild", wild)
+    command = [*COMMAND, "--arms", "wild", "re-run", "--out", str(tmp_path)]
+    assert main(command) == 0
+    runs, weights = (_table(tmp_path / f"{name}.csv") for name in ("runs", "weights"))
+    stop = max(int(row["diverged"] or 0) for row in runs)
+    assert 0 < stop < STEPS
+    compared = [int(row["step"]) for row in weights if row["arm"] == "wild"]
+    assert compared and max(compared) <= stop
+    late = [r for r in runs if r["arm"] == "wild" and int(r["step"]) > stop]
+    assert late and not any(row["function"] or row["held_out_loss"] for row in late)
+    told = (tmp_path / "tables.md").read_text()
+    assert f"| wild | 0 of 2 | {stop}, {stop} |  |" in told and "nan" not in told
 
 
 def test_a_run_of_the_same_that_is_not_fails():

@@ -3,38 +3,39 @@
 For each seed the reference, `--attn=baseline`, and all arms train side by side
 (`analysis.paired`). Weights are compared after 1, 2, 4, ... steps and at eighths of the
 run; `analysis.paired_measures` defines the columns of the two tables, `weights` and
-`runs`, and `analysis.training_tables` what is told of them.
+`runs`, `analysis.training_tables` and `analysis.training_figures` what is told of them.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis import ExperimentError, store
+from analysis import ExperimentError, changes, store, training_figures
 from analysis.arms import ARMS, MAIN, REFERENCE, Arm, configured, find
-from analysis.figures import Panel, write_figure
 from analysis.paired_measures import Instruments, measure
 from analysis.record import (
     Row,
+    Table,
     check_writable,
     environment,
     show,
     write,
     write_markdown,
     write_parquet,
-    written,
 )
-from analysis.summary import summarise
-from analysis.training_tables import of_all, tables
+from analysis.training_rows import by_table, of_all, stored
+from analysis.training_tables import tables
 from train.config import Config, UsageError, flatten
 from train.gpu import set_profile
 from train.presets import PRESETS
+from train.validate import check_number, validate
 
 SUMMARY = "how far training with another attention, or another bit, moves the weights"
 # Where a preset's own number is for a model that is to be good: the steps of each
@@ -81,6 +82,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--together", type=int, default=8, help="arms that train at once (default 8)")
     add("--out", type=Path, help="folder (default results/training/weights-PRESET)")
     add("--fresh", action="store_true", help="train anew what is there already")
+    add(
+        "--redraw",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="make tables.md and training.png of such folders anew from the rows "
+        "there; nothing is trained",
+    )
 
 
 _MARGIN = "share of the loss within which losses count as equal (default 0.01)"
@@ -93,25 +102,27 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
       UsageError: an arm or an option does not exist or fit.
       ExperimentError: a run of the same was not the same.
     """
+    _check(options)
+    if options.redraw:
+        return _redraw(options.redraw, options.margin)
     set_profile("exact")
     arms = [find(name) for name in dict.fromkeys(options.arms)]
     arms = [arm for arm in arms if arm.name != REFERENCE]
-    if options.seeds < 1 or options.together < 1:
-        raise UsageError("--seeds and --together must be at least 1")
-    if options.first_seed < 0 or not options.margin > 0:
-        raise UsageError("--first-seed must not be negative, --margin be above 0")
+    if not arms:
+        raise UsageError(f"--arms: give one beside {REFERENCE}, such as re-run")
     steps = options.steps or _STEPS.get(options.preset, _DEFAULT_STEPS)
     captions = options.captions
     if captions is None:
         captions = _CAPTIONS.get(options.preset, _DEFAULT_CAPTIONS)
     config = reference(options.preset, steps, options.change)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    validate(_seeded(config, seeds[-1]))
     for arm in arms:
         configured(config, arm)
     out = options.out or Path("results", "training", f"weights-{options.preset}")
     settings: dict[str, Any] = {"experiment": "training", "captions": captions}
     settings |= {"reference": flatten(config)}
     settings = json.loads(json.dumps(settings))
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
     kept = Store(out / "training.jsonl", settings, fresh=options.fresh)
     with contextlib.closing(kept):
         for stem in (out / "weights", out / "runs"):
@@ -124,24 +135,62 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             _train_missing(config, arms, seed, kept, options.together, instruments)
         cells = [_cell(name, s) for s in seeds for name in _names(arms)]
         rows = kept.rows(cells)
-        weights, runs = (
-            [_without_table(row) for row in rows if row["table"] == table]
-            for table in ("weights", "runs")
-        )
+        weights, runs = by_table(rows)
+        if not weights:
+            raise ExperimentError("nothing to compare: the first step is not finite")
         beside = {"settings": settings, "measured": kept.environments}
         files = [kept.path, *write(runs, described | beside, out / "runs")]
         files += write(of_all(weights), described | beside, out / "weights")
         files += write_parquet(weights, out / "weights.parquet")
-        files += _figures(weights, runs, out)
-        told = tables(weights, runs, options.margin)
-        files += write_markdown(told, out / "tables.md")
-    for title, table in told.items():
-        show(table, title)
+        files += write_parquet(runs, out / "runs.parquet")
+        files += _tell(weights, runs, out, options.margin)
     _check_null(weights)
     return {"rows": len(rows), "files": [str(path) for path in files]}
 
 
-def reference(preset: str, steps: int, changes: Sequence[str]) -> Config:
+def _check(options: argparse.Namespace) -> None:
+    for name in ("seeds", "together", "steps", "captions", "first_seed"):
+        number = getattr(options, name)
+        least = int(name in ("seeds", "together", "steps"))
+        # None: left to the preset.
+        if number is not None:
+            check_number(name, number, number >= least, f"be at least {least}")
+    works = 0 < options.margin < math.inf
+    check_number("margin", options.margin, works, "be positive and finite")
+
+
+def _redraw(folders: Sequence[Path], margin: float) -> dict[str, Any]:
+    """Tables and figures anew, of what is on disk."""
+    total, files = 0, []
+    for folder in folders:
+        weights, runs, source = stored(folder)
+        more = source.name if source.suffix == ".csv" else ""
+        files += _tell(weights, runs, folder, margin, five_digits=more)
+        total += len(weights) + len(runs)
+    return {"rows": total, "files": [str(path) for path in files]}
+
+
+def _tell(
+    weights: Sequence[Row],
+    runs: Sequence[Row],
+    out: Path,
+    margin: float,
+    five_digits: str = "",
+) -> list[Path]:
+    """Tables to stderr and to a file, and the figure; `five_digits` names where the
+    runs come from if they are rounded."""
+    told = tables(weights, runs, margin)
+    for title, table in told.items():
+        if table.rows:
+            show(table.rows, title)
+    if five_digits:
+        note = f"Losses, `function` and the split are from {five_digits}: five digits."
+        told["rounding"] = Table([], note)
+    files = training_figures.write(weights, runs, out / "training.png")
+    return [*files, *write_markdown(told, out / "tables.md")]
+
+
+def reference(preset: str, steps: int, given: Sequence[str]) -> Config:
     """What the reference trains: a preset, with fields of `python -m train` changed,
     NAME=VALUE each.
 
@@ -151,19 +200,12 @@ def reference(preset: str, steps: int, changes: Sequence[str]) -> Config:
     config = dataclasses.replace(
         PRESETS[preset], attn="baseline", steps=steps, profile="exact"
     )
-    given = {}
-    for change in changes:
-        name, equals, text = change.partition("=")
-        if not equals or name not in flatten(config):
-            raise UsageError(
-                f"--change takes NAME=VALUE with a field of python -m train, such as "
-                f"lr=0.01, not {change!r}"
-            )
-        try:
-            given[name] = json.loads(text)
-        except ValueError:
-            given[name] = text
-    return configured(config, Arm(REFERENCE, "", given))
+    return configured(config, Arm(REFERENCE, "", changes.read(given)))
+
+
+def _seeded(config: Config, seed: int) -> Config:
+    data = dataclasses.replace(config.data, seed=config.data.seed + seed)
+    return dataclasses.replace(config, seed=config.seed + seed, data=data)
 
 
 def _names(arms: Sequence[Arm]) -> list[str]:
@@ -172,10 +214,6 @@ def _names(arms: Sequence[Arm]) -> list[str]:
 
 def _cell(name: str, seed: int) -> dict[str, Any]:
     return {"arm": name, "seed": seed}
-
-
-def _without_table(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name != "table"}
 
 
 def _train_missing(
@@ -187,8 +225,7 @@ def _train_missing(
     instruments: Instruments,
 ) -> None:
     missing = [arm for arm in arms if _cell(arm.name, seed) not in kept]
-    data = dataclasses.replace(config.data, seed=config.data.seed + seed)
-    config = dataclasses.replace(config, seed=config.seed + seed, data=data)
+    config = _seeded(config, seed)
     for start in range(0, len(missing), together):
         some, began = missing[start : start + together], time.monotonic()
         for name, rows in measure(config, some, instruments).items():
@@ -208,34 +245,3 @@ def _check_null(weights: Sequence[Row]) -> None:
             f"{off[0]['step']} steps ({off[0]['scope']}): what the arms show is in "
             "part chance; on a GPU look at XLA_FLAGS"
         )
-
-
-def _figures(weights: Sequence[Row], runs: Sequence[Row], out: Path) -> list[Path]:
-    labels = {
-        "max_abs": "max |difference|",
-        "w1": "Wasserstein-1",
-        "w1_over_sigma": "Wasserstein-1 / sigma",
-        "rel_l2": "relative L2",
-        "drift": "of what training moved",
-    }
-    panels = []
-    for rows, names in (
-        (of_all(weights), labels),
-        (
-            runs,
-            {
-                "function": "distance of the outputs",
-                "direct": "direct error of a step",
-                "feedback": "feedback of a step",
-                "loss": "loss",
-            },
-        ),
-    ):
-        for name, label in names.items():
-            shown = summarise(rows, ["arm", "step"], [name])
-            shown = [row for row in shown if row[name]]
-            panels.append(Panel(label, shown, "step", name, "arm", "steps", label))
-    picture = out / "training.png"
-    with written(picture):
-        write_figure([panel for panel in panels if panel.rows], picture)
-    return [picture]
