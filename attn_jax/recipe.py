@@ -202,6 +202,18 @@ ATTN_JAX_HOPPER = dataclasses.replace(
     dq_dlogits=Step(FP16),
 )
 
+# P of the forward product stays in the inputs' format there.
+ATTN_JAX_AMPERE = dataclasses.replace(
+    ATTN_JAX,
+    name="attn_jax_ampere",
+    source="the Pallas kernels of this package for Ampere where they are "
+    "differentiated, backward pass in one kernel",
+    backward_block_kv=128,
+    dq_centre="keys",
+    dq_dlogits=Step(FP16),
+    dq_sum="integers",
+)
+
 RING_FLASH_ATTN = dataclasses.replace(
     FLASH2,
     name="ring_flash_attn",
@@ -258,6 +270,7 @@ RECIPES: dict[str, Recipe] = {
         JAX_NN,
         ATTN_JAX,
         ATTN_JAX_HOPPER,
+        ATTN_JAX_AMPERE,
         EXACT_FP32,
         EXACT_FP64,
         EAGER_OP_BY_OP,

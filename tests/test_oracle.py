@@ -75,7 +75,7 @@ _FURTHER = {"te_ring", "flash1_paper", "flash3", "flash4_fp8"}
 # Every other recipe has one half of the families by default; Qiu and Yao's, which is
 # about repeated maxima, that with these. What we call ours, and what it is held
 # against, has all.
-_WHOLE = {"attn_jax", "attn_jax_hopper", "flash2"}
+_WHOLE = {"attn_jax", "attn_jax_hopper", "attn_jax_ampere", "flash2"}
 
 
 def _by_default(number: int, name: str) -> tuple[str, ...]:

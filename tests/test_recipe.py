@@ -34,6 +34,7 @@ def test_names_and_sources():
         "jax_nn",
         "attn_jax",
         "attn_jax_hopper",
+        "attn_jax_ampere",
         "exact_fp32",
         "exact_fp64",
         "eager_op_by_op",

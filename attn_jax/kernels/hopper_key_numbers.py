@@ -25,31 +25,21 @@ two runs give the same bits.
 """
 
 import dataclasses
-import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16, Float32
 
-from attn_jax.centre import centre_from
-from attn_jax.formats import FP16, NumberFormat
-from attn_jax.kernels import turns
-from attn_jax.kernels.lanes import Lanes, read
+from attn_jax.formats import NumberFormat
+from attn_jax.kernels.hopper_key_numbers_work import Cta, Keys, Tiles, Values
 from attn_jax.kernels.ring_order import MULTIPROCESSORS
-from attn_jax.kernels.tiles import widen
-from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 
 # Bytes in which a warpgroup's warps add up what each of them has.
 SCRATCH = 2048
-# Of V, which no recipe scales: a power of two and its inverse are normal numbers of
-# FP32, and BF16's largest still fits.
-_MOST_VALUE_EXPONENT = 120
 
 
 class KeyNumbers(NamedTuple):
@@ -117,53 +107,11 @@ def plan_for(heads: int, keys: int, value_dim: int) -> Plan:
     """What was fastest on an H200 (`prototypes/measure_rows.py`). Clusters of four or
     more that stay are slower than such as end: it seems that they do not all find room
     at once."""
-    tiles = _Tiles.of(keys, value_dim, SHORT).count
+    tiles = Tiles.of(keys, value_dim, SHORT.rows).count
     if tiles <= SHORT.value_stages and heads >= 2 * MULTIPROCESSORS:
         return SHORT
     nearly_all = 0.9 * MULTIPROCESSORS
     return MANY if MANY.most_parts * heads >= nearly_all else Plan()
-
-
-class _Tiles(NamedTuple):
-    """Of K or V: `count` tiles of `rows` keys are a CTA's share."""
-
-    lanes: Lanes
-    rows: int
-    count: int
-    width: int
-
-    @classmethod
-    def of(cls, keys: int, width: int, plan: Plan) -> "_Tiles":
-        """With all keys in one share."""
-        # With 16 lanes to a row a strip is 8 rows. 4 columns are what Mosaic GPU can
-        # add across warps at once.
-        lanes = Lanes(math.gcd(width // 4, 16), 4)
-        rows = plan.rows(width, lanes.strip)
-        return cls(lanes, rows, pl.cdiv(keys, rows), width)
-
-    def shared(self, parts: int) -> "_Tiles":
-        return self._replace(count=pl.cdiv(self.count, parts))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.lanes.strip, self.width
-
-    def zero(self, dtype=jnp.float32):
-        zero = jnp.zeros(self.shape, dtype)
-        return plgpu.layout_cast(zero, self.lanes.layout())
-
-    def strips(self, tile):
-        """Row of a tile, 16-bit values: strip after strip."""
-        for row in range(0, self.rows, self.lanes.strip):
-            part = tile.at[pl.ds(row, self.lanes.strip)]
-            yield row, read(part, layout=self.lanes.layout())
-
-    def over_head(self, columns, reduce):
-        """One number of all columns, all over a strip."""
-        x = lax.broadcast_in_dim(columns, self.shape, [1])
-        x = reduce(plgpu.layout_cast(x, self.lanes.layout()), axis=1)
-        x = lax.broadcast_in_dim(x, self.shape, [0])
-        return plgpu.layout_cast(x, self.lanes.layout())
 
 
 def key_numbers(
@@ -184,15 +132,13 @@ def key_numbers(
     value_dim = value.shape[3]
     items = batch * heads
     plan = plan or plan_for(items, keys, value_dim)
-    of_key, of_value = (_Tiles.of(keys, x, plan) for x in (head_dim, value_dim))
+    of_key, of_value = (Tiles.of(keys, x, plan.rows) for x in (head_dim, value_dim))
     parts = plan.parts(items, of_value.count)
     of_key, of_value = of_key.shared(parts), of_value.shared(parts)
     most = pl.cdiv(items, max(plan.ctas // parts, 1)) if plan.stay else 1
     clusters = pl.cdiv(items, most)
     key_stages = min(plan.key_stages, most * of_key.count)
-    # The last tiles of V are still there when V is scaled, from the last to the first.
     stages = min(plan.value_stages, of_value.count)
-    read_again = of_value.count - stages
     # What CTAs tell each other: of V the largest, of K sums, squares and the largest.
     found_shape = (batch, heads, parts)
 
@@ -204,205 +150,35 @@ def key_numbers(
         key_ready, value_ready, keys_told, values_told = barriers
         cluster = lax.axis_index("cluster")
         of_keys = lax.axis_index("warpgroup") == 0
-        part = lax.axis_index("part") if parts > 1 else jnp.int32(0)
-        # Items are dealt round.
-        mine = lax.div(items - cluster + (clusters - 1), jnp.int32(clusters))
+        cta = Cta(
+            parts=parts,
+            part=lax.axis_index("part") if parts > 1 else jnp.int32(0),
+            cluster=cluster,
+            clusters=clusters,
+            heads=heads,
+            mine=lax.div(items - cluster + (clusters - 1), jnp.int32(clusters)),
+        )
+        on_keys = Keys(
+            *(cta, of_key, key_stages, key_count, inputs),
+            *(key_gmem, key_smem, key_ready, found_key_gmem, keys_told),
+            *(centre_gmem, key_factor_gmem),
+        )
+        on_values = Values(
+            *(cta, of_value, stages, value_gmem, value_smem, value_ready),
+            *(found_value_gmem, values_told, norm_gmem, unscale_gmem, half_gmem),
+        )
+        pl.when(of_keys)(on_keys.begin)
+        pl.when(~of_keys)(on_values.begin)
 
-        def head_of(turn):
-            number = cluster + turn * clusters
-            return lax.div(number, jnp.int32(heads)), lax.rem(number, jnp.int32(heads))
-
-        def rows_of(tiles, tile):
-            """Of a CTA's tile, in global memory."""
-            return pl.ds((part * tiles.count + tile) * tiles.rows, tiles.rows)
-
-        def load_key(step):
-            @pl.when(step < mine * of_key.count)
-            def _():
-                now = lax.rem(step, jnp.int32(key_stages))
-                turn = lax.div(step, jnp.int32(of_key.count))
-                tile = lax.rem(step, jnp.int32(of_key.count))
-                b, n = head_of(turn)
-                place = b, rows_of(of_key, tile), n
-                plgpu.copy_gmem_to_smem(
-                    key_gmem.at[place], key_smem.at[now], key_ready.at[now]
-                )
-
-        def load_value(turn, tile):
-            @pl.when(turn < mine)
-            def _():
-                b, n = head_of(turn)
-                now = slot(tile)
-                plgpu.copy_gmem_to_smem(
-                    value_gmem.at[b, rows_of(of_value, tile), n],
-                    value_smem.at[now],
-                    value_ready.at[now],
-                )
-
-        def slot(tile):
-            return lax.rem(tile, jnp.int32(stages))
-
-        @pl.when(of_keys)
-        def _():
-            for step in range(key_stages):
-                load_key(jnp.int32(step))
-
-        @pl.when(~of_keys)
-        def _():
-            for tile in range(stages):
-                load_value(jnp.int32(0), jnp.int32(tile))
-
-        def over_keys(step, found):
-            sums, squares, largest = found
-            now = lax.rem(step, jnp.int32(key_stages))
-            plgpu.barrier_wait(key_ready.at[now])
-            for _, x in of_key.strips(key_smem.at[now]):
-                largest = jnp.maximum(largest, _rank(x))
-                x = widen(x)
-                sums, squares = sums + x, squares + x * x
-            # All have read: here it is a barrier.
-            plgpu.commit_smem()
-            load_key(step + key_stages)
-            return sums, squares, largest
-
-        def over_values(turn, tile, largest):
-            plgpu.barrier_wait(value_ready.at[slot(tile)])
-            for _, x in of_value.strips(value_smem.at[slot(tile)]):
-                largest = jnp.maximum(largest, _rank(x))
-            if read_again or not half:
-                plgpu.commit_smem()
-            if read_again:
-                pl.when(tile < read_again)(lambda: load_value(turn, tile + stages))
-            if not half:
-                pl.when(tile >= read_again)(lambda: load_value(turn + 1, slot(tile)))
-            return largest
-
-        def told(gmem, b, n, tiles, combine, *index):
-            """Of all CTAs; their numbers are on their way together."""
-            columns = tiles.lanes.layout().reduce(0)
-            found = [
-                read(gmem.at[b, n, other, *index], layout=columns)
-                for other in range(parts)
-            ]
-            return functools.reduce(combine, found)
-
-        def scale_values(turn, factor):
-            """V of an item times a power of two, all over a strip."""
-            b, n = head_of(turn)
-
-            def scale(tile):
-                """In place; the result goes as bits of V's format."""
-                here = value_smem.at[slot(tile)]
-                for row, x in of_value.strips(here):
-                    x = lax.bitcast_convert_type(
-                        (widen(x) * factor).astype(jnp.float16), value.dtype
-                    )
-                    here[pl.ds(row, of_value.lanes.strip)] = x
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    here, half_gmem.at[b, rows_of(of_value, tile), n]
-                )
-
-            def follow(tile):
-                """What comes in its place."""
-                if read_again:
-                    again = tile - stages
-                    pl.when(again >= 0)(lambda: load_value(turn, again))
-                pl.when(tile < stages)(lambda: load_value(turn + 1, tile))
-
-            @pl.loop(jnp.int32(0), jnp.int32(of_value.count))
-            def _(done):
-                tile = of_value.count - 1 - done
-                if read_again:
-
-                    @pl.when(tile < read_again)
-                    def _():
-                        plgpu.barrier_wait(value_ready.at[slot(tile)])
-
-                scale(tile)
-                # The tile before has left its place.
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                pl.when(done > 0)(lambda: follow(tile + 1))
-
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            follow(jnp.int32(0))
-
-        def all_have_told(barrier):
-            """One thread alone says so to each of the other CTAs."""
-            plgpu.commit_smem()
-            turns.fence()
-            plgpu.barrier_arrive(barrier)
-            plgpu.barrier_wait(barrier)
-            turns.fence()
-
-        def sums_of_keys(turn):
-            # Rows past the last key are zero here, which changes none of these.
-            start = of_key.zero(), of_key.zero(), of_key.zero(jnp.int16)
-            first = turn * of_key.count
-            return lax.fori_loop(first, first + of_key.count, over_keys, start)
-
-        def tell_of_keys(turn, found):
-            b, n = head_of(turn)
-            sums, squares, largest = found
-            sums, squares = sums.sum(axis=0), squares.sum(axis=0)
-            found = sums, squares, _of_rank(largest, key.dtype).max(axis=0)
-            if parts > 1:
-                for i, x in enumerate(found):
-                    found_key_gmem[b, n, part, i] = x
-                all_have_told(keys_told)
-
-            @pl.when(part == 0)
-            def _():
-                total, squares_in_all, top = found
-                if parts > 1:
-                    of_all = functools.partial(told, found_key_gmem, b, n, of_key)
-                    combine = jnp.add, jnp.add, jnp.maximum
-                    total, squares_in_all, top = (
-                        of_all(x, i) for i, x in enumerate(combine)
-                    )
-                # |K - c| is at most twice the largest key, which might overflow.
-                keys = _into_range(of_key.over_head(top, jnp.max), doublings=1)
-                mean, square = total / key_count, squares_in_all / key_count
-                centre_gmem[b, n] = centre_from(mean, square, top, inputs)
-                key_factor_gmem[b, n] = _power(keys).max(axis=0)
-
-        def take_values(turn):
-            b, n = head_of(turn)
-            largest = lax.fori_loop(
-                jnp.int32(0),
-                jnp.int32(of_value.count),
-                functools.partial(over_values, turn),
-                of_value.zero(jnp.int16),
-            )
-            largest = _of_rank(largest, value.dtype).max(axis=0)
-            if parts > 1:
-                found_value_gmem[b, n, part] = largest
-                all_have_told(values_told)
-                largest = told(found_value_gmem, b, n, of_value, jnp.maximum)
-            exponent = _into_range(
-                of_value.over_head(largest, jnp.max), most=_MOST_VALUE_EXPONENT
-            )
-            if half:
-                scale_values(turn, _power(exponent))
-
-            @pl.when(part == 0)
-            def _():
-                # Squares of the scaled ones stay in range.
-                unscale = _power(-exponent).max(axis=0)
-                scaled = largest / unscale
-                norm = jnp.sqrt(of_value.over_head(scaled * scaled, jnp.sum))
-                norm_gmem[b, n] = norm.max(axis=0) * unscale
-                unscale_gmem[b, n] = unscale
-
-        @pl.loop(jnp.int32(0), mine)
+        @pl.loop(jnp.int32(0), cta.mine)
         def _(turn):
-            def values():
-                take_values(turn)
-                return of_key.zero(), of_key.zero(), of_key.zero(jnp.int16)
+            def take_values():
+                on_values.take(turn)
+                return on_keys.nothing()
 
             def together(own):
                 del own
-                return lax.cond(of_keys, lambda: sums_of_keys(turn), values)
+                return lax.cond(of_keys, lambda: on_keys.sums(turn), take_values)
 
             # That place begins where what is allocated ends (Pallas): so the one for
             # values lies behind this, and the one for keys, which add up later, in it.
@@ -411,7 +187,7 @@ def key_numbers(
                 plgpu.SMEM((SCRATCH,), jnp.int8),
                 collective_axes="warpgroup",
             )
-            pl.when(of_keys)(lambda: tell_of_keys(turn, found))
+            pl.when(of_keys)(lambda: on_keys.tell(turn, found))
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -459,37 +235,3 @@ def key_numbers(
     if half_value is not None:
         half_value = lax.bitcast_convert_type(half_value[:, :keys], jnp.float16)
     return KeyNumbers(*numbers), half_value
-
-
-def _rank(x: jax.Array) -> jax.Array:
-    """A 16-bit integer that grows with |x|, and is negative where x is not finite: one
-    instruction takes the larger ones of two pairs."""
-    bits = lax.bitcast_convert_type(x, jnp.int16)
-    return (bits & jnp.int16(0x7FFF)) + jnp.int16(_beyond(x.dtype))
-
-
-def _of_rank(rank: jax.Array, dtype) -> jax.Array:
-    """|x|; 0 where nothing was finite."""
-    bits = jnp.maximum(rank - jnp.int16(_beyond(dtype)), jnp.int16(0))
-    return widen(lax.bitcast_convert_type(bits, dtype))
-
-
-def _beyond(dtype) -> int:
-    """What takes the bits of infinity to 2^15, which is negative."""
-    return 0x8000 - int(np.array(np.inf, dtype).view(np.uint16))
-
-
-def _into_range(
-    bound: jax.Array, doublings: int = 0, most: int = MOST_HEAD_EXPONENT
-) -> jax.Array:
-    """The exponent of the power of two that brings bound * 2^doublings below 2^15, by
-    its bits. What is subnormal ends at `most` either way."""
-    bits = lax.bitcast_convert_type(bound, jnp.int32)
-    exponent = FP16.max_exponent - ((bits >> 23) - 126 + doublings)
-    exponent = jnp.minimum(jnp.maximum(exponent, -most), most)
-    return jnp.where(bound > 0.0, exponent, 0)
-
-
-def _power(exponent: jax.Array) -> jax.Array:
-    """2^exponent, a normal number."""
-    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
