@@ -105,6 +105,7 @@ def test_the_cost_is_small_beside_that_of_dlogits_in_16_bits():
         ("dout", (0, 5, 0, 3), np.nan, "row"),
         ("dout", (0, 5, 0, 3), np.inf, "row"),
         ("value", (0, 7, 0, 2), np.inf, "head"),
+        ("value", (0, 7, 0, 2), np.nan, "head"),
         ("query", (0, 5, 0, 3), np.nan, "row"),
         ("key", (0, 7, 0, 2), np.nan, "head"),
         # Beyond what a power of two brings into range.

@@ -8,12 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from attn_jax.bounds.arithmetic import Arithmetic, exact
+from attn_jax.bounds.forward import Forward, Head
+from attn_jax.bounds.head_scale import head_scale
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.hopper_range import range_of
 from attn_jax.kernels.internals import interpreted
-from attn_jax.recipe import Architecture
+from attn_jax.kernels.lanes import row_norms
+from attn_jax.recipe import ATTN_JAX_AMPERE, Architecture
 from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 from tests.child_process import in_child_process
 from tests.test_kernels_interpret import Case
@@ -179,6 +183,29 @@ def test_without_a_bound_r_is_the_smallest(without):
     assert _exponent([LARGEST, 1.0], 2.0**-20) == least
     assert _exponent([LARGEST / 2], 2.0**-20) > least
     assert _exponent([1.0], 1.0, [LARGEST]) == least
+
+
+@pytest.mark.parametrize("power", [0, -49, -52, -60, -100])
+@pytest.mark.parametrize("columns", [1, 64])
+def test_what_dq_is_scaled_by_lies_within_the_bounds(columns, power):
+    """With a single number in a row sqrt(D) max |dO| is 8 times the norm."""
+    dout, value = np.zeros((4, 64), np.float32), np.ones((8, 64), np.float32)
+    dout[:, :columns] = 2.0**power
+    exponent = _exponent(row_norms(jnp.asarray(dout)), 8.0)
+    head = Head(value[:4], value, value, None, np.ones((4, 8), bool), 1.0)
+    # Not looked at where LSE has no gradient.
+    unread = exact(np.zeros((4, 1)))
+    unit = head_scale(
+        Arithmetic(ATTN_JAX_AMPERE, "deterministic"),
+        [head],
+        [Forward(unread, unread, unread, unread)],
+        [dout.astype(np.float64)],
+        [None],
+    )
+    assert unit.low <= 2.0**-exponent <= unit.high
+    # Beyond, squares vanish in the carrier, and r may be 1 for all that is known.
+    if power >= -52:
+        assert unit.high <= 16 * unit.low
 
 
 def test_a_bound_that_vanishes_is_a_small_one():

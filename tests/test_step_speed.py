@@ -228,6 +228,7 @@ def test_the_command_times_parts(tmp_path, capsys):
     ("options", "words"),
     [
         (["--kernels"], "needs an NVIDIA GPU"),
+        (["--kernels", "--seconds", "0"], "a step that is timed"),
         (["--seconds", "-1"], "at least 0"),
         (["--batch-size", "0"], "at least 1"),
     ],

@@ -16,12 +16,8 @@ atomics): two runs give the same bits.
     add in pairs. No product is in more than `RowTiles.depth` additions: 10 for head
     dimension 64, 11 for 128. So the sum is off by at most (depth + 2) u times
     sum |dO| |out + low|, to first order.
-  dout_norm: the same additions; dO * dO is exact, short of underflow. Then the root,
-    by an instruction that is off by up to 2^-23 of it. Where the sum is at most
-    D 2^-100, or overflows, it is sqrt(D) max |dO| instead, rounded twice: a bound of
-    the norm, up to sqrt(D) times as large, or FP32's largest number for what is beyond.
-    Infinity or NaN in a row of dO makes it infinity or NaN. Some last places do no
-    harm: the power of two made of it leaves a factor of two (`hopper_range`).
+  dout_norm: the same additions; dO * dO is exact, short of underflow. Then as
+    `lanes.row_norms` says.
 """
 
 import dataclasses

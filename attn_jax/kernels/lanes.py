@@ -50,9 +50,15 @@ class Lanes(NamedTuple):
 
 
 def row_norms(x: jax.Array) -> jax.Array:
-    """Norms of an FP32 tile's rows: the root of the sum of squares or, where those
-    leave FP32's range, a bound of it, of which FP32's largest number stands for all
-    that is larger. Of a row with infinity or NaN it is one of them."""
+    """Norms of an FP32 tile's rows: the root of the sum of squares, by an instruction
+    that is off by up to 2^-23 of it.
+
+    Where the sum is at most D 2^-100, or overflows, it is sqrt(D) max |x| instead,
+    rounded twice: a bound of the norm, up to sqrt(D) times as large, or FP32's largest
+    number for what is beyond. Of a row with infinity or NaN it is one of them. Some
+    last places do no harm: the power of two made of it leaves a factor of two
+    (`hopper_range`).
+    """
     columns = x.shape[1]
     squares, largest = (x * x).sum(axis=1), jnp.abs(x).max(axis=1)
     # Squares that vanish come to 2^-26 of this at most.
