@@ -10,11 +10,21 @@ rows:
 One warpgroup at head dim 64, two at 128 with 64 keys each. P^T and dS^T become left
 operands in the registers where they were made; dS for dQ goes by way of shared memory,
 and each warpgroup makes 64 columns of the CTA's tile of dQ from it. A block's dQ is
-made while the next block's S is, so that one barrier a block is enough.
+made after the next barrier, so that one barrier a block is enough: by the first
+warpgroup before the next block's S, by the second after its dS. So while one waits for
+operands or for exponentials, the other has another product to make.
 
-CTAs of a (batch, key head) pair follow on each other, tile 0 first, which under a
-causal mask sees the most queries. Each goes from the last block of queries to the first
-it sees, so that all of a pair read the same ones at about the same time.
+Two warpgroups keep V in registers, as left operands: it is read from shared memory once
+instead of once a block, and its 32 KB are what blocks of 64 queries, instead of 32,
+take more. Under a causal mask the second one has nothing to do in the block whose
+queries are all before its keys.
+
+CTAs of a (batch, key head) pair walk from the last block of queries to the first they
+see, so that all of a pair read the same ones at about the same time. Under a causal
+mask tiles see fewer queries the later they are. Some pairs are dealt out together
+(`dealt`), the first tile of each, then the second, so that the last CTAs to start have
+the least to do; of all pairs at once what they read and add to would not stay in the L2
+cache.
 
 dQ as a sum of integers
 -----------------------
@@ -29,6 +39,12 @@ sum over any of the keys is at most 2^30 in absolute value, and int32 holds it, 
 1/2 that each tile's rounding adds, and with room for a factor of two: bounds are of
 FP32, off by some last places. Its resolution of 1 is 2^-30 of the largest dQ that these
 bounds admit.
+
+The sums of the pairs that are dealt out first are zero when the kernel starts. A CTA
+clears its part of those of the pairs that are dealt out next, and before it adds waits
+until its own pair's are clear: a pass over memory less, and what is added to lies in
+the L2 cache. Who is waited for has a lower number, was launched before (which CTAs are
+in the order of their numbers) and clears before it waits for anything but such a one.
 
 There are no integers for infinity and NaN, so they come in by way of `row_sum`: a row
 of dQ is NaN where its LSE or delta is not finite, as one of them is if Q, dO or dLSE is
@@ -53,7 +69,7 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from attn_jax.kernels import ampere_fixed_point as fixed_point
 from attn_jax.kernels import ampere_tiles as tiles
-from attn_jax.kernels import internals
+from attn_jax.kernels import internals, turns
 from attn_jax.kernels.ampere_query_gradient import query_gradient
 from attn_jax.kernels.hopper_range import Range, power_of_two
 from attn_jax.kernels.tiles import LOG2_E, smem_tile
@@ -65,6 +81,12 @@ KEY_TILE = 128
 STAGES = 2
 # Columns of the strips that tiles are read in.
 SWIZZLED = 64
+# Queries of a block of two warpgroups: V lies where two such blocks will. Those that
+# their dP is made of at a time.
+PAIRED_QUERIES = 64
+PAIRED_STRIP = 32
+# Tiles of keys that are dealt out together, about: as many as a card has places for.
+TILES_TOGETHER = 128
 
 
 def reason_against(
@@ -85,6 +107,15 @@ def reason_against(
     return None
 
 
+def reason_against_plan(plan: AmperePlan, head_dim: int) -> str | None:
+    """Why blocks cannot be of so many queries, in one line, or None if they can."""
+    if head_dim == 128 and plan.queries != PAIRED_QUERIES:
+        return (
+            f"blocks of {plan.queries} queries, not {PAIRED_QUERIES}, at head dim 128"
+        )
+    return None
+
+
 def backward_fused(
     query: Float[Array, "B Tpad N H"],
     key: Float[Array, "B Spad K H"],
@@ -99,7 +130,7 @@ def backward_fused(
     key_count: int,
     scale: float,
     is_causal: bool,
-    plan: AmperePlan = AmperePlan(),
+    plan: AmperePlan,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """(dQ, dK, dV), of BF16 inputs. `row_sum` is what rows of dS sum to (None: 0),
     `numbers` are those of `hopper_range.range_of`, scaled.
@@ -107,7 +138,8 @@ def backward_fused(
     Sequences may be padded; `query_count` and `key_count` say how many rows are real.
 
     Raises:
-      NotImplementedError: `reason_against` has one, or inputs are not BF16.
+      NotImplementedError: `reason_against` has one, inputs are not BF16, or the plan
+        has other blocks at head dim 128 than those of 64 queries.
     """
     batch, _, query_heads, head_dim = query.shape
     key_heads = key.shape[2]
@@ -118,6 +150,8 @@ def backward_fused(
     )
     if query.dtype != jnp.bfloat16:
         reason = f"inputs of type {query.dtype}"
+    elif reason is None:
+        reason = reason_against_plan(plan, head_dim)
     if reason is not None:
         raise NotImplementedError(f"the fused backward kernel does not take {reason}")
     exponent = jnp.repeat(numbers.row_exponent, query_heads // key_heads, axis=1)
@@ -153,6 +187,21 @@ def _is_held(lse, delta, numbers: Range) -> Bool[Array, "B N T"]:
     return in_range[..., None] & jnp.isfinite(lse) & jnp.isfinite(delta)
 
 
+def pairs_together(key_tiles: int) -> int:
+    """How many pairs' tiles are dealt out together."""
+    return max(1, TILES_TOGETHER // key_tiles)
+
+
+def dealt(cta: jax.Array, pairs: int, key_tiles: int) -> tuple[jax.Array, jax.Array]:
+    """(pair, tile of keys) of a CTA: of so many pairs at a time all first tiles, then
+    all second ones."""
+    i32 = jnp.int32
+    most = pairs_together(key_tiles)
+    lot, i = (f(cta, i32(most * key_tiles)) for f in (lax.div, lax.rem))
+    together = jnp.minimum(i32(most), pairs - lot * most)
+    return lot * most + lax.rem(i, together), lax.div(i, together)
+
+
 def _sums(
     query: Float[Array, "B M NH"],
     key: Float[Array, "B L KH"],
@@ -175,19 +224,24 @@ def _sums(
     dtype = query.dtype
     queries = plan.queries
     warpgroups = head_dim // fixed_point.COLUMNS
+    paired = warpgroups == 2
     keys = KEY_TILE // warpgroups  # of a warpgroup
-    copied = queries // warpgroups  # queries of a block, by a warpgroup
+    strip = PAIRED_STRIP if paired else queries  # of dP
     key_tiles = key.shape[1] // KEY_TILE
+    pairs = batch * key_heads
+    most = pairs_together(key_tiles)
+    cleared = key_tiles * warpgroups  # parts of a pair's sums
     unit = scale * LOG2_E
 
     def attention_backward_fused(
         q_gmem, k_gmem, v_gmem, dout_gmem, statistics_gmem, centre_gmem, key_factor,
-        row_divisor, _zeros_gmem, sums_gmem, dk_gmem, dv_gmem, smem,
+        row_divisor, _begun_gmem, sums_gmem, dk_gmem, dv_gmem, smem,
     ):  # fmt: skip
-        k_smem, v_smem, keys_smem, q_smem, dout_smem, statistics_smem, ds_smem = smem
+        k_smem, v_smem, keys_smem, block_smem, statistics_smem, ds_smem = smem
         i32 = jnp.int32
-        pair = lax.div(lax.axis_index("cta"), i32(key_tiles))
-        tile = lax.rem(lax.axis_index("cta"), i32(key_tiles))
+
+        are_clear = turns.semaphores(pairs)
+        pair, tile = dealt(lax.axis_index("cta"), pairs, key_tiles)
         b, kv_head = lax.div(pair, i32(key_heads)), lax.rem(pair, i32(key_heads))
         warpgroup = lax.axis_index("warpgroup")
         first_key = tile * KEY_TILE + warpgroup * keys
@@ -200,6 +254,12 @@ def _sums(
             """Of a block in shared memory, or of its dS."""
             return lax.rem(turn, i32(STAGES))
 
+        def q_of(turn):
+            return block_smem.at[slot(turn)]
+
+        def dout_of(turn):
+            return block_smem.at[STAGES + slot(turn)]
+
         def block_of(turn):
             """(query head, block of queries)"""
             if group == 1:
@@ -210,25 +270,53 @@ def _sums(
         def all_copies():
             """All that was copied is there for all; a barrier of the CTA."""
             tiles.wait_for_copies(0)
-            if warpgroups > 1:
+            if paired:
                 tiles.cta_barrier(warpgroups)
 
         def own_rows(gmem):
             return tiles.head_rows(gmem, b, first_key, keys, kv_head, head_dim)
 
         def start(turn):
-            """Copies a block; each warpgroup a part."""
+            """Copies a block, if there is one: Q and its rows' numbers the first
+            warpgroup, dO the last."""
             head, block = block_of(turn)
-            row = block * queries + warpgroup * copied
-            for gmem, smem in ((q_gmem, q_smem), (dout_gmem, dout_smem)):
-                rows = tiles.head_rows(gmem, b, row, copied, head, head_dim)
-                tiles.start_copy(rows, smem.at[slot(turn), warpgroup])
 
-            @pl.when(warpgroup == 0)
+            def if_own(number):
+                exists = turn < steps
+                return pl.when(exists & (warpgroup == number) if paired else exists)
+
+            def rows(gmem):
+                return tiles.head_rows(
+                    gmem, b, block * queries, queries, head, head_dim
+                )
+
+            @if_own(0)
             def _():
+                tiles.start_copy(rows(q_gmem), q_of(turn))
                 tiles.start_copy(
                     statistics_gmem.at[b, head, block], statistics_smem.at[slot(turn)]
                 )
+
+            @if_own(warpgroups - 1)
+            def _():
+                tiles.start_copy(rows(dout_gmem), dout_of(turn))
+
+        def clear_next():
+            """A part of the sums of a pair of those that are dealt out next."""
+
+            @pl.when(pair + most < pairs)
+            def _():
+                b, kv_head = (
+                    f(pair + most, i32(key_heads)) for f in (lax.div, lax.rem)
+                )
+                heads = pl.ds(kv_head * group, group)
+                part = tile * warpgroups + warpgroup
+                fixed_point.clear(sums_gmem.at[b, heads], part, cleared)
+
+        def say_it_is_clear():
+            @pl.when(pair + most < pairs)
+            def _():
+                turns.count_up(are_clear.at[pair + most])
 
         def make_keys():
             """K' of one's own keys."""
@@ -254,12 +342,14 @@ def _sums(
                 fixed_point.ACCUMULATOR,
             )
             columns = pl.ds(warpgroup * fixed_point.COLUMNS, fixed_point.COLUMNS)
+            # Two warpgroups have few registers left.
+            depth = tiles.STRIP if paired else 64
             for w in range(warpgroups):
-                for k in range(0, keys, 64):
-                    ds = ds_smem.at[slot(turn), w, pl.ds(k, 64)]
+                for k in range(0, keys, depth):
+                    ds = ds_smem.at[slot(turn), w, pl.ds(k, depth)]
                     left = plgpu.load(ds.transpose((1, 0)), layout=fixed_point.LEFT)
                     right = plgpu.load(
-                        keys_smem.at[w, pl.ds(k, 64), columns],
+                        keys_smem.at[w, pl.ds(k, depth), columns],
                         layout=fixed_point.RIGHT,
                     )
                     dq = plgpu.mma(dq, left, right)
@@ -269,6 +359,12 @@ def _sums(
             own = pl.ds(block * groups, groups), slice(None)
             own = *own, pl.ds(warpgroup * width, width)
             fixed_point.add(sums_gmem.at[b, head, *own], dq)
+
+        def add_dq_before(turn, number):
+            """The dQ of the block before, if it is this warpgroup's time for that."""
+            exists = turn > 0
+            exists = exists & (warpgroup == number) if paired else exists
+            pl.when(exists)(lambda: add_dq(turn - 1))
 
         def hide(block, s):
             """-inf where a key comes after its query or does not exist."""
@@ -289,58 +385,94 @@ def _sums(
                 return s
             return lax.cond(partial, lambda s: hide(block, s), lambda s: s, s)
 
-        tiles.start_copy(own_rows(k_gmem), k_smem.at[warpgroup])
-        tiles.start_copy(own_rows(v_gmem), v_smem.at[warpgroup])
-        start(i32(0))
-        tiles.wait_for_copies(0)
-        make_keys()
-        k, v = k_smem.at[warpgroup], v_smem.at[warpgroup]
+        def make_dlogits(turn, p, column):
+            """dS of some queries, FP32; P of all of them is at hand."""
+            part = lax.slice(p, (0, column), (keys, column + strip))
+            douts = dout_of(turn).at[pl.ds(column, strip)]
+            dp = tiles.inner_products(v, douts, SWIZZLED)
+            return part * (dp - statistic(turn, 1, column, strip))
+
+        def statistic(turn, index, column, count):
+            x = plgpu.load(
+                statistics_smem.at[slot(turn), index, pl.ds(column, count)],
+                layout=tiles.COLUMNS,
+            )
+            return tiles.along_columns(x, (keys, count))
+
+        def see(turn, block, dk, dv):
+            """dK and dV with what a block adds to them; its dS to shared memory."""
+            q, dout = q_of(turn), dout_of(turn)
+            s = masked(block, tiles.inner_products(k, q, SWIZZLED))
+            p = jnp.exp2(s * unit - statistic(turn, 0, 0, queries))
+            dv = tiles.multiply(dv, p.astype(dtype), dout)
+            for column in range(0, queries, strip):
+                rows = pl.ds(column, strip)
+                ds = make_dlogits(turn, p, column)
+                ds_smem[slot(turn), warpgroup, :, rows] = ds.astype(jnp.float16)
+                dk = tiles.multiply(dk, ds.astype(dtype), q.at[rows])
+            return dk, dv
+
+        def pass_over(turn, dk, dv):
+            """Of a block whose queries are all before this warpgroup's keys."""
+            none = jnp.zeros((keys, queries), jnp.float16)
+            none = plgpu.layout_cast(none, tiles.ACCUMULATOR)
+            ds_smem[slot(turn), warpgroup] = none
+            return dk, dv
 
         def step(turn, carry):
-            dk, dv = carry
-            now = slot(turn)
             _, block = block_of(turn)
             # This block has arrived, as has dS of the one before, with which all are
             # done but for that.
             all_copies()
-            pl.when(turn + 1 < steps)(lambda: start(turn + 1))
-            pl.when(turn > 0)(lambda: add_dq(turn - 1))
+            start(turn + 1)
+            add_dq_before(turn, 0)
+            if is_causal and paired:
+                is_hidden = (block + 1) * queries <= first_key
+                carry = lax.cond(
+                    is_hidden,
+                    lambda carry: pass_over(turn, *carry),
+                    lambda carry: see(turn, block, *carry),
+                    carry,
+                )
+            else:
+                carry = see(turn, block, *carry)
+            if paired:
+                add_dq_before(turn, 1)
+            return carry
 
-            def parts(smem):
-                """As they were copied."""
-                return [smem.at[now, w] for w in range(warpgroups)]
-
-            def statistic(index, shape):
-                x = plgpu.load(statistics_smem.at[now, index], layout=tiles.COLUMNS)
-                return tiles.along_columns(x, shape)
-
-            qs, douts = parts(q_smem), parts(dout_smem)
-            s = masked(block, _inner_products(k, qs))
-            p = jnp.exp2(s * unit - statistic(0, s.shape))
-            dv = _multiply(dv, p.astype(dtype), douts)
-            dp = _inner_products(v, douts)
-            ds = p * (dp - statistic(1, dp.shape))
-            ds_smem[now, warpgroup] = ds.astype(jnp.float16)
-            dk = _multiply(dk, ds.astype(dtype), qs)
-            return dk, dv
-
+        # To registers V goes by way of where the second blocks will lie.
+        v_place = block_smem.at[1 + STAGES * warpgroup] if paired else v_smem
+        tiles.start_copy(own_rows(k_gmem), k_smem.at[warpgroup])
+        tiles.start_copy(own_rows(v_gmem), v_place)
+        start(i32(0))
+        clear_next()
+        # All see that others have cleared what they will add to.
+        pl.when(pair >= most)(
+            lambda: turns.await_count_by_all(are_clear.at[pair], cleared)
+        )
+        tiles.wait_for_copies(2)  # K is there.
+        make_keys()
+        tiles.wait_for_copies(0)
+        say_it_is_clear()
+        k = k_smem.at[warpgroup]
+        v = tiles.left_strips(v_place, SWIZZLED) if paired else v_place
         zero = tiles.accumulator(keys, head_dim)
         dk, dv = lax.fori_loop(i32(0), steps, step, (zero, zero))
         all_copies()
         add_dq(steps - 1)
         divisor = row_divisor[b, kv_head]
         dk, dv = dk * (divisor * scale), dv * divisor
-        for x, smem, gmem in ((dk, k, dk_gmem), (dv, v, dv_gmem)):
-            tiles.store_rows(x.astype(dtype), smem, own_rows(gmem), SWIZZLED)
+        for x, gmem in ((dk, dk_gmem), (dv, dv_gmem)):
+            tiles.store_rows(x.astype(dtype), k, own_rows(gmem), SWIZZLED)
 
     tile_smem = smem_tile((warpgroups, keys, head_dim), dtype)
-    block_smem = smem_tile((STAGES, warpgroups, copied, head_dim), dtype)
     scratch = (
-        *(tile_smem, tile_smem),
+        tile_smem,
+        None if paired else smem_tile((keys, head_dim), dtype),
         smem_tile((warpgroups, keys, head_dim), jnp.float16),
-        *(block_smem, block_smem),
+        smem_tile((2 * STAGES, queries, head_dim), dtype),
         plgpu.SMEM((STAGES, *statistics.shape[3:]), jnp.float32),
-        smem_tile((STAGES, warpgroups, keys, queries), jnp.float16),
+        smem_tile((STAGES, warpgroups, keys, queries), jnp.float16, strip),
     )
     dkv = jax.ShapeDtypeStruct(key.shape, dtype)
     sums = jax.ShapeDtypeStruct(
@@ -351,33 +483,16 @@ def _sums(
         *(query, key, value, dout, statistics, numbers.centre),
         numbers.key_factor[..., 0],
         power_of_two(-numbers.row_exponent),
-        jnp.zeros(sums.shape, sums.dtype),
+        fixed_point.begun(sums.shape, key_heads, min(pairs, most)),
     )
     return internals.kernel(
         attention_backward_fused,
         aliases={len(operands) - 1: 0},
         out_type=[sums, dkv, dkv],
         scratch_types=[scratch],
-        grid=(batch * key_heads * key_tiles,),
+        grid=(pairs * key_tiles,),
         grid_names=("cta",),
         compiler_params=tiles.COMPILER_PARAMS,
         num_threads=warpgroups,
         thread_name="warpgroup",
     )(*operands)
-
-
-def _inner_products(left_smem, right_smems: list) -> jax.Array:
-    """left @ right^T in FP32, of right tiles one below the other."""
-    found = [tiles.inner_products(left_smem, x, SWIZZLED) for x in right_smems]
-    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
-
-
-def _multiply(acc: jax.Array, left: jax.Array, right_smems: list) -> jax.Array:
-    """acc + left @ right, of right tiles one below the other."""
-    start = 0
-    for smem in right_smems:
-        end = start + smem.shape[0]
-        part = lax.slice(left, (0, start), (left.shape[0], end))
-        acc = tiles.multiply(acc, part, smem)
-        start = end
-    return acc

@@ -1,4 +1,4 @@
-"""Sums of dQ in 32-bit integers in global memory: how they lie, adding, reading.
+"""Sums of dQ in 32-bit integers in global memory: how they lie, begin, end.
 
 A sum of integers is the same in any order, so CTAs add when they please and two runs
 give the same bits. How large what is added may be, `ampere_backward_fused` says.
@@ -15,16 +15,20 @@ thread needs what another one has read.
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Int32
 
+from attn_jax.kernels import ampere_tiles as tiles
 from attn_jax.kernels.lanes import tiled
 from attn_jax.kernels.tiles import Fragments
 
@@ -40,6 +44,7 @@ GROUP = 8  # queries that lie together
 THREADS = 128
 # Elements that a thread reads of even columns, and of odd ones.
 VECTOR = 4
+CLEARED = 8  # groups that a warpgroup clears at a time
 
 
 def shape_of_sums(
@@ -118,6 +123,46 @@ def places(
         for i, j, half in itertools.product(range(down), range(across), range(2))
     )
     return (2 * of_group, 32, 1), [(start, start + of_odd) for start in starts]
+
+
+def clear(sums, part: jax.Array, parts: int) -> None:
+    """Part number `part` of so many of `sums`, [heads, groups, 2, W], becomes zero, by
+    one warpgroup."""
+    heads, groups, _, width = sums.shape
+    size = math.gcd(groups, CLEARED)
+    of_head = groups // size
+    # Each thread 16 bytes at a time.
+    layout = plgpu.Layout.WG_STRIDED((size, 2, width), vec_size=VECTOR)
+    zero = plgpu.layout_cast(jnp.zeros((size, 2, width), jnp.int32), layout)
+    i32 = jnp.int32
+
+    def clear_piece(i, _):
+        head, piece = (f(part + i * parts, i32(of_head)) for f in (lax.div, lax.rem))
+        sums[head, pl.ds(piece * size, size)] = zero
+
+    count = lax.div(heads * of_head - 1 - part + parts, i32(parts))
+    lax.fori_loop(i32(0), count, clear_piece, None)
+
+
+def begun(shape: tuple[int, int, int, int, int], key_heads: int, pairs: int):
+    """Sums of that shape (`shape_of_sums`), of which those of the first (batch, key
+    head) pairs are zero, and the others whatever memory holds."""
+    heads = shape[1] // key_heads
+    parts = max(1, heads * shape[2] // CLEARED)
+
+    def attention_clear(sums_gmem):
+        pair = lax.axis_index("pair")
+        b, head = (f(pair, jnp.int32(key_heads)) for f in (lax.div, lax.rem))
+        own = sums_gmem.at[b, pl.ds(head * heads, heads)]
+        clear(own, lax.axis_index("part"), parts)
+
+    return plgpu.kernel(
+        attention_clear,
+        out_type=jax.ShapeDtypeStruct(shape, jnp.int32),
+        grid=(pairs, parts),
+        grid_names=("pair", "part"),
+        compiler_params=tiles.COMPILER_PARAMS,
+    )()
 
 
 def strip_of(head_dim: int) -> int:

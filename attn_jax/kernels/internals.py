@@ -172,6 +172,7 @@ def _gaps() -> list[tuple[object, str, object]]:
         (ring_order, "MULTIPROCESSORS", 1),
         (turns, "semaphores", lambda count: _Semaphores()),
         (turns, "await_count", lambda *_: None),
+        (turns, "await_count_by_all", lambda *_: None),
         (turns, "count_up", lambda *_: None),
         (turns, "fence", lambda: None),
     ]

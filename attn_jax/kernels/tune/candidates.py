@@ -292,15 +292,23 @@ def _ampere_backward_need(
     )
 
 
+def _ampere_fused_refuses(
+    plan: AmperePlan, head_dim: int, value_dim: int
+) -> str | None:
+    del value_dim  # The same.
+    return ampere_backward_fused.reason_against_plan(plan, head_dim)
+
+
 def _ampere_fused_need(plan: AmperePlan, head_dim: int, value_dim: int) -> Need:
     keys, queries = ampere_backward_fused.KEY_TILE, plan.queries
     groups = head_dim // ampere_fixed_point.COLUMNS
     block, both = (keys // groups, queries, 4), head_dim + value_dim
+    kept = head_dim if groups == 1 else 0  # of V, else in registers
     return Need(
         # dK and dV, and a block of logits, of which dQ is made later.
         _registers((keys // groups, both, 4), block),
         _MOST_REGISTERS,
-        2 * keys * (both + head_dim)
+        2 * keys * (2 * head_dim + kept)
         + ampere_backward_fused.STAGES * queries * (2 * both + 8)
         + 2 * ampere_backward_fused.STAGES * keys * queries,
         4 * keys // groups * queries // _THREADS,
@@ -385,7 +393,7 @@ KERNELS: dict[Architecture, dict[KernelName, Kernel]] = {
         "backward_fused": Kernel(
             *("backward_fused", "attention_backward_fused", ("dq", "dk", "dv")),
             {"queries": (32, 64)},
-            _ampere_fused_need,
+            *(_ampere_fused_need, _ampere_fused_refuses),
             options={"backward": "fused"},
             whole=True,
         ),
