@@ -146,6 +146,30 @@ def test_ampere_makes_gradients_in_one_pass_of_many_keys_in_bf16(head_dim, is_ca
 
 
 @pytest.mark.parametrize(
+    ("length", "heads", "key_heads", "is_causal", "design"),
+    [
+        # 32 tiles of key heads for 108 multiprocessors, 256 of query heads.
+        (4096, 8, 1, False, "two_kernels"),
+        # 64, of which the longest sees twice the mean.
+        (4096, 8, 2, True, "two_kernels"),
+        # 128: some multiprocessors have two, the others one.
+        (2048, 64, 8, False, "two_kernels"),
+        (2048, 64, 8, True, "two_kernels"),
+        (8192, 64, 8, False, "fused"),
+        (8192, 64, 8, True, "fused"),
+        (4096, 2, 2, False, "fused"),
+    ],
+)
+def test_ampere_makes_gradients_in_one_pass_if_groups_of_heads_fill_the_card(
+    monkeypatch, length, heads, key_heads, is_causal, design
+):
+    monkeypatch.setattr(architecture, "multiprocessors", lambda: None)  # an A100's
+    shapes = (1, length, heads, 128), (1, length, key_heads, 128)
+    assert backward_of(*shapes, "ampere", Mask(is_causal)) == design
+    assert backward_of(*shapes, "ampere", Mask(is_causal), wanted="fused") == "fused"
+
+
+@pytest.mark.parametrize(
     ("multiprocessors", "design"), [(114, "two_kernels"), (132, "fused")]
 )
 def test_one_pass_backward_needs_the_whole_card(monkeypatch, multiprocessors, design):

@@ -1,5 +1,7 @@
 """How gradients are made: all in one pass, or dQ by a kernel of its own."""
 
+import math
+
 from attn_jax.formats import BF16, NumberFormat
 from attn_jax.kernels import (
     ampere_backward_fused,
@@ -28,6 +30,12 @@ LEAST_SHARE = 0.5
 # where one pass won (`speed/nvidia-h200-ampere-one-pass.csv`; 128: by the prototype's
 # kernels, `prototypes/ampere_integers.csv`). Fewer were not timed in one pass.
 LEAST_KEYS = {64: 512, 128: 2048}
+
+# And how busy it must be, of `busy_of_two_kernels`. Where that is 0.50 to 0.52 two
+# kernels are 1.2 to 1.6 times as fast, at 1.0 one pass is faster
+# (`prototypes/measure_designs.py`); between them nothing was measured.
+LEAST_BUSY = 0.7
+A100_MULTIPROCESSORS = 108
 
 
 def configuration_of(
@@ -81,8 +89,8 @@ def backward_of(
     kernel has nothing against the shapes. On Hopper on a card with as many
     multiprocessors as its rings are made for: on a smaller one (the PCIe H100) a ring's
     CTAs would wait for some that cannot start. On Ampere for BF16 inputs, whose dS is
-    scaled. And, unless it is `wanted`, where it fills the card (`LEAST_SHARE`), or a
-    query sees many keys (`_ampere`).
+    scaled. And, unless it is `wanted`, where it fills the card (`LEAST_SHARE`; on
+    Ampere `LEAST_BUSY`, and a query sees many keys).
     """
     if wanted == "two_kernels" or listed or soft_cap is not None:
         return "two_kernels"
@@ -120,6 +128,36 @@ def _ampere(
     )
     if against is not None or inputs != BF16:
         return "two_kernels"
+    if wanted == "fused":
+        return "fused"
     seen = tuning.keys_seen(value_shape[1], is_causal=is_causal)
-    many = seen >= LEAST_KEYS[query_shape[3]]
-    return "fused" if many or wanted == "fused" else "two_kernels"
+    if seen < LEAST_KEYS[query_shape[3]]:
+        return "two_kernels"
+    busy = busy_of_two_kernels(query_shape, value_shape, is_causal=is_causal)
+    return "fused" if busy >= LEAST_BUSY else "two_kernels"
+
+
+def busy_of_two_kernels(
+    query_shape: tuple[int, ...], value_shape: tuple[int, ...], *, is_causal: bool
+) -> float:
+    """How busy Ampere's one-pass kernel keeps the card, over how busy two kernels do,
+    which deal out tiles of each query head: 1 but for groups of heads."""
+    batch, _, query_heads, _ = query_shape
+    _, key_count, key_heads, _ = value_shape
+    tiles = -(-key_count // ampere_backward_fused.KEY_TILE)
+    multiprocessors = architecture.multiprocessors() or A100_MULTIPROCESSORS
+    one, two = (
+        _busy(batch * heads, tiles, multiprocessors, is_causal)
+        for heads in (key_heads, query_heads)
+    )
+    return one / two
+
+
+def _busy(pairs: int, tiles: int, multiprocessors: int, is_causal: bool) -> float:
+    """The share of the time in which multiprocessors have a tile. Each pair has tiles
+    of equal work or, under a causal mask, of 1, 2, ..., `tiles`, the most first."""
+    if not is_causal:
+        evenly = pairs * tiles / multiprocessors
+        return evenly / math.ceil(evenly)
+    evenly = pairs * tiles * (tiles + 1) / 2 / multiprocessors
+    return evenly / max(evenly, tiles)
