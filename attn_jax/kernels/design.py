@@ -31,8 +31,8 @@ LEAST_SHARE = 0.5
 # kernels, `prototypes/ampere_integers.csv`). Fewer were not timed in one pass.
 LEAST_KEYS = {64: 512, 128: 2048}
 
-# And how busy it must be, of `busy_of_two_kernels`. Where that is 0.50 to 0.52 two
-# kernels are 1.2 to 1.6 times as fast, at 1.0 one pass is faster
+# And how busy it must be, of `busy_of_two_kernels`. Where that is 0.25 to 0.52 two
+# kernels were 1.2 to 1.6 times as fast, at 1.0 one pass was faster
 # (`prototypes/measure_designs.py`); between them nothing was measured.
 LEAST_BUSY = 0.7
 A100_MULTIPROCESSORS = 108
