@@ -431,7 +431,7 @@ def _compiled(
 @pytest.mark.parametrize(
     ("head_dim", "is_causal", "length", "key_heads", "spilled_bytes"),
     # Integers, beside accumulators as large as registers allow; at 128 V, too, which
-    # is worth it: 1.12 to 1.22 times as fast (`results/prototypes/ampere_h128.csv`).
+    # is worth it: 1.11 to 1.22 times as fast (`results/prototypes/ampere_h128.csv`).
     [
         (64, True, 1088, 4, 32),
         (128, False, 1100, 2, 164),
