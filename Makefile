@@ -56,4 +56,5 @@ test-next:
 	@.venv-jax-$(NEXT_JAX)/bin/python -m pytest -n auto --maxprocesses=8 \
 		--dist=worksteal $(NEXT_TESTS:%=tests/test_kernels_%.py) \
 		tests/test_context_parallel_kernels.py tests/test_ampere_fused.py \
-		tests/test_ampere_query_gradient.py --ci -k "not spill_nothing" $(ARGS)
+		tests/test_ampere_key_numbers.py tests/test_ampere_query_gradient.py \
+		--ci -k "not spill_nothing" $(ARGS)

@@ -397,7 +397,13 @@ def test_what_kernels_lack_is_refused_in_one_line(recipe, options, message):
     ("changes", "message"),
     [
         (NO_CURES, ["forward", "row_sums", "dq", "dkv"]),
-        (INTEGERS, ["forward", "row_sums", "fused", "query_gradient"]),
+        (
+            INTEGERS,
+            [
+                *("forward", "row_sums", "key_parts", "key_numbers"),
+                *("fused", "query_gradient"),
+            ],
+        ),
         (
             dict(INTEGERS, dq_dlogits=None, dq_sum="numbers"),
             "dq_dlogits=None, but .*Ampere have Step.fp16.* with dq_centre 'keys'",

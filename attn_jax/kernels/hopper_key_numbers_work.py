@@ -177,10 +177,10 @@ class Keys:
                     for i, x in enumerate(combine)
                 )
             # |K - c| is at most twice the largest key, which might overflow.
-            keys = _into_range(self.tiles.over_head(top, jnp.max), doublings=1)
+            keys = into_range(self.tiles.over_head(top, jnp.max), doublings=1)
             mean, square = total / self.key_count, squares_in_all / self.key_count
             self.centre[b, n] = centre_from(mean, square, top, self.inputs)
-            self.key_factor[b, n] = _power(keys).max(axis=0)
+            self.key_factor[b, n] = power(keys).max(axis=0)
 
     def _slot(self, step):
         return lax.rem(step, jnp.int32(self.stages))
@@ -261,16 +261,16 @@ class Values:
             self.found[b, n, cta.part] = largest
             cta.all_have_told(self.told)
             largest = cta.told(self.found, b, n, tiles, jnp.maximum)
-        exponent = _into_range(
+        exponent = into_range(
             tiles.over_head(largest, jnp.max), most=_MOST_VALUE_EXPONENT
         )
         if self.half is not None:
-            self._scale(turn, _power(exponent))
+            self._scale(turn, power(exponent))
 
         @pl.when(cta.part == 0)
         def _():
             # Squares of the scaled ones stay in range.
-            unscale = _power(-exponent).max(axis=0)
+            unscale = power(-exponent).max(axis=0)
             scaled = largest / unscale
             norm = jnp.sqrt(tiles.over_head(scaled * scaled, jnp.sum))
             self.norm[b, n] = norm.max(axis=0) * unscale
@@ -364,7 +364,7 @@ def _beyond(dtype) -> int:
     return 0x8000 - int(np.array(np.inf, dtype).view(np.uint16))
 
 
-def _into_range(
+def into_range(
     bound: jax.Array, doublings: int = 0, most: int = MOST_HEAD_EXPONENT
 ) -> jax.Array:
     """The exponent of the power of two that brings bound * 2^doublings below 2^15, by
@@ -375,6 +375,6 @@ def _into_range(
     return jnp.where(bound > 0.0, exponent, 0)
 
 
-def _power(exponent: jax.Array) -> jax.Array:
+def power(exponent: jax.Array) -> jax.Array:
     """2^exponent, a normal number."""
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
