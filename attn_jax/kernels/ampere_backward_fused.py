@@ -332,7 +332,7 @@ def _sums(
                 )
                 wide = own.astype(jnp.float32)
                 wide = wide - tiles.along_columns(row, wide.shape)
-                wide = wide * key_factor[b, kv_head]
+                wide = wide * key_factor[b, kv_head, 0]
                 keys_smem[warpgroup, :, part] = wide.astype(jnp.float16)
 
         def add_dq(turn):
@@ -481,7 +481,7 @@ def _sums(
     )
     operands = (
         *(query, key, value, dout, statistics, numbers.centre),
-        numbers.key_factor[..., 0],
+        numbers.key_factor,
         power_of_two(-numbers.row_exponent),
         fixed_point.begun(sums.shape, key_heads, min(pairs, most)),
     )
