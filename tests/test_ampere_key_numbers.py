@@ -81,7 +81,7 @@ def _check(found: list[KeyNumbers], key: np.ndarray, value: np.ndarray) -> None:
     exponent = np.where(top > 0, (15 - np.frexp(top)[1]).clip(-100, 100), 0)
     factor = np.broadcast_to(2.0 ** exponent[..., None], shape)
     np.testing.assert_array_equal(numbers.key_factor, factor)
-    # Half of what the sum of H rounded squares is off by, then the root is rounded.
+    # Half of what the sum of H rounded squares is off by, and the root's 2^-23.
     norm = np.linalg.norm(abs(value).max(axis=1), axis=2)
     norm = np.broadcast_to(norm[..., None], shape)
     norm = np.where(norm > MOST, np.inf, norm)
@@ -94,7 +94,8 @@ def _check_centre(centre: np.ndarray, key: np.ndarray) -> None:
     """The mean, rounded to few digits: of any number that is as near the mean as FP32
     sums come, which is one c but where c's rounding has a tie in between."""
     _, count, _, head_dim = key.shape
-    roundings = min(additions(count, head_dim), count - 1) + (count > 1)
+    # A key alone is its mean, also where it is divided by 1.
+    roundings = min(additions(count, head_dim), count - 1) + 4 * (count > 1)
     off = 1.01 * U * roundings
     mean, size, square = key.mean(axis=1), abs(key).mean(axis=1), (key**2).mean(axis=1)
     # Neither the place nor whether a column has a centre is in doubt.

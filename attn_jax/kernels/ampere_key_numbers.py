@@ -18,10 +18,11 @@ two runs give the same bits.
     `Lanes.strip`-th key of a chunk (every 4th for head dim 128, every 8th for 64) from
     first to last, then lanes add in pairs, then warps; chunks likewise, every 4th or
     8th of them. No term is in more than `additions`, so a sum is off by at most so many
-    u times the sum of the absolute values, to first order. Their mean rounds once more;
+    u times the sum of the absolute values, to first order; a mean by 4 u of itself more
+    (two units in the last place: PTX ISA, div.full);
   maxima, powers of two: exact;
   v: squares, of columns scaled into range by a power of two, and their sum, of so many
-    additions as a head has columns at most; then a root.
+    additions as a head has columns at most; then a root, off by up to 2^-23.
 """
 
 import functools
@@ -43,18 +44,13 @@ from attn_jax.kernels.lanes import LANES, Lanes, read
 from attn_jax.kernels.tiles import widen, write_tile
 
 # Values of K in a chunk, and as many of V: 128 of each are a thread's, in 64 loads, of
-# which ptxas has 20 to 30 under way at any time.
+# which ptxas has some twenty under way before it waits for the first.
 ELEMENTS = 16384
 # Columns of a thread: as many FP32 numbers Mosaic GPU can add across warps at once.
 VECTOR = 4
 # Of chunks that a warpgroup reads at a time, at most, all four numbers of them.
 STRIPS = 8
 INFINITY = 0x7F800000  # its bits
-
-# A mean and a root are rounded as IEEE 754 has it.
-COMPILER_PARAMS = plgpu.CompilerParams(
-    unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-)
 
 
 def key_numbers(
@@ -143,7 +139,7 @@ def _parts(
         out_type=jax.ShapeDtypeStruct((batch, heads, 4, held, head_dim), jnp.float32),
         grid=(heads, chunks, batch),
         grid_names=("head", "chunk", "batch"),
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=tiles.COMPILER_PARAMS,
     )(flat(key), flat(value))
 
 
@@ -216,7 +212,7 @@ def _of_head(
         out_type=[of_columns] * 3,
         grid=(heads, batch),
         grid_names=("head", "batch"),
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=tiles.COMPILER_PARAMS,
     )(parts)
 
 
