@@ -374,9 +374,8 @@ def test_several_lots_and_waves_on_a_gpu(head_dim, is_causal, tiles_together):
 
     def gradients(*arrays, together):
         def attend(*arrays):
-            return attention(
-                *(arrays), mask=Mask(is_causal=is_causal), backward="fused"
-            )[0]
+            options = {"mask": Mask(is_causal), "backward": "fused"}
+            return attention(*arrays, scale=head_dim**-0.5, **options)[0]
 
         jax.clear_caches()  # They know nothing of what is patched.
 
