@@ -3,12 +3,13 @@
 On an H100 or H200, in turn, in one process:
 
     python prototypes/measure_variants.py OUT_FOLDER SECONDS VARIANT ...
-        [--cases CASE ...]
+        [--cases CASE ...] [--architecture ampere]
 
-A VARIANT is the names of patches with + between them, `main` for none. `main` goes
-first in any case: a row says how many of out, dQ, dK and dV have its bits. A row for
-each case, variant and kernel, medians of rounds in ms by CUPTI, printed, and written to
-OUT_FOLDER/variants.csv; `all` is the sum of a program's kernels.
+Of Ampere's kernels the one-pass backward one is taken, whatever the length, and cuDNN
+is left out. A VARIANT is the names of patches with + between them, `main` for none. `main`
+goes first in any case: a row says how many of out, dQ, dK and dV have its bits. A row
+for each case, variant and kernel, medians of rounds in ms by CUPTI, printed, and
+written to OUT_FOLDER/variants.csv; `all` is the sum of a program's kernels.
 """
 
 import argparse
@@ -54,15 +55,17 @@ def patched(variant: str, folder: Path) -> Path:
 
 
 def package_of(folder: Path):
-    """`attention` and `Mask` of a copy, imported beside others."""
+    """`attention`, `Mask` and `made_for` of a copy, imported beside others."""
     for name in [name for name in sys.modules if name.split(".")[0] == "attn_jax"]:
         del sys.modules[name]
     sys.path.insert(0, str(folder))
-    names = "attn_jax.kernels.attention", "attn_jax.mask"
-    attention, mask = map(importlib.import_module, names)
+    names = "kernels.attention", "mask", "kernels.architecture"
+    attention, mask, architecture = (
+        importlib.import_module(f"attn_jax.{name}") for name in names
+    )
     sys.path.pop(0)
     assert Path(attention.__file__ or "").is_relative_to(folder)
-    return attention.attention, mask.Mask
+    return attention.attention, mask.Mask, architecture.made_for
 
 
 def cudnn(is_causal: bool):
@@ -84,19 +87,22 @@ def both_passes(attend, shape):
     return jax.jit(both).lower(*[jax.ShapeDtypeStruct(tuple(shape), "bfloat16")] * 4)
 
 
-def programs(variants, cases, folder: Path):
+def programs(variants, cases, architecture: str, folder: Path):
     """(case, variant, lowered program)"""
+    options = {"backward": "fused"} if architecture == "ampere" else {}
     for variant in variants:
-        attention, make_mask = package_of(patched(variant, folder))
+        attention, make_mask, made_for = package_of(patched(variant, folder))
         for case in cases:
             *shape, is_causal = CASES[case]
             mask, scale = make_mask(is_causal=is_causal), shape[-1] ** -0.5
 
             def ours(*qkv, attention=attention, mask=mask, scale=scale):
-                return attention(*qkv, scale=scale, mask=mask)[0]
+                return attention(*qkv, scale=scale, mask=mask, **options)[0]
 
-            yield case, variant, both_passes(ours, shape)
-    for case in cases:
+            with made_for(architecture):
+                program = both_passes(ours, shape)
+            yield case, variant, program
+    for case in cases if architecture == "hopper" else ():
         *shape, is_causal = CASES[case]
         yield case, "cudnn", both_passes(cudnn(is_causal), shape)
 
@@ -141,10 +147,13 @@ def main() -> None:
     parser.add_argument("seconds", type=float)
     parser.add_argument("variants", nargs="+")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    architectures = ("hopper", "ampere")
+    parser.add_argument("--architecture", choices=architectures, default="hopper")
     options = parser.parse_args()
     variants = list(dict.fromkeys(["main", *options.variants]))
     with tempfile.TemporaryDirectory() as folder:
-        found = list(programs(variants, options.cases, Path(folder)))
+        of_ours = variants, options.cases, options.architecture
+        found = list(programs(*of_ours, Path(folder)))
         with concurrent.futures.ThreadPoolExecutor() as pool:
             compiled = list(pool.map(lambda x: x[2].compile(), found))
         options.folder.mkdir(parents=True, exist_ok=True)
