@@ -6,9 +6,9 @@ On an H100 or H200, in turn, in one process:
         [--cases CASE ...] [--architecture ampere]
 
 Of Ampere's kernels the one-pass backward one is taken, whatever the length, and cuDNN
-is left out. A VARIANT is the names of patches with + between them, `main` for none. `main`
-goes first in any case: a row says how many of out, dQ, dK and dV have its bits. A row
-for each case, variant and kernel, medians of rounds in ms by CUPTI, printed, and
+is left out. A VARIANT is the names of patches with + between them, `main` for none.
+`main` goes first in any case: a row says how many of out, dQ, dK and dV have its bits.
+A row for each case, variant and kernel, medians of rounds in ms by CUPTI, printed, and
 written to OUT_FOLDER/variants.csv; `all` is the sum of a program's kernels.
 """
 

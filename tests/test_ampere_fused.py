@@ -432,12 +432,12 @@ def _compiled(
     # Integers, beside accumulators as large as registers allow; at 128 V, too, which
     # is worth it: 1.11 to 1.22 times as fast (`results/prototypes/ampere_h128.csv`).
     [
-        (64, True, 1088, 4, 32),
-        (128, False, 1100, 2, 164),
-        pytest.param(64, True, 1100, 2, 20, marks=pytest.mark.thorough),
-        pytest.param(64, False, 1088, 4, 28, marks=pytest.mark.thorough),
-        pytest.param(64, False, 1100, 2, 16, marks=pytest.mark.thorough),
-        pytest.param(128, True, 1088, 4, 184, marks=pytest.mark.thorough),
+        (64, True, 1088, 4, 96),
+        (128, False, 1100, 2, 148),
+        pytest.param(64, True, 1100, 2, 80, marks=pytest.mark.thorough),
+        pytest.param(64, False, 1088, 4, 12, marks=pytest.mark.thorough),
+        pytest.param(64, False, 1100, 2, 36, marks=pytest.mark.thorough),
+        pytest.param(128, True, 1088, 4, 292, marks=pytest.mark.thorough),
     ],
 )
 def test_compiles_and_fits(head_dim, is_causal, length, key_heads, spilled_bytes):
@@ -447,14 +447,14 @@ def test_compiles_and_fits(head_dim, is_causal, length, key_heads, spilled_bytes
     kernel, begin, end = program.kernels
     assert kernel.name == "attention_backward_fused"
     assert begin.name == "attention_clear" and begin.spilled_bytes == 0
-    assert "ST.E.128" in begin.opcodes
+    assert [x for x in begin.instructions if x.startswith("ST") and x.endswith(".128")]
     assert kernel.spilled_bytes <= spilled_bytes and kernel.registers <= 255
     # One warpgroup at head dim 64, of which two fit; two in one CTA at 128.
     limit = ampere_tiles.SMEM_LIMIT_FOR_TWO if head_dim == 64 else shared_memory("a100")
     assert kernel.shared_memory <= limit
     assert {"HMMA", "LDSM", "LDGSTS", "RED"} <= kernel.opcodes
     # Sums that this one has cleared are there for all before it is said.
-    assert {"MEMBAR.ALL.GPU", "CCTL.IVALL"} <= kernel.opcodes
+    assert {"MEMBAR.ALL.GPU", "CCTL.IVALL"} <= set(kernel.instructions)
     assert not {"ATOM", "ATOMG"} & kernel.opcodes
     # A thread reads 16 bytes at a time, with all of it under way at once, and asks no
     # other thread for anything: sums of even and of odd columns, and the centre.

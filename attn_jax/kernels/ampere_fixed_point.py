@@ -30,7 +30,7 @@ from jaxtyping import Array, Int32
 
 from attn_jax.kernels import ampere_tiles as tiles
 from attn_jax.kernels.lanes import tiled
-from attn_jax.kernels.tiles import Fragments
+from attn_jax.kernels.tiles import Fragments, write_tile
 
 # Fragments of the product that is added. Two warps down the rows, two side by side:
 # each has 32 rows of 64 for a right operand.
@@ -44,7 +44,7 @@ GROUP = 8  # queries that lie together
 THREADS = 128
 # Elements that a thread reads of even columns, and of odd ones.
 VECTOR = 4
-CLEARED = 8  # groups that a warpgroup clears at a time
+CLEARED = 8  # of what a warpgroup stores at once, 4 KiB: at a time, at most
 
 
 def shape_of_sums(
@@ -129,26 +129,31 @@ def clear(sums, part: jax.Array, parts: int) -> None:
     """Part number `part` of so many of `sums`, [heads, groups, 2, W], becomes zero, by
     one warpgroup."""
     heads, groups, _, width = sums.shape
-    size = math.gcd(groups, CLEARED)
-    of_head = groups // size
-    # Each thread 16 bytes at a time.
-    layout = plgpu.Layout.WG_STRIDED((size, 2, width), vec_size=VECTOR)
-    zero = plgpu.layout_cast(jnp.zeros((size, 2, width), jnp.int32), layout)
+    # As `read` has them: each thread 16 bytes at a time, which ptxas would otherwise
+    # store in four goes where it does not see that addresses are multiples of 16.
+    size = strip_of(width // 4) // GROUP
+    layout = halves(width // 4)
+    zero = plgpu.layout_cast(jnp.zeros((size, width), jnp.int32), layout)
+    pieces = math.gcd(groups // size, CLEARED)
+    of_head = groups // size // pieces
     i32 = jnp.int32
 
-    def clear_piece(i, _):
+    def clear_pieces(i, _):
         head, piece = (f(part + i * parts, i32(of_head)) for f in (lax.div, lax.rem))
-        sums[head, pl.ds(piece * size, size)] = zero
+        for j, half in itertools.product(range(pieces), range(2)):
+            own = pl.ds((piece * pieces + j) * size, size)
+            write_tile(sums.at[head, own, half], zero)
 
     count = lax.div(heads * of_head - 1 - part + parts, i32(parts))
-    lax.fori_loop(i32(0), count, clear_piece, None)
+    lax.fori_loop(i32(0), count, clear_pieces, None)
 
 
 def begun(shape: tuple[int, int, int, int, int], key_heads: int, pairs: int):
     """Sums of that shape (`shape_of_sums`), of which those of the first (batch, key
     head) pairs are zero, and the others whatever memory holds."""
     heads = shape[1] // key_heads
-    parts = max(1, heads * shape[2] // CLEARED)
+    size = strip_of(shape[4] // 4) // GROUP
+    parts = max(1, heads * shape[2] // (size * CLEARED))
 
     def attention_clear(sums_gmem):
         pair = lax.axis_index("pair")

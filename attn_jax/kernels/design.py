@@ -26,10 +26,11 @@ from attn_jax.recipe import Architecture
 LEAST_SHARE = 0.5
 
 # On Ampere, by head dim, how many keys a query is to see in the mean, for what comes
-# before and after the fused kernel to be worth it: the fewest of those timed on an H200
-# where one pass won (`speed/nvidia-h200-ampere-one-pass.csv`; 128: by the prototype's
-# kernels, `prototypes/ampere_integers.csv`). Fewer were not timed in one pass.
-LEAST_KEYS = {64: 512, 128: 2048}
+# before and after the fused kernel to be worth it: few of those timed on an H200 where
+# one pass won (`prototypes/designs_ampere.csv`; 128: `ampere_lots.csv` beside two
+# kernels in `speed/nvidia-h200-ampere-backward.csv`). At 128 to 256 keys and 32 heads
+# of 64 two kernels were faster before numbers of K and V had a kernel of their own.
+LEAST_KEYS = {64: 320, 128: 512}
 
 # And how busy it must be, of `busy_of_two_kernels`. Where that is 0.25 to 0.52 two
 # kernels were 1.2 to 1.6 times as fast, at 1.0 one pass was faster
