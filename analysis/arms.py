@@ -113,11 +113,19 @@ MAIN = ("re-run", "ulp", "pallas", "fp32", "init")
 
 
 def find(name: str) -> Arm:
-    """The arm of a name, one of `ARMS` or emulated:RECIPE.
+    """The arm of a name, one of `ARMS` or emulated:RECIPE, or of several with + between
+    them, for what they say together: bf16+pallas.
 
     Raises:
-      UsageError: there is none.
+      UsageError: there is none, or two say different things of the same.
     """
+    found, *others = map(_find, name.split("+"))
+    for other in others:
+        found = _together(found, other)
+    return found
+
+
+def _find(name: str) -> Arm:
     if name in ARMS:
         return ARMS[name]
     recipe = name.removeprefix(_EMULATED)
@@ -126,7 +134,38 @@ def find(name: str) -> Arm:
         return Arm(name, f"the emulator under recipe {recipe}", changes)
     raise UsageError(
         f"--arms: no arm {name!r}; there are {', '.join(ARMS)} and emulated:RECIPE, "
-        f"RECIPE one of {', '.join(RECIPES)}"
+        f"RECIPE one of {', '.join(RECIPES)}, and several with + between them"
+    )
+
+
+def _together(one: Arm, other: Arm) -> Arm:
+    default = Arm("", "")
+    fields = {}
+    for field in dataclasses.fields(Arm):
+        values = [getattr(arm, field.name) for arm in (one, other)]
+        chosen = [x for x in values if x != getattr(default, field.name)]
+        fields[field.name] = chosen[0] if chosen else values[0]
+        if field.name not in ("name", "says", "changes") and len(chosen) > 1:
+            raise UsageError(_twice(one, other, field.name))
+    for name in one.changes.keys() & other.changes.keys():
+        if one.changes[name] != other.changes[name]:
+            raise UsageError(_twice(one, other, name))
+    if fields["rewritten"] and {**one.changes, **other.changes}.get("attn"):
+        raise UsageError(_twice(one, other, "attn"))
+    return Arm(
+        **fields
+        | {
+            "name": f"{one.name}+{other.name}",
+            "says": f"{one.says}; {other.says}",
+            "changes": {**one.changes, **other.changes},
+        }
+    )
+
+
+def _twice(one: Arm, other: Arm, name: str) -> str:
+    return (
+        f"--arms: {one.name} and {other.name} both set {name}; put together with + "
+        "what sets different things"
     )
 
 

@@ -119,6 +119,11 @@ def test_the_split_of_growth_adds_up(done):
     "options, line",
     [
         (["--arms", "flash9"], "no arm 'flash9'"),
+        (["--arms", "bf16+flash9"], "no arm 'flash9'"),
+        (["--arms", "bf16+fp16"], "bf16 and fp16 both set precision"),
+        (["--arms", "pallas+cudnn"], "pallas and cudnn both set attn"),
+        (["--arms", "graph+pallas"], "graph and pallas both set attn"),
+        (["--arms", "init+init"], "init and init both set weights"),
         (["--arms", "reference"], "--arms: give one beside reference"),
         (["--change", "speed=3"], "--change takes NAME=VALUE"),
         (["--change", "lr=abc"], "lr takes a number such as 0.002, not 'abc'"),
@@ -147,6 +152,19 @@ def test_what_cannot_be_trained_is_said_in_a_line(options, line, tmp_path, capsy
     error = capsys.readouterr().err
     assert line in error and len(error.splitlines()) == 1
     assert not [*tmp_path.iterdir()]
+
+
+def test_arms_together_do_what_each_does():
+    arm = arms.find("bf16+pallas-no-cures+init+ulp")
+    assert arm.name == "bf16+pallas-no-cures+init+ulp"
+    assert arm.changes == {
+        **{"precision": "bf16", "attention_inputs": "compute", "attn": "pallas"}
+    }
+    assert (arm.kernels, arm.weights, arm.nudged) == ("pallas-no-cures", 1, True)
+    config = arms.configured(training.reference("tiny", 8, []), arm)
+    assert (config.precision, config.attn) == ("bf16", "pallas")
+    # The same said twice.
+    assert arms.find("pallas+pallas-no-cures").kernels == "pallas-no-cures"
 
 
 def test_a_change_is_read_as_a_training_reads_it():

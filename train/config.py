@@ -67,8 +67,11 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with warm-up, a constant stretch and a linear decay to zero."""
+    """AdamW, or SGD, with warm-up, a constant stretch and a linear decay to zero."""
 
+    rule: Literal["adamw", "sgd"] = "adamw"
+    """sgd has momentum beta1 and divides by nothing: beta2 and eps are Adam's. It
+    takes another lr."""
     warmup: int = 200
     """Steps of linear warm-up."""
     decay_fraction: float = 0.5

@@ -1,4 +1,4 @@
-"""AdamW with gradient clipping, its learning rate schedule, and the weight average."""
+"""AdamW or SGD with clipped gradients, the learning rate, the average of weights."""
 
 from typing import Any
 
@@ -26,19 +26,24 @@ def make_schedule(config: Config) -> optax.Schedule:
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW; weight decay on matrices only."""
-    settings = config.optimizer
-    return optax.chain(
-        optax.clip_by_global_norm(settings.clip),
-        optax.adamw(
-            make_schedule(config),
-            b1=settings.beta1,
-            b2=settings.beta2,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
-        ),
-    )
+    """Clipping by global norm, then AdamW, or SGD with momentum; weight decay, apart
+    from the gradient (Loshchilov & Hutter, arXiv 1711.05101), on matrices only."""
+    settings, schedule = config.optimizer, make_schedule(config)
+    decay: dict[str, Any] = {
+        "weight_decay": settings.weight_decay,
+        "mask": lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
+    }
+    if settings.rule == "sgd":
+        rule = optax.chain(
+            optax.trace(settings.beta1),
+            optax.add_decayed_weights(**decay),
+            optax.scale_by_learning_rate(schedule),
+        )
+    else:
+        rule = optax.adamw(
+            schedule, b1=settings.beta1, b2=settings.beta2, eps=settings.eps, **decay
+        )
+    return optax.chain(optax.clip_by_global_norm(settings.clip), rule)
 
 
 def update_average(

@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(MAIN),
         metavar="ARM",
-        help=f"some of {', '.join(ARMS)}, emulated:RECIPE (default {' '.join(MAIN)})",
+        help=f"some of {', '.join(ARMS)}, emulated:RECIPE, or several as one, such as "
+        f"bf16+pallas (default {' '.join(MAIN)})",
     )
     add("--seeds", type=int, default=3, help="of weights, noise and data (default 3)")
     add("--first-seed", type=int, default=0, help="the first of them (default 0)")
