@@ -401,7 +401,7 @@ def test_what_kernels_lack_is_refused_in_one_line(recipe, options, message):
             INTEGERS,
             [
                 *("forward", "row_sums", "key_parts", "key_numbers"),
-                *("fused", "query_gradient"),
+                *("clear", "fused", "query_gradient"),
             ],
         ),
         (
