@@ -139,27 +139,27 @@ def _find(name: str) -> Arm:
 
 
 def _together(one: Arm, other: Arm) -> Arm:
-    default = Arm("", "")
-    fields = {}
-    for field in dataclasses.fields(Arm):
-        values = [getattr(arm, field.name) for arm in (one, other)]
-        chosen = [x for x in values if x != getattr(default, field.name)]
-        fields[field.name] = chosen[0] if chosen else values[0]
-        if field.name not in ("name", "says", "changes") and len(chosen) > 1:
-            raise UsageError(_twice(one, other, field.name))
+    """What is left at its default says nothing."""
+    changes = {**one.changes, **other.changes}
     for name in one.changes.keys() & other.changes.keys():
         if one.changes[name] != other.changes[name]:
             raise UsageError(_twice(one, other, name))
-    if fields["rewritten"] and {**one.changes, **other.changes}.get("attn"):
+    said: dict[str, Any] = {}
+    for field in dataclasses.fields(Arm):
+        if field.name in ("name", "says", "changes"):
+            continue
+        values = [getattr(arm, field.name) for arm in (one, other)]
+        values = [x for x in values if x != field.default]
+        if len(values) > 1:
+            raise UsageError(_twice(one, other, field.name))
+        said |= {field.name: x for x in values}
+    # Said in two ways: each would be passed over for the other.
+    if "rewritten" in said and "attn" in changes:
         raise UsageError(_twice(one, other, "attn"))
-    return Arm(
-        **fields
-        | {
-            "name": f"{one.name}+{other.name}",
-            "says": f"{one.says}; {other.says}",
-            "changes": {**one.changes, **other.changes},
-        }
-    )
+    if "recipe" in said and "recipe" in changes:
+        raise UsageError(_twice(one, other, "recipe"))
+    name, says = f"{one.name}+{other.name}", f"{one.says}; {other.says}"
+    return Arm(name, says, changes, **said)
 
 
 def _twice(one: Arm, other: Arm, name: str) -> str:

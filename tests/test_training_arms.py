@@ -123,6 +123,7 @@ def test_the_split_of_growth_adds_up(done):
         (["--arms", "bf16+fp16"], "bf16 and fp16 both set precision"),
         (["--arms", "pallas+cudnn"], "pallas and cudnn both set attn"),
         (["--arms", "graph+pallas"], "graph and pallas both set attn"),
+        (["--arms", "ring-2-16+emulated:flash2"], "both set recipe"),
         (["--arms", "init+init"], "init and init both set weights"),
         (["--arms", "reference"], "--arms: give one beside reference"),
         (["--change", "speed=3"], "--change takes NAME=VALUE"),

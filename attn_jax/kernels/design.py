@@ -32,7 +32,7 @@ LEAST_SHARE = 0.5
 # of 64 two kernels were faster before numbers of K and V had a kernel of their own.
 LEAST_KEYS = {64: 320, 128: 512}
 
-# And how busy it must be, of `busy_of_two_kernels`. Where that is 0.25 to 0.52 two
+# And how busy it must be, of `busy_beside_two_kernels`. Where that is 0.25 to 0.52 two
 # kernels were 1.2 to 1.6 times as fast, at 1.0 one pass was faster
 # (`prototypes/measure_designs.py`); between them nothing was measured.
 LEAST_BUSY = 0.7
@@ -134,11 +134,11 @@ def _ampere(
     seen = tuning.keys_seen(value_shape[1], is_causal=is_causal)
     if seen < LEAST_KEYS[query_shape[3]]:
         return "two_kernels"
-    busy = busy_of_two_kernels(query_shape, value_shape, is_causal=is_causal)
+    busy = busy_beside_two_kernels(query_shape, value_shape, is_causal=is_causal)
     return "fused" if busy >= LEAST_BUSY else "two_kernels"
 
 
-def busy_of_two_kernels(
+def busy_beside_two_kernels(
     query_shape: tuple[int, ...], value_shape: tuple[int, ...], *, is_causal: bool
 ) -> float:
     """How busy Ampere's one-pass kernel keeps the card, over how busy two kernels do,
