@@ -35,9 +35,11 @@ CASES = {
     "base": (32, 1088, 12, 64, False),
     "base-long": (8, 4160, 12, 64, False),
     "h128-4k-causal": (4, 4096, 16, 128, True),
+    "h128-4k-full": (4, 4096, 16, 128, False),
     "h64-4k-full": (4, 4096, 32, 64, False),
     "h128-16k-causal": (1, 16384, 16, 128, True),
     "h128-16k-full": (1, 16384, 16, 128, False),
+    "h64-16k-causal": (1, 16384, 32, 64, True),
 }
 FIELDS = "case variant kernel ms same_bits".split()
 

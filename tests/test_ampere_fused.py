@@ -18,7 +18,7 @@ from attn_jax.centre import centre_of
 from attn_jax.formats import BF16
 from attn_jax.kernels import ampere_backward_fused as fused
 from attn_jax.kernels import ampere_fixed_point as fixed_point
-from attn_jax.kernels import ampere_tiles
+from attn_jax.kernels import ampere_fused_work, ampere_tiles
 from attn_jax.kernels.ampere_query_gradient import query_gradient
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
@@ -179,7 +179,7 @@ def test_interpreted_gradients_are_as_exact_as_declared(case):
 
 
 def _in_lots(case: Case, tiles_together: int) -> list[bytes]:
-    with patch.object(fused, "TILES_TOGETHER", tiles_together):
+    with patch.object(ampere_fused_work, "TILES_TOGETHER", tiles_together):
         return [x.tobytes() for x in _run(case, _operands(case)[0])]
 
 
@@ -200,6 +200,34 @@ def test_sums_are_clear_that_others_clear(case):
         in_child_process(_in_lots, case, n, seconds=TIME_LIMIT) for n in (128, 2)
     )
     assert in_lots == at_once
+
+
+def _by_multiprocessors(case: Case, count: int) -> list[np.ndarray]:
+    with patch.object(fused, "A100_MULTIPROCESSORS", count):
+        return _run(case, _operands(case)[0])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((2, 170, 205, 4, 2, 64), False),
+        pytest.param(Case((1, 600, 130, 1, 1, 128), False), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_ctas_that_share_a_tile_make_what_one_does(case):
+    """dK and dV but for the order in which FP32 adds; dQ has none."""
+    of_one, of_more = (
+        in_child_process(_by_multiprocessors, case, n, seconds=TIME_LIMIT)
+        for n in (1, 108)
+    )
+    assert of_one[0].tobytes() == of_more[0].tobytes()
+    for one, more in zip(of_one[1:], of_more[1:], strict=True):
+        assert 0 < (one != more).mean() < 0.05
+        # FP32's sums, some last places apart, are rounded to neighbours in BF16.
+        one, more = (x.astype(np.float32) for x in (one, more))
+        near = 2.0**-20 * np.abs(one).max()
+        np.testing.assert_allclose(more, one, rtol=2.0**-7, atol=near)
 
 
 def _exact_integers() -> tuple[np.ndarray, np.ndarray]:
@@ -305,20 +333,6 @@ def test_what_it_does_not_take_it_says(query, value, is_causal, why):
     assert reason is None if why is None else why in str(reason)
 
 
-@pytest.mark.parametrize(("pairs", "key_tiles"), [(1, 1), (7, 3), (200, 2), (3, 300)])
-def test_every_tile_is_dealt_once_the_longest_first(pairs, key_tiles):
-    cta = jnp.arange(pairs * key_tiles)
-    pair, tile = map(np.asarray, fused.dealt(cta, pairs, key_tiles))
-    every = [(p, t) for p in range(pairs) for t in range(key_tiles)]
-    assert sorted(zip(pair.tolist(), tile.tolist(), strict=True)) == every
-    together = fused.pairs_together(key_tiles)
-    for start in range(0, pairs, together):
-        lot = (pair >= start) & (pair < start + together)
-        where = np.flatnonzero(lot)
-        assert (np.diff(where) == 1).all()
-        assert (np.diff(tile[where]) >= 0).all()
-
-
 def test_a_plan_for_which_there_is_no_room_is_refused():
     case = Case((1, 64, 128, 1, 1, 128), False, queries=32)
     operands = jax.tree.map(jnp.asarray, _operands(case)[0])
@@ -383,7 +397,10 @@ def test_several_lots_and_waves_on_a_gpu(head_dim, is_causal, tiles_together):
             _, pullback = jax.vjp(attend, *arrays[:3])
             return pullback(arrays[3])
 
-        with made_for("ampere"), patch.object(fused, "TILES_TOGETHER", together):
+        with (
+            made_for("ampere"),
+            patch.object(ampere_fused_work, "TILES_TOGETHER", together),
+        ):
             found = [jax.jit(backward)(*arrays) for _ in "12"]
         return [[x.tobytes() for x in jax.device_get(y)] for y in found]
 
@@ -433,7 +450,7 @@ def _compiled(
     # is worth it: 1.11 to 1.22 times as fast (`results/prototypes/ampere_h128.csv`).
     [
         (64, True, 1088, 4, 96),
-        (128, False, 1100, 2, 148),
+        (128, False, 1100, 2, 232),
         pytest.param(64, True, 1100, 2, 80, marks=pytest.mark.thorough),
         pytest.param(64, False, 1088, 4, 12, marks=pytest.mark.thorough),
         pytest.param(64, False, 1100, 2, 36, marks=pytest.mark.thorough),

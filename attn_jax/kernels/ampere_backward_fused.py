@@ -16,15 +16,13 @@ operands or for exponentials, the other has another product to make.
 
 Two warpgroups keep V in registers, as left operands: it is read from shared memory once
 instead of once a block, and its 32 KB are what blocks of 64 queries, instead of 32,
-take more. Under a causal mask the second one has nothing to do in the block whose
-queries are all before its keys.
+take more.
 
 CTAs of a (batch, key head) pair walk from the last block of queries to the first they
-see, so that all of a pair read the same ones at about the same time. Under a causal
-mask tiles see fewer queries the later they are. Some pairs are dealt out together
-(`dealt`), the first tile of each, then the second, so that the last CTAs to start have
-the least to do; of all pairs at once what they read and add to would not stay in the L2
-cache.
+see, so that all of a pair read the same ones at about the same time. Which tile a CTA
+has says `ampere_fused_work`: the last ones may be shared by several CTAs, each of which
+goes over some of the blocks. All but the last of them leave their dK and dV in FP32 in
+global memory, and the last, which waits for them, adds them to its own in order.
 
 dQ as a sum of integers
 -----------------------
@@ -33,24 +31,14 @@ whose sum is the same in any order: two runs give the same bits, and nobody wait
 another one's turn (`ampere_fixed_point`).
 
 dS and K' for dQ are FP16, scaled by powers of two, and K' = K - c, as in
-`hopper_backward_fused`, which says why. Both are at most 2^15 (`hopper_range`), and so
-is what a row of dS sums to in absolute value, which 2 |dO| |V| + |dLSE| bounds. So a
-sum over any of the keys is at most 2^30 in absolute value, and int32 holds it, with the
-1/2 that each tile's rounding adds, and with room for a factor of two: bounds are of
-FP32, off by some last places. Its resolution of 1 is 2^-30 of the largest dQ that these
-bounds admit.
+`hopper_backward_fused`, which says why. What bounds the sums, and what becomes of
+infinity and NaN, `ampere_fixed_point` says.
 
 The sums of the pairs that are dealt out first are zero when the kernel starts. A CTA
 clears its part of those of the pairs that are dealt out next, and before it adds waits
 until its own pair's are clear: a pass over memory less, and what is added to lies in
 the L2 cache. Who is waited for has a lower number, was launched before (which CTAs are
 in the order of their numbers) and clears before it waits for anything but such a one.
-
-There are no integers for infinity and NaN, so they come in by way of `row_sum`: a row
-of dQ is NaN where its LSE or delta is not finite, as one of them is if Q, dO or dLSE is
-not; the bounds are those of the other rows. So are all rows of a head whose powers of
-two are as small as they get, so that dS or K' may exceed FP16, or unknown: for K from
-2^114 or so on, or dO V from 2^115, or K or V that is not finite.
 
 Where it rounds (16 bit: BF16, the inputs' format):
   S, P, dP, dS, delta and the accumulators of a tile are FP32;
@@ -65,28 +53,34 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ampere_fixed_point as fixed_point
 from attn_jax.kernels import ampere_tiles as tiles
-from attn_jax.kernels import internals, turns
+from attn_jax.kernels import architecture, internals, turns
+from attn_jax.kernels.ampere_fused_work import deal
 from attn_jax.kernels.ampere_query_gradient import query_gradient
+from attn_jax.kernels.architecture import A100_MULTIPROCESSORS
 from attn_jax.kernels.hopper_range import Range, power_of_two
-from attn_jax.kernels.tiles import LOG2_E, smem_tile
+from attn_jax.kernels.tiles import LOG2_E, smem_tile, write_tile
 from attn_jax.kernels.tuning import FUSED_HEAD_DIMS, AmperePlan
-from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 
 KEY_TILE = 128
 # Blocks of queries, and of dS, in shared memory.
 STAGES = 2
 # Columns of the strips that tiles are read in.
 SWIZZLED = 64
+# CTAs that a multiprocessor holds at once, by head dim.
+PLACES = {64: 2, 128: 1}
 # Queries of a block of two warpgroups: V lies where two such blocks will. Those that
 # their dP is made of at a time.
 PAIRED_QUERIES = 64
 PAIRED_STRIP = 32
-# Tiles of keys that are dealt out together, about: as many as a card has places for.
-TILES_TOGETHER = 128
+# Keys up to which the second warpgroup passes over the block whose queries are all
+# before its keys. On an H200 0.6 % of both passes at 1024; at 4096 and 16 384 the
+# branch costs 0.3 and 1.2 % (`results/prototypes/ampere_patches.csv`), and between them
+# nothing was measured.
+PASSES_OVER = 2048
 
 
 def reason_against(
@@ -170,36 +164,12 @@ def backward_fused(
         plan=plan,
     )
     shift = jnp.zeros_like(lse) if row_sum is None else row_sum
-    shift = jnp.where(_is_held(lse, delta, numbers), shift, jnp.nan)
+    shift = jnp.where(fixed_point.is_held(lse, delta, numbers), shift, jnp.nan)
     dq = query_gradient(
         *(sums, numbers, shift, scale, query.dtype), query_count=query_count
     )
     dk, dv = (x.reshape(batch, -1, key_heads, head_dim) for x in (dk, dv))
     return dq, dk[:, :key_count], dv[:, :key_count]
-
-
-def _is_held(lse, delta, numbers: Range) -> Bool[Array, "B N T"]:
-    """Whether integers hold what there is of a row of dQ."""
-    least = -MOST_HEAD_EXPONENT
-    in_range = numbers.key_factor[..., 0] > 2.0**least
-    in_range &= numbers.row_exponent > least
-    in_range = jnp.repeat(in_range, lse.shape[1] // in_range.shape[1], axis=1)
-    return in_range[..., None] & jnp.isfinite(lse) & jnp.isfinite(delta)
-
-
-def pairs_together(key_tiles: int) -> int:
-    """How many pairs' tiles are dealt out together."""
-    return max(1, TILES_TOGETHER // key_tiles)
-
-
-def dealt(cta: jax.Array, pairs: int, key_tiles: int) -> tuple[jax.Array, jax.Array]:
-    """(pair, tile of keys) of a CTA: of so many pairs at a time all first tiles, then
-    all second ones."""
-    i32 = jnp.int32
-    most = pairs_together(key_tiles)
-    lot, i = (f(cta, i32(most * key_tiles)) for f in (lax.div, lax.rem))
-    together = jnp.minimum(i32(most), pairs - lot * most)
-    return lot * most + lax.rem(i, together), lax.div(i, together)
 
 
 def _sums(
@@ -229,26 +199,30 @@ def _sums(
     strip = PAIRED_STRIP if paired else queries  # of dP
     key_tiles = key.shape[1] // KEY_TILE
     pairs = batch * key_heads
-    most = pairs_together(key_tiles)
+    places = PLACES[head_dim] * (architecture.multiprocessors() or A100_MULTIPROCESSORS)
+    work = deal(pairs, key_tiles, query_blocks * group, places, is_causal=is_causal)
+    most = work.together
+    passes_over = is_causal and paired and key_count <= PASSES_OVER
     cleared = key_tiles * warpgroups  # parts of a pair's sums
     unit = scale * LOG2_E
 
     def attention_backward_fused(
         q_gmem, k_gmem, v_gmem, dout_gmem, statistics_gmem, centre_gmem, key_factor,
-        row_divisor, _begun_gmem, sums_gmem, dk_gmem, dv_gmem, smem,
+        row_divisor, _begun_gmem, sums_gmem, dk_gmem, dv_gmem, parts_gmem, smem,
     ):  # fmt: skip
         k_smem, v_smem, keys_smem, block_smem, statistics_smem, ds_smem = smem
         i32 = jnp.int32
 
-        are_clear = turns.semaphores(pairs)
-        pair, tile = dealt(lax.axis_index("cta"), pairs, key_tiles)
+        semaphores = turns.semaphores(pairs + work.cut)
+        pair, tile, share = work.of(lax.axis_index("cta"))
         b, kv_head = lax.div(pair, i32(key_heads)), lax.rem(pair, i32(key_heads))
         warpgroup = lax.axis_index("warpgroup")
         first_key = tile * KEY_TILE + warpgroup * keys
         blocks = i32(query_blocks)
         if is_causal:
             blocks = blocks - tile * (KEY_TILE // queries)
-        steps = blocks * group
+        skipped, steps = work.turns(blocks * group, share)
+        last_block = query_blocks - 1 - (skipped if group == 1 else 0)
 
         def slot(turn):
             """Of a block in shared memory, or of its dS."""
@@ -263,9 +237,9 @@ def _sums(
         def block_of(turn):
             """(query head, block of queries)"""
             if group == 1:
-                return kv_head, query_blocks - 1 - turn
-            in_group, i = lax.div(turn, blocks), lax.rem(turn, blocks)
-            return kv_head * group + in_group, query_blocks - 1 - i
+                return kv_head, last_block - turn
+            in_group, i = (f(turn + skipped, blocks) for f in (lax.div, lax.rem))
+            return kv_head * group + in_group, last_block - i
 
         def all_copies():
             """All that was copied is there for all; a barrier of the CTA."""
@@ -301,10 +275,15 @@ def _sums(
             def _():
                 tiles.start_copy(rows(dout_gmem), dout_of(turn))
 
+        # Of CTAs that share a tile the last one does it.
+        is_to_clear = pair + most < pairs
+        if share is not None:
+            is_to_clear &= share.part == work.parts - 1
+
         def clear_next():
             """A part of the sums of a pair of those that are dealt out next."""
 
-            @pl.when(pair + most < pairs)
+            @pl.when(is_to_clear)
             def _():
                 b, kv_head = (
                     f(pair + most, i32(key_heads)) for f in (lax.div, lax.rem)
@@ -314,9 +293,7 @@ def _sums(
                 fixed_point.clear(sums_gmem.at[b, heads], part, cleared)
 
         def say_it_is_clear():
-            @pl.when(pair + most < pairs)
-            def _():
-                turns.count_up(are_clear.at[pair + most])
+            pl.when(is_to_clear)(lambda: turns.count_up(semaphores.at[pair + most]))
 
         def make_keys():
             """K' of one's own keys."""
@@ -337,22 +314,13 @@ def _sums(
 
         def add_dq(turn):
             """A block's dS K', 64 columns of it, to the sums."""
-            dq = plgpu.layout_cast(
-                jnp.zeros((queries, fixed_point.COLUMNS), jnp.float32),
-                fixed_point.ACCUMULATOR,
-            )
             columns = pl.ds(warpgroup * fixed_point.COLUMNS, fixed_point.COLUMNS)
             # Two warpgroups have few registers left.
-            depth = tiles.STRIP if paired else 64
-            for w in range(warpgroups):
-                for k in range(0, keys, depth):
-                    ds = ds_smem.at[slot(turn), w, pl.ds(k, depth)]
-                    left = plgpu.load(ds.transpose((1, 0)), layout=fixed_point.LEFT)
-                    right = plgpu.load(
-                        keys_smem.at[w, pl.ds(k, depth), columns],
-                        layout=fixed_point.RIGHT,
-                    )
-                    dq = plgpu.mma(dq, left, right)
+            dq = fixed_point.product(
+                [ds_smem.at[slot(turn), w] for w in range(warpgroups)],
+                [keys_smem.at[w, :, columns] for w in range(warpgroups)],
+                tiles.STRIP if paired else 64,
+            )
             head, block = block_of(turn)
             groups = queries // fixed_point.GROUP
             width = 4 * fixed_point.COLUMNS
@@ -369,12 +337,8 @@ def _sums(
         def hide(block, s):
             """-inf where a key comes after its query or does not exist."""
             if is_causal:
-                start = tiles.row_index(keys) + (first_key - block * queries)
-                seen = tiles.column_index(s.shape) >= tiles.along_rows(start, s.shape)
-            else:
-                exists = tiles.row_index(keys) < key_count - first_key
-                seen = tiles.along_rows(exists, s.shape)
-            return jnp.where(seen, s, -jnp.inf)
+                return tiles.hide_later_rows(s, first_key - block * queries)
+            return tiles.hide_rows_from(s, key_count - first_key)
 
         def masked(block, s):
             if is_causal:
@@ -426,7 +390,7 @@ def _sums(
             all_copies()
             start(turn + 1)
             add_dq_before(turn, 0)
-            if is_causal and paired:
+            if passes_over:
                 is_hidden = (block + 1) * queries <= first_key
                 carry = lax.cond(
                     is_hidden,
@@ -448,7 +412,7 @@ def _sums(
         clear_next()
         # All see that others have cleared what they will add to.
         pl.when(pair >= most)(
-            lambda: turns.await_count_by_all(are_clear.at[pair], cleared)
+            lambda: turns.await_count_by_all(semaphores.at[pair], cleared)
         )
         tiles.wait_for_copies(2)  # K is there.
         make_keys()
@@ -460,10 +424,43 @@ def _sums(
         dk, dv = lax.fori_loop(i32(0), steps, step, (zero, zero))
         all_copies()
         add_dq(steps - 1)
-        divisor = row_divisor[b, kv_head]
-        dk, dv = dk * (divisor * scale), dv * divisor
-        for x, gmem in ((dk, dk_gmem), (dv, dv_gmem)):
-            tiles.store_rows(x.astype(dtype), k, own_rows(gmem), SWIZZLED)
+
+        def leave(*sums):
+            divisor = row_divisor[b, kv_head]
+            factors = divisor * scale, divisor
+            for x, factor, gmem in zip(sums, factors, (dk_gmem, dv_gmem)):
+                x = (x * factor).astype(dtype)
+                tiles.store_rows(x, k, own_rows(gmem), SWIZZLED)
+
+        if share is None:
+            return leave(dk, dv)
+        others, number = work.parts - 1, jnp.maximum(share.number, 0)
+        own_parts, are_there = parts_gmem.at[number], semaphores.at[pairs + number]
+        is_last = share.part == others
+
+        def hand_over():
+            for i, x in enumerate((dk, dv)):
+                write_tile(own_parts.at[share.part, i, warpgroup], x)
+            tiles.wait_for_copies(0)  # as barrier
+            turns.count_up(are_there)
+
+        def take_over(*sums):
+            turns.await_count_by_all(are_there, others * warpgroups)
+
+            def add(part, sums):
+                own = [own_parts.at[part, i, warpgroup] for i in range(2)]
+                return tuple(
+                    x + tiles.read_accumulator(y)
+                    for x, y in zip(sums, own, strict=True)
+                )
+
+            return lax.fori_loop(i32(0), i32(others), add, sums)
+
+        pl.when(~is_last)(hand_over)
+
+        @pl.when(is_last)
+        def _():
+            leave(*lax.cond(share.number < 0, lambda *x: x, take_over, dk, dv))
 
     tile_smem = smem_tile((warpgroups, keys, head_dim), dtype)
     scratch = (
@@ -485,14 +482,18 @@ def _sums(
         power_of_two(-numbers.row_exponent),
         fixed_point.begun(sums.shape, key_heads, min(pairs, most)),
     )
-    return internals.kernel(
+    parts = jax.ShapeDtypeStruct(
+        (work.cut, work.parts - 1, 2, warpgroups, keys, head_dim), jnp.float32
+    )
+    sums, dk, dv, _ = internals.kernel(
         attention_backward_fused,
         aliases={len(operands) - 1: 0},
-        out_type=[sums, dkv, dkv],
+        out_type=[sums, dkv, dkv, parts if work.cut else None],
         scratch_types=[scratch],
-        grid=(pairs * key_tiles,),
+        grid=(work.ctas,),
         grid_names=("cta",),
         compiler_params=tiles.COMPILER_PARAMS,
         num_threads=warpgroups,
         thread_name="warpgroup",
     )(*operands)
+    return sums, dk, dv

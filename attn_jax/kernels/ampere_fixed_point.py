@@ -1,7 +1,21 @@
 """Sums of dQ in 32-bit integers in global memory: how they lie, begin, end.
 
 A sum of integers is the same in any order, so CTAs add when they please and two runs
-give the same bits. How large what is added may be, `ampere_backward_fused` says.
+give the same bits.
+
+What is added is a tile of dS K', FP16 both and scaled: each at most 2^15
+(`hopper_range`), and so is what a row of dS sums to in absolute value, which
+2 |dO| |V| + |dLSE| bounds. So a sum over any of the keys is at most 2^30 in absolute
+value, and int32 holds it, with the 1/2 that each tile's rounding adds, and with room
+for a factor of two: bounds are of FP32, off by some last places. Its resolution of 1 is
+2^-30 of the largest dQ that these bounds admit.
+
+There are no integers for infinity and NaN, so they come in by way of `row_sum`, where
+`is_held` says so: a row of dQ is NaN where its LSE or delta is not finite, as one of
+them is if Q, dO or dLSE is not; the bounds are those of the other rows. So are all rows
+of a head whose powers of two are as small as they get, so that dS or K' may exceed
+FP16, or unknown: for K from 2^114 or so on, or dO V from 2^115, or K or V that is not
+finite.
 
 How they lie: as [B, N, T / 8, 2, W = 4 H], which is, of 8 queries at a time,
 
@@ -26,11 +40,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from attn_jax.kernels import ampere_tiles as tiles
+from attn_jax.kernels.hopper_range import Range
 from attn_jax.kernels.lanes import tiled
 from attn_jax.kernels.tiles import Fragments, write_tile
+from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 
 # Fragments of the product that is added. Two warps down the rows, two side by side:
 # each has 32 rows of 64 for a right operand.
@@ -66,6 +82,32 @@ def in_order(sums: Int32[Array, "groups 2 W"]) -> Int32[Array, "T H"]:
     groups, _, width = sums.shape
     x = sums.reshape(groups, 2, width // 32, GROUP, 4).transpose(0, 3, 2, 4, 1)
     return x.reshape(groups * GROUP, width // 4)
+
+
+def is_held(
+    lse: Float32[Array, "B N T"], delta: Float32[Array, "B N T"], numbers: Range
+) -> Bool[Array, "B N T"]:
+    """Whether integers hold what there is of a row of dQ."""
+    least = -MOST_HEAD_EXPONENT
+    in_range = numbers.key_factor[..., 0] > 2.0**least
+    in_range &= numbers.row_exponent > least
+    in_range = jnp.repeat(in_range, lse.shape[1] // in_range.shape[1], axis=1)
+    return in_range[..., None] & jnp.isfinite(lse) & jnp.isfinite(delta)
+
+
+def product(ds, keys, depth: int) -> jax.Array:
+    """The sum of dS K' (`ACCUMULATOR`), of tiles in shared memory, [keys, queries] and
+    [keys, 64], so many keys at a time."""
+    rows, queries = ds[0].shape
+    zero = jnp.zeros((queries, COLUMNS), jnp.float32)
+    total = plgpu.layout_cast(zero, ACCUMULATOR)
+    for part, key in zip(ds, keys, strict=True):
+        for k in range(0, rows, depth):
+            own = pl.ds(k, depth)
+            left = plgpu.load(part.at[own].transpose((1, 0)), layout=LEFT)
+            right = plgpu.load(key.at[own], layout=RIGHT)
+            total = plgpu.mma(total, left, right)
+    return total
 
 
 def add(sums, x: jax.Array) -> None:

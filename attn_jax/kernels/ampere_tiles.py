@@ -128,6 +128,11 @@ def accumulator(rows: int, columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), ACCUMULATOR)
 
 
+def read_accumulator(gmem) -> jax.Array:
+    """What `write_tile` has left of an accumulator in global memory."""
+    return plgpu.load(gmem, layout=ACCUMULATOR, optimized=False)
+
+
 def per_row(rows: int, value: jax.Array | float) -> jax.Array:
     """One value, the same, for each row of an accumulator; a Python number is FP32."""
     dtype = value.dtype if isinstance(value, jax.Array) else jnp.float32
@@ -158,6 +163,20 @@ def swizzled(dtype, rows: int, *lengths: int) -> int:
     warps, so tiles of 16 rows want two of them in a row."""
     halves = [length // 2 for length in lengths] if rows < 32 else []
     return swizzle(dtype, *lengths, *halves) // jnp.dtype(dtype).itemsize
+
+
+def hide_later_rows(s: jax.Array, first: jax.Array) -> jax.Array:
+    """-inf where row + first > column."""
+    rows, columns = s.shape
+    start = row_index(rows) + first
+    seen = column_index((rows, columns)) >= along_rows(start, s.shape)
+    return jnp.where(seen, s, -jnp.inf)
+
+
+def hide_rows_from(s: jax.Array, count: jax.Array) -> jax.Array:
+    """-inf in all but the first `count` rows."""
+    exists = row_index(s.shape[0]) < count
+    return jnp.where(along_rows(exists, s.shape), s, -jnp.inf)
 
 
 def load_left(smem) -> jax.Array:

@@ -11,6 +11,8 @@ from attn_jax.recipe import Architecture
 # By compute capability. Others have other instructions or less shared memory.
 KERNELS: dict[str, Architecture] = {"8.0": "ampere", "9.0": "hopper"}
 
+A100_MULTIPROCESSORS = 108
+
 _made_for: list[Architecture] = []
 
 

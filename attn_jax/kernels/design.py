@@ -36,7 +36,6 @@ LEAST_KEYS = {64: 320, 128: 512}
 # kernels were 1.2 to 1.6 times as fast, at 1.0 one pass was faster
 # (`prototypes/measure_designs.py`); between them nothing was measured.
 LEAST_BUSY = 0.7
-A100_MULTIPROCESSORS = 108
 
 
 def configuration_of(
@@ -146,7 +145,9 @@ def busy_beside_two_kernels(
     batch, _, query_heads, _ = query_shape
     _, key_count, key_heads, _ = value_shape
     tiles = -(-key_count // ampere_backward_fused.KEY_TILE)
-    multiprocessors = architecture.multiprocessors() or A100_MULTIPROCESSORS
+    multiprocessors = (
+        architecture.multiprocessors() or architecture.A100_MULTIPROCESSORS
+    )
     one, two = (
         _busy(batch * heads, tiles, multiprocessors, is_causal)
         for heads in (key_heads, query_heads)

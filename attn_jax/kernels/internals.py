@@ -1,8 +1,8 @@
 """Everything that leans on the inside of JAX, which changes without notice.
 
 A kernel that writes in place, and what JAX's interpreter of Mosaic GPU kernels lacks
-for ours. Which versions of JAX this
-is known to fit is checked when the package is imported (`attn_jax/kernels/__init__`).
+for ours. Which versions of JAX this is known to fit is checked when the package is
+imported (`attn_jax/kernels/__init__`).
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -121,6 +122,7 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
       RuntimeError: with `detect_races`, when accesses to a buffer are not ordered.
     """
     _copies.clear()
+    _counted.clear()
     race_states = []
 
     def recorded_race_state(**options):
@@ -170,21 +172,12 @@ def _gaps() -> list[tuple[object, str, object]]:
         # Semaphores of all CTAs. CTAs run one after the other here, so a kernel is
         # right if none waits for a later one: where they would, there is to be one.
         (ring_order, "MULTIPROCESSORS", 1),
-        (turns, "semaphores", lambda count: _Semaphores()),
-        (turns, "await_count", lambda *_: None),
-        (turns, "await_count_by_all", lambda *_: None),
-        (turns, "count_up", lambda *_: None),
+        (turns, "semaphores", lambda count: MagicMock()),
+        (turns, "await_count", lambda *_: plgpu.inline_mgpu()(_await)()),
+        (turns, "await_count_by_all", lambda *_: plgpu.inline_mgpu()(_await)()),
+        (turns, "count_up", lambda *_: plgpu.inline_mgpu()(_count)()),
         (turns, "fence", lambda: None),
     ]
-
-
-class _Semaphores:
-    @property
-    def at(self):
-        return self
-
-    def __getitem__(self, index):
-        return self
 
 
 @contextlib.contextmanager
@@ -209,6 +202,8 @@ _stock_arithmetic = JaxprInterpreter._interpret_arithmetic_primitive
 
 # For each thread, how to land its cp.async copies that nobody waited for yet.
 _copies: dict[object, list[Callable[[], object]]] = {}
+# All clocks of a CTA and that of a thread of it, when it counted.
+_counted: list[tuple[object, Any]] = []
 
 
 def _operands(args, device):
@@ -312,6 +307,9 @@ def _interpret_inline(self: JaxprInterpreter, eqn, token, get_invals):
     one answer for a warpgroup here. Or it is a barrier of a CTA, which the interpreter
     has under another name, or adds to memory, which is no race with other additions."""
     function = eqn.params["mgpu_fn"]
+    if function in (_count, _await):
+        run = gpu_callbacks.fail_on_exception(function)
+        return io_callback(run, gpu_callbacks.TOKEN_SHAPE_DTYPE, token, self.thread), []
     if isinstance(function, ampere_tiles.CtaBarrier):
         token = gpu_callbacks.call_named_barrier(
             *(token, self.mesh_location, self.thread, function.NUMBER),
@@ -335,6 +333,23 @@ def _interpret_inline(self: JaxprInterpreter, eqn, token, get_invals):
     if function not in known:
         return _stock_inline(self, eqn, token, get_invals)
     return token, list(get_invals())
+
+
+def _count(token, thread):
+    """`count_up`: all that a thread has done is done before what follows on a wait, be
+    it for this count or another, in CTAs that run later."""
+    memory = gpu_callbacks._get_shared_memory()
+    if memory.detect_races:
+        _counted.append((memory.clocks, memory.get_clock(thread)))
+    return token
+
+
+def _await(token, thread):
+    memory = gpu_callbacks._get_shared_memory()
+    # Those of each CTA are made anew.
+    for clock in (x for clocks, x in _counted if clocks is not memory.clocks):
+        memory.clocks[thread].update(clock)
+    return token
 
 
 def _interpret_copy(self: JaxprInterpreter, eqn, token, get_invals):
