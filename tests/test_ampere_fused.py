@@ -18,7 +18,7 @@ from attn_jax.centre import centre_of
 from attn_jax.formats import BF16
 from attn_jax.kernels import ampere_backward_fused as fused
 from attn_jax.kernels import ampere_fixed_point as fixed_point
-from attn_jax.kernels import ampere_fused_work, ampere_tiles
+from attn_jax.kernels import ampere_fused_work, ampere_tiles, architecture
 from attn_jax.kernels.ampere_query_gradient import query_gradient
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
@@ -203,7 +203,7 @@ def test_sums_are_clear_that_others_clear(case):
 
 
 def _by_multiprocessors(case: Case, count: int) -> list[np.ndarray]:
-    with patch.object(fused, "A100_MULTIPROCESSORS", count):
+    with patch.object(architecture, "A100_MULTIPROCESSORS", count):
         return _run(case, _operands(case)[0])
 
 

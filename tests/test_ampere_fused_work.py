@@ -55,22 +55,26 @@ def test_of_pairs_that_are_dealt_together_the_longest_tiles_come_first(dealt):
 
 
 @pytest.mark.parametrize(
-    ("places", "steps", "is_causal", "whole", "parts"),
+    ("multiprocessors", "steps", "options", "whole", "parts"),
     [
-        # 15.5 tiles to a place: the last half in fifths, three of which are 0.6.
-        (132, 64, False, 1980, 5),
-        (132, 64, True, 2048, 1),
+        # 15.5 tiles to each: the last half in fifths, three of which are 0.6.
+        (132, 64, {}, 1980, 5),
+        (132, 64, {"is_causal": True}, 2048, 1),
+        (132, 64, {"side_by_side": 2}, 2048, 1),
         # What a CTA takes besides its blocks is more than would be saved.
-        (132, 16, False, 2048, 1),
-        # They fill the places.
-        (128, 64, False, 2048, 1),
-        # Fewer tiles than places.
-        (4096, 64, False, 0, 2),
-        (100_000, 1, False, 2048, 1),
-        (100_000, 64, False, 0, 8),
+        (132, 16, {}, 2048, 1),
+        # As many to each.
+        (128, 64, {}, 2048, 1),
+        # Fewer than multiprocessors.
+        (4096, 64, {}, 0, 2),
+        (4096, 64, {"side_by_side": 2}, 0, 4),
+        (100_000, 1, {}, 2048, 1),
+        (100_000, 64, {}, 0, 8),
     ],
 )
-def test_as_many_tiles_are_cut_as_saves_time(places, steps, is_causal, whole, parts):
-    dealt = deal(64, 32, steps, places, is_causal=is_causal)
+def test_as_many_tiles_are_cut_as_saves_time(
+    multiprocessors, steps, options, whole, parts
+):
+    options = {"is_causal": False} | options
+    dealt = deal(64, 32, steps, multiprocessors, **options)
     assert (dealt.whole, dealt.parts) == (whole, parts)
-    assert dealt.whole % places == 0 or dealt.parts == 1

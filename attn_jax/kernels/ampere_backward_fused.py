@@ -60,7 +60,6 @@ from attn_jax.kernels import ampere_tiles as tiles
 from attn_jax.kernels import architecture, internals, turns
 from attn_jax.kernels.ampere_fused_work import deal
 from attn_jax.kernels.ampere_query_gradient import query_gradient
-from attn_jax.kernels.architecture import A100_MULTIPROCESSORS
 from attn_jax.kernels.hopper_range import Range, power_of_two
 from attn_jax.kernels.tiles import LOG2_E, smem_tile, write_tile
 from attn_jax.kernels.tuning import FUSED_HEAD_DIMS, AmperePlan
@@ -70,8 +69,8 @@ KEY_TILE = 128
 STAGES = 2
 # Columns of the strips that tiles are read in.
 SWIZZLED = 64
-# CTAs that a multiprocessor holds at once, by head dim.
-PLACES = {64: 2, 128: 1}
+# CTAs of a multiprocessor, by head dim.
+SIDE_BY_SIDE = {64: 2, 128: 1}
 # Queries of a block of two warpgroups: V lies where two such blocks will. Those that
 # their dP is made of at a time.
 PAIRED_QUERIES = 64
@@ -199,12 +198,15 @@ def _sums(
     strip = PAIRED_STRIP if paired else queries  # of dP
     key_tiles = key.shape[1] // KEY_TILE
     pairs = batch * key_heads
-    places = PLACES[head_dim] * (architecture.multiprocessors() or A100_MULTIPROCESSORS)
-    work = deal(pairs, key_tiles, query_blocks * group, places, is_causal=is_causal)
+    work = deal(
+        *(pairs, key_tiles, query_blocks * group),
+        architecture.multiprocessors_or_a100s(),
+        is_causal=is_causal,
+        side_by_side=SIDE_BY_SIDE[head_dim],
+    )
     most = work.together
     passes_over = is_causal and paired and key_count <= PASSES_OVER
     cleared = key_tiles * warpgroups  # parts of a pair's sums
-    unit = scale * LOG2_E
 
     def attention_backward_fused(
         q_gmem, k_gmem, v_gmem, dout_gmem, statistics_gmem, centre_gmem, key_factor,
@@ -367,7 +369,7 @@ def _sums(
             """dK and dV with what a block adds to them; its dS to shared memory."""
             q, dout = q_of(turn), dout_of(turn)
             s = masked(block, tiles.inner_products(k, q, SWIZZLED))
-            p = jnp.exp2(s * unit - statistic(turn, 0, 0, queries))
+            p = jnp.exp2(s * (scale * LOG2_E) - statistic(turn, 0, 0, queries))
             dv = tiles.multiply(dv, p.astype(dtype), dout)
             for column in range(0, queries, strip):
                 rows = pl.ds(column, strip)
@@ -462,9 +464,8 @@ def _sums(
         def _():
             leave(*lax.cond(share.number < 0, lambda *x: x, take_over, dk, dv))
 
-    tile_smem = smem_tile((warpgroups, keys, head_dim), dtype)
     scratch = (
-        tile_smem,
+        smem_tile((warpgroups, keys, head_dim), dtype),
         None if paired else smem_tile((keys, head_dim), dtype),
         smem_tile((warpgroups, keys, head_dim), jnp.float16),
         smem_tile((2 * STAGES, queries, head_dim), dtype),

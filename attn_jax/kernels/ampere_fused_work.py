@@ -93,11 +93,22 @@ class Deal:
 
 
 def deal(
-    pairs: int, key_tiles: int, steps: int, places: int, *, is_causal: bool
+    pairs: int,
+    key_tiles: int,
+    steps: int,
+    multiprocessors: int,
+    *,
+    is_causal: bool,
+    side_by_side: int = 1,
 ) -> Deal:
     """How tiles that take `steps` blocks each, or fewer under a causal mask, are dealt
-    to CTAs of which `places` run at once. Under a causal mask none is cut."""
+    to CTAs, of which a multiprocessor has so many side by side.
+
+    Under a causal mask none is cut. Nor is one if CTAs are side by side and there are
+    enough: then the last have a multiprocessor to themselves, and are faster.
+    """
     tiles = pairs * key_tiles
+    places = multiprocessors * side_by_side
     last = tiles % places
 
     def time(cut: int, parts: int) -> float:
@@ -107,7 +118,8 @@ def deal(
         return turns * (math.ceil(steps / parts) + besides)
 
     parts = min(range(1, min(MOST_PARTS, steps) + 1), key=lambda n: time(last, n))
+    is_enough = side_by_side > 1 and tiles > multiprocessors
     saved = time(last, 1) - time(last, parts)
-    if is_causal or saved < LEAST_SAVED * time(tiles, 1):
+    if is_causal or is_enough or saved < LEAST_SAVED * time(tiles, 1):
         return Deal(pairs, key_tiles, tiles, 1)
     return Deal(pairs, key_tiles, tiles - last, parts)

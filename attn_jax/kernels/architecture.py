@@ -42,6 +42,11 @@ def multiprocessors() -> int | None:
     return None if of_device(device) is None else getattr(device, "core_count", None)
 
 
+def multiprocessors_or_a100s() -> int:
+    """How many Ampere's kernels are made for."""
+    return multiprocessors() or A100_MULTIPROCESSORS
+
+
 @contextlib.contextmanager
 def made_for(architecture: Architecture) -> Iterator[None]:
     """Kernels traced and compiled inside are those of `architecture`, on any device.

@@ -145,9 +145,7 @@ def busy_beside_two_kernels(
     batch, _, query_heads, _ = query_shape
     _, key_count, key_heads, _ = value_shape
     tiles = -(-key_count // ampere_backward_fused.KEY_TILE)
-    multiprocessors = (
-        architecture.multiprocessors() or architecture.A100_MULTIPROCESSORS
-    )
+    multiprocessors = architecture.multiprocessors_or_a100s()
     one, two = (
         _busy(batch * heads, tiles, multiprocessors, is_causal)
         for heads in (key_heads, query_heads)
