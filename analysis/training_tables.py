@@ -21,6 +21,9 @@ from analysis.training_rows import Stops, before_stops, of_all, seeds, stops
 # Of everything, and of the paper's figures 7 and 8.
 MEASURES = ("max_abs", "w1", "w1_over_sigma", "rel_l2", "drift", "cosine")
 _BOUND = "fp32"
+# Arms that others are held against, step by step: the null, and what a change of it is
+# a change of.
+_BASES = "ulp", "pallas", "bf16"
 # A tensor whose two travels have less in common than this, where those of half of all
 # tensors have more than the other, is moved by rounding alone.
 _UNRELATED, _RELATED = 0.5, 0.9
@@ -70,6 +73,11 @@ def tables(
         f"relative L2 of {_BOUND} over that of the arm, by step": Table(
             ratios_by_step(whole, "rel_l2")
         ),
+    }
+    for base in _BASES:
+        title = f"relative L2 of the arm over that of {base}, by step"
+        found[title] = Table(ratios_to(whole, "rel_l2", base))
+    found |= {
         "growth with steps: exponents of a power law, and of W1 / sigma the slope of a "
         "straight line in 1000 steps": side_by_side(
             fits(whole, last), (*POWERS, SLOPE), compared, stopped
@@ -180,10 +188,7 @@ def ratios(ends: Sequence[Row]) -> list[Row]:
 def ratios_by_step(rows: Sequence[Row], name: str) -> list[Row]:
     """The same of one measure, a line for each comparison, a column for each arm. Where
     fewer seeds have a ratio than do at other steps their number is told."""
-    by_step = {
-        step: _over([row for row in rows if row["step"] == step], [name])
-        for step in dict.fromkeys(row["step"] for row in rows)
-    }
+    by_step = _by_step(rows, name, _BOUND)
     arms = dict.fromkeys(arm for found in by_step.values() for arm in found)
     most = {
         arm: max(len(of[arm][name]) for of in by_step.values() if arm in of)
@@ -200,13 +205,50 @@ def ratios_by_step(rows: Sequence[Row], name: str) -> list[Row]:
     return lines
 
 
+def ratios_to(rows: Sequence[Row], name: str, base: str) -> list[Row]:
+    """Of one measure each arm over `base`, a line for each comparison: geometric means
+    over seeds, with the factor of the interval and p of the paired t test that the mean
+    ratio is 1, where there are two seeds or more."""
+    by_step = _by_step(rows, name, base)
+    arms = dict.fromkeys(arm for found in by_step.values() for arm in found)
+    counts = [len(of[name]) for found in by_step.values() for of in found.values()]
+    lines = []
+    for step, found in by_step.items():
+        line: Row = {"step": step} | dict.fromkeys(arms, "")
+        for arm, of in found.items():
+            logs = [-x for x in of[name]]
+            line[arm] = _told_ratio(logs)
+            if len(logs) < max(counts):
+                line[arm] += f" (n = {len(logs)})"
+        lines += [line] if found else []
+    return lines
+
+
+def _told_ratio(logs: Sequence[float]) -> str:
+    told = f"{math.exp(np.mean(logs)):.3g}"
+    if len(logs) < 2:
+        return told
+    error = np.std(logs, ddof=1) / math.sqrt(len(logs))
+    t = -abs(np.mean(logs)) / error if error else -math.inf
+    p = 2 * stdtr(len(logs) - 1, t)
+    return f"{told} (x/ {math.exp(half_width(logs)):.3g}, p = {p:.2g})"
+
+
+def _by_step(rows: Sequence[Row], name: str, upper: str):
+    """By step, what `_over` finds."""
+    return {
+        step: _over([row for row in rows if row["step"] == step], [name], upper)
+        for step in dict.fromkeys(row["step"] for row in rows)
+    }
+
+
 def _over(
-    rows: Sequence[Row], names: Sequence[str]
+    rows: Sequence[Row], names: Sequence[str], upper: str = _BOUND
 ) -> dict[str, dict[str, list[float]]]:
-    """Of one comparison, by arm and measure: logarithms of that of `_BOUND` over the
+    """Of one comparison, by arm and measure: logarithms of that of `upper` over the
     arm's, one for each seed in which neither is 0."""
     by_arm = _by_arm(rows)
-    bound = by_arm.pop(_BOUND, {})
+    bound = by_arm.pop(upper, {})
     found: dict[str, dict[str, list[float]]] = {}
     for arm, some in by_arm.items():
         for name in names:

@@ -104,6 +104,29 @@ def test_ratios_by_step_name_every_comparison_that_has_one():
     assert all(list(line) == ["step", "pallas", "late"] for line in found)
 
 
+def test_ratios_to_an_arm_come_with_their_interval_and_a_paired_test():
+    rng = np.random.default_rng(0)
+    logs = {"ulp": rng.normal(0, 1, 4), "pallas": rng.normal(1, 1, 4)}
+    rows = [
+        weights_row(arm, seed, 16, float(np.exp(x)))
+        for arm, some in logs.items()
+        for seed, x in enumerate(some)
+    ]
+    rows += [weights_row("once", 0, 16, 3 * float(np.exp(logs["ulp"][0])))]
+    (found,) = training_tables.ratios_to(rows, "rel_l2", "ulp")
+    difference = logs["pallas"] - logs["ulp"]
+    test = stats.ttest_rel(logs["pallas"], logs["ulp"])
+    low, high = test.confidence_interval()
+    factor = np.exp((high - low) / 2)
+    assert found == {
+        "step": 16,
+        "pallas": f"{np.exp(difference.mean()):.3g} (x/ {factor:.3g}, "
+        f"p = {test.pvalue:.2g})",
+        "once": "3 (n = 1)",
+    }
+    assert training_tables.ratios_to(rows, "rel_l2", "bf16") == []
+
+
 def test_equal_losses_are_those_that_two_t_tests_cannot_tell_apart():
     reference = (1.0, 1.2, 1.1)
     near, far = (1e-3, -1e-3, 5e-4), (0.02, 0.021, 0.019)
@@ -248,5 +271,6 @@ def test_all_tables_are_there_where_they_say_something():
     runs = [runs_row(a, s, 1.0 + s) for a in (REFERENCE, "pallas") for s in SEEDS]
     titles = list(training_tables.tables(weights, runs, 0.01))
     assert [title.split()[0] for title in titles] == [
-        *("weights", "training", "averaged", "weight", "relative", "growth", "losses"),
+        *("weights", "training", "averaged", "weight", "relative", "relative"),
+        *("growth", "losses"),
     ]
