@@ -8,6 +8,7 @@ not stay in the L2 cache.
 Without a mask all tiles take as long, and while the last of them are made the card is
 half idle: 2048 tiles are 15.5 to each of 132 multiprocessors, and take the time of 16.
 So the last tiles are cut into parts, of a CTA each, that share the blocks of queries.
+How many depends on the card's multiprocessors, and so do the last bits of dK and dV.
 """
 
 import dataclasses
