@@ -436,18 +436,19 @@ def _low_part(run: Run) -> Faults:
     v[:, 3, :, 0] += 2.0**-7
     dout = np.zeros_like(k)
     dout[..., 0] = 1
-    recipe = dataclasses.replace(FLASH2, delta_source="o_hi_lo")
-
-    def dquery(q, k, v, dout):
-        def forward(q):
-            return emulator.attention(q, k, v, recipe=recipe)[0]
-
-        return jax.vjp(forward, q)[1](dout)[0]
-
     want = np.zeros_like(k)
     want[..., 2] = 0.5 * 3 * 2.0**-11
-    got = run(dquery, np.zeros_like(k), k, v, dout)
-    yield _differs("dQ with o_hi_lo", got, want, meaning)
+    for source in ("o_hi_lo", "o_hi_lo8"):
+        recipe = dataclasses.replace(FLASH2, delta_source=source)
+
+        def dquery(q, k, v, dout, recipe=recipe):
+            def forward(q):
+                return emulator.attention(q, k, v, recipe=recipe)[0]
+
+            return jax.vjp(forward, q)[1](dout)[0]
+
+        got = run(dquery, np.zeros_like(k), k, v, dout)
+        yield _differs(f"dQ with {source}", got, want, meaning)
 
     def two_sum(a, b):
         total = a + b

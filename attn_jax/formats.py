@@ -216,6 +216,26 @@ def _round_jvp(fmt, rounding, primals, tangents):
     )
 
 
+def with_low_byte(
+    x: Float[Array, "..."], rounded: Float[Array, "..."], fmt: NumberFormat
+) -> Float[Array, "..."]:
+    """`rounded`, which is `x` rounded to `fmt`, with eight bits of what it lacks.
+
+    Of x's sign and the size |rounded| + q s / 256, where s is the spacing of `fmt` at x
+    (below its normal range that of subnormals), and q is 256 (|x| - |rounded|) / s to
+    the nearest whole number, halves up, or -128 or 127 if that lies beyond: x to within
+    s / 512, or s / 256 where `rounded` is nearly half a spacing too small. NaN where
+    either is not finite. All steps but q's are exact, short of the carrier's underflow.
+    """
+    size, base = jnp.abs(x), jnp.abs(rounded)
+    exponent = jnp.maximum(jnp.frexp(size)[1] - 1, fmt.min_exponent)
+    places = fmt.mantissa_bits + 8 - exponent
+    q = jnp.floor(jnp.ldexp(size - base, places) + 0.5)
+    low = jnp.ldexp(jnp.clip(q, -128.0, 127.0), -places)
+    finite = jnp.isfinite(x) & jnp.isfinite(rounded)
+    return jnp.where(finite, jnp.copysign(base + low, x), jnp.nan)
+
+
 def _bits_of(value: float, carrier: NumberFormat, uint):
     """Bit pattern of a positive finite number that is normal in the carrier."""
     half_mantissa, exponent = math.frexp(value)

@@ -184,7 +184,7 @@ ATTN_JAX = dataclasses.replace(
     source="the Pallas kernels of this package, backward pass in two kernels",
     block_q=64,
     backward_block_kv=64,
-    delta_source="o_hi_lo",
+    delta_source="o_hi_lo8",
     dq_centre="mean",
     ring_own_keys="last",
 )

@@ -110,9 +110,14 @@ class Recipe:
             pass's lines with the whole row as one block
         delta = delta(rowsum(dO O)), summed over H, with the O of `delta_source`:
             'o' as returned, 'o_f32' unrounded, 'o_hi_lo' output(O) + output(O -
-            output(O)); 'p_dp': delta(sum over blocks of rowsum(softmax_probability(P)
-            dP)), in a pass over the keys before all else
-    then, tile by tile, key blocks of `backward_block_kv` outside and in order, query
+            output(O)), 'o_hi_lo8' output(O) and a byte, see below; 'p_dp':
+            delta(sum over blocks of rowsum(softmax_probability(P) dP)), in a pass over
+            the keys before all else
+    'o_hi_lo8' has O's sign and the size |output(O)| + q s / 256. s is the spacing of
+    output's format at O, that of its subnormals below its normal range; q is the whole
+    number nearest to 256 (|O| - |output(O)|) / s, halves up, but -128 or 127 where that
+    lies beyond. No step but q's rounds. NaN where O or output(O) is not finite.
+    Then, tile by tile, key blocks of `backward_block_kv` outside and in order, query
     blocks of `backward_block_q` inside and in order:
         dP = dprobability(dot(dO, V^T)), summed over H
         D  = softmax_probability(P) (dP - (delta - dLSE)), times a cap's 1 - tanh^2
@@ -283,7 +288,7 @@ class Recipe:
     probability_from: Literal["lse", "softmax"] = "lse"
     softmax_probability: Step = _FP32
     backward_probability: Step = _BF16
-    delta_source: Literal["o", "o_hi_lo", "o_f32", "p_dp"] = "o"
+    delta_source: Literal["o", "o_hi_lo", "o_hi_lo8", "o_f32", "p_dp"] = "o"
     delta: Step = _FP32
     dprobability: Step = _FP32
     dlogits: Step = _BF16

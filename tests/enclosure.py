@@ -100,6 +100,16 @@ def _round_to_multiple(x: np.ndarray, fmt: NumberFormat, whole_number, keeps_fin
     return np.where(over, beyond, result)
 
 
+def with_low_byte(x: np.ndarray, step: Step) -> np.ndarray:
+    """x rounded as a step says, and eight bits of what that dropped; monotone."""
+    fmt = step.format
+    near = np.abs(round_by_definition(x, fmt, step.rounding))
+    exponent = np.maximum(np.frexp(x)[1] - 1, fmt.min_exponent) - fmt.mantissa_bits - 8
+    size = np.ldexp(np.floor(np.ldexp(np.abs(x), -exponent) + 0.5), exponent)
+    unit = np.ldexp(np.ones_like(x), exponent)
+    return np.copysign(np.clip(size, near - 128 * unit, near + 127 * unit), x)
+
+
 class Arithmetic:
     """The operations of a carrier on intervals."""
 

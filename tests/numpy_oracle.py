@@ -13,7 +13,7 @@ import numpy as np
 from attn_jax.formats import FP32, NumberFormat
 from attn_jax.mask import Mask
 from attn_jax.recipe import Recipe, Step
-from tests.enclosure import Arithmetic, Interval, where
+from tests.enclosure import Arithmetic, Interval, where, with_low_byte
 from tests.oracle_forward import ForwardOracle, Row, blocks, concatenate
 
 
@@ -116,6 +116,8 @@ class _Oracle(ForwardOracle):
             o = a.round(o, r.output)
         if r.delta_source == "o_hi_lo":
             o = a.add(o, a.round(a.sub(row.output, o), r.output))
+        if r.delta_source == "o_hi_lo8":
+            o = Interval(*(with_low_byte(end, r.output) for end in row.output))
         return a.round(self.row_dots(do, o), r.delta)
 
     def attend(self, queries, k, v, dout, dlse, visible):

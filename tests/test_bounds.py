@@ -62,7 +62,7 @@ KNOBS: dict[str, list] = {
     "probability_from": ["lse", "softmax"],
     "softmax_probability": [_WIDE, _BF16],
     "backward_probability": [_BF16, Step(FP16)],
-    "delta_source": ["o", "o_hi_lo", "o_f32", "p_dp"],
+    "delta_source": ["o", "o_hi_lo", "o_hi_lo8", "o_f32", "p_dp"],
     "delta": [_WIDE, _BF16],
     "dprobability": [_WIDE, _BF16],
     "dlogits": [_WIDE, _BF16, _FP8, _COIN],

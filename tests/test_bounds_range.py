@@ -60,6 +60,15 @@ BEYOND_RANGE = {
         (_ONE, _TWO_KEYS), (_VALUES * 500 + 500, _ONE), Mask(), "output",
         ("out", "dquery", "dkey"),
     ),
+    "high part and low byte saturate": (
+        dataclasses.replace(FLASH2, delta_source="o_hi_lo8", output=_E4M3_SAT),
+        (_ONE, _TWO_KEYS), (_VALUES * 500 + 500, _ONE), Mask(), "output", (),
+    ),
+    "high part and low byte overflow": (
+        dataclasses.replace(FLASH2, delta_source="o_hi_lo8", output=_E4M3),
+        (_ONE, _TWO_KEYS), (_VALUES * 500 + 500, _ONE), Mask(), "output",
+        ("out", "dquery", "dkey"),
+    ),
     # P = 0 times an infinite dP.
     "dP of a hidden key overflows": (
         EAGER_BF16.with_inputs(FP16),

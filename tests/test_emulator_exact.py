@@ -175,6 +175,7 @@ def test_each_step_named_in_a_recipe_changes_the_result(what):
         {"gradient_scale_at": "logits", "dlogits": e5m2},
         {"delta_source": "o_f32"},
         {"delta_source": "o_hi_lo"},
+        {"delta_source": "o_hi_lo8"},
         {"delta_source": "p_dp"},
         {"dq_centre": "mean"},
         {"dq_centre": "row"},

@@ -332,7 +332,7 @@ def test_options_choose_the_kernels(changes, backward, kernels):
         assert _kernel_names(changes, backward) == kernels
 
 
-def test_out_low_is_kept_for_both_parts_alone():
+def test_a_byte_of_out_is_kept_for_both_parts_alone():
     query = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
 
     def kept(source):
@@ -341,9 +341,12 @@ def test_out_low_is_kept_for_both_parts_alone():
         def pullback(*qkv):
             return jax.vjp(lambda *x: attention(*x, scale=0.1, recipe=recipe), *qkv)[1]
 
-        return jax.tree.leaves(jax.eval_shape(pullback, query, query, query))
+        arrays = jax.tree.leaves(jax.eval_shape(pullback, query, query, query))
+        return sorted((x.shape, x.dtype.name) for x in arrays)
 
-    assert len(kept("o_hi_lo")) == len(kept("o")) + 1 == len(kept("p_dp")) + 1
+    assert kept("o") == kept("p_dp")
+    byte = (1, 256, 2, 64), "int8"
+    assert kept("o_hi_lo8") == sorted([*kept("o"), byte])
 
 
 SHORT = Mask(key_value_lengths=np.array([7], np.int32))
@@ -360,7 +363,8 @@ SHORT = Mask(key_value_lengths=np.array([7], np.int32))
         (QIU_YAO, {}, "scale_at='logits'.*'exponent'"),
         (FLASH2, {}, None),
         (dataclasses.replace(FLASH2, ring_size=2), {}, "ring_size=2.* have 1"),
-        (dict(delta_source="o_f32"), {}, "delta_source='o_f32'.*'o_hi_lo' or 'o' or"),
+        (dict(delta_source="o_f32"), {}, "delta_source='o_f32'.*'o_hi_lo8' or 'o' or"),
+        (dict(delta_source="o_hi_lo"), {}, "delta_source='o_hi_lo', but .*'o_hi_lo8'"),
         (dict(dq_dlogits=Step(BF16)), {}, "dq_dlogits=Step.bf16.*None or Step.fp16"),
         (dict(dq_dlogits=HALF), {}, None),
         (dict(group_gradient=Step(BF16)), {}, "group_gradient=Step.bf16.*have None"),

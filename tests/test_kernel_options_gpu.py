@@ -96,7 +96,7 @@ def test_accurate_and_as_declared(name, shape, is_causal, family):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("source", ["o_hi_lo", "p_dp"])
+@pytest.mark.parametrize("source", ["o_hi_lo8", "p_dp"])
 def test_a_rows_own_centre_is_for_rows_of_little_weight(source, is_causal):
     """Two keys far from the mean of all have nearly all the weight: what rounding
     leaves in rows of dS meets those two, and not the mean."""

@@ -62,6 +62,7 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
     "repeated maximum": (_OPEN, dict(repeated_max_factor=2.0, accumulator=_BF16)),
     "o": (_CAUSAL, dict(output=_BF16, dlogits=_BF16)),
     "o_hi_lo": (_CAUSAL, dict(output=_BF16, delta_source="o_hi_lo", dlogits=_BF16)),
+    "o_hi_lo8": (_CAUSAL, dict(output=_BF16, delta_source="o_hi_lo8", dlogits=_BF16)),
     "o_f32": (_CAUSAL, dict(output=_BF16, delta_source="o_f32", dlogits=_BF16)),
     "p_dp": (_CAUSAL, dict(output=_BF16, delta_source="p_dp", dlogits=_BF16)),
     "centre mean": (_WINDOW, dict(dq_centre="mean", dlogits=_BF16)),
@@ -194,7 +195,7 @@ _CHAINED = "chained sums"
 
 # What is theirs alone another case has, too, here or in exact arithmetic.
 _FURTHER_KNOBS = {"exp2, scale on the logits", "row sum of rounded", "E4M3 saturating"}
-_FURTHER_KNOBS |= {"o", "o_hi_lo", "o_f32", "centre mean", "centre keys"}
+_FURTHER_KNOBS |= {"o", "o_hi_lo", "o_hi_lo8", "o_f32", "centre mean", "centre keys"}
 _FURTHER_KNOBS |= {"gradient scale on the logits", "dS of dQ in FP16"}
 _FURTHER_KNOBS |= {"ring, lse", "ring, centre keys", "ring, by query head"}
 _FURTHER_KNOBS |= {"ring, two_pass", "gradients by query head"}

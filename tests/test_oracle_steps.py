@@ -66,6 +66,7 @@ EXACT_KNOBS = {
     ),
     "delta from o": dict(output=Step(_COARSE)),
     "delta from o_hi_lo": dict(delta_source="o_hi_lo", output=Step(_COARSE)),
+    "delta from o_hi_lo8": dict(delta_source="o_hi_lo8", output=Step(_COARSE)),
     "delta from o_f32": dict(delta_source="o_f32", output=Step(_COARSE)),
     "delta from p_dp": dict(delta_source="p_dp", output=Step(_COARSE)),
     "centre mean": dict(dq_centre="mean", dlogits=Step(_COARSE), gradient=_BF16),

@@ -55,6 +55,7 @@ STEPS = {
 DELTA = {
     "o": "from out",
     "o_hi_lo": "from O as two numbers",
+    "o_hi_lo8": "from O as a number and a byte",
     "o_f32": "from O unrounded",
     "p_dp": "from P dP",
 }

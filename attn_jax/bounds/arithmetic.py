@@ -203,10 +203,10 @@ class Arithmetic:
             return x
         nearest = kept.rounding is Rounding.NEAREST_EVEN
         u = fmt.unit_roundoff * (1 if nearest else 2)
-        x = self._perturb(
+        x = self.perturb(
             x,
             u,
-            _underflow(fmt, carrier, nearest) * unit.high,
+            underflow(fmt, carrier, nearest) * unit.high,
             extra,
             # A stochastic rounding lies in an interval of one spacing, as one to
             # nearest does; only the latter's being centred is an assumption.
@@ -215,13 +215,13 @@ class Arithmetic:
             else fmt.unit_roundoff * (np.abs(x.value) + extra),
             extra_spread,
         )
-        return self._clipped(name, x, unit, extra)
+        return self.clipped(name, x, unit, extra)
 
     def _kept(self, name: str) -> Step:
         kept = getattr(self.recipe, name)
         return kept if isinstance(kept, Step) else Step(kept)  # `inputs`
 
-    def _clipped(self, name: str, x: Ball, unit: Unit = ONE, extra: Size = 0.0) -> Ball:
+    def clipped(self, name: str, x: Ball, unit: Unit = ONE, extra: Size = 0.0) -> Ball:
         """What the step `name` cuts off from beyond its format's range."""
         kept = self._kept(name)
         over = x.size + extra - kept.format.max_finite * unit.low
@@ -266,7 +266,7 @@ class Arithmetic:
         u = np.expm1(operations * math.log1p(self.roundoff))
         tiny = operations * self.recipe.carrier.min_normal * unit.high
         size = math.sqrt(operations) * self.roundoff * (np.abs(x.value) + extra)
-        x = self._perturb(x, u, tiny, extra, size)
+        x = self.perturb(x, u, tiny, extra, size)
         return self.in_range(x, x.size + extra, unit)
 
     def function(self, x: Ball, unit: Unit = ONE, extra: Size = 0.0) -> Ball:
@@ -274,7 +274,7 @@ class Arithmetic:
         u = FUNCTION_ULPS * self.roundoff
         tiny = 2 * self.recipe.carrier.min_normal * unit.high
         size = u * np.abs(x.value) if self.kind == "order" else None
-        x = self._perturb(x, u, tiny, extra, size)
+        x = self.perturb(x, u, tiny, extra, size)
         return self.in_range(x, x.size + extra, unit)
 
     def divided(self, x: Ball, y: Ball, unit: Unit = ONE) -> Ball:
@@ -284,22 +284,6 @@ class Arithmetic:
     def divisor(self, y: Ball, unit: Unit = ONE) -> Ball:
         """A compiler may multiply by 1 / y, which must not underflow."""
         return self.in_range(y, y.size, unit, 1 / self.recipe.carrier.min_normal)
-
-    def high_and_low(self, name: str, x: Ball) -> Ball:
-        """round(x) + round(x - round(x)): only the second rounding leaves an error."""
-        kept = getattr(self.recipe, name)
-        fmt, carrier = kept.format, self.recipe.carrier
-        if fmt.mantissa_bits >= carrier.mantissa_bits:
-            return self.step(name, x)
-        nearest = kept.rounding is Rounding.NEAREST_EVEN
-        u = fmt.unit_roundoff * (1 if nearest else 2)
-        tiny = _underflow(fmt, carrier, nearest)
-        size = None
-        if kept.rounding is not Rounding.TOWARD_ZERO:
-            size = fmt.unit_roundoff * u * np.abs(x.value)
-        # The two roundings of the low part: of |x - round(x)| <= u |x| + tiny.
-        low = self._perturb(x, u * u, (1 + u) * tiny, 0.0, size, 0.0)
-        return self._clipped(name, low)
 
     def exp(self, p: Ball, unit: Unit = ONE, extra: Size = 0.0) -> Ball:
         """The recipe's exp or exp2, given what it should be.
@@ -314,7 +298,7 @@ class Arithmetic:
         if self.kind == "order":
             return p
         u = EXP2_POLYNOMIAL_ERROR[degree]
-        return self._perturb(p, u, 0.0, extra, None)
+        return self.perturb(p, u, 0.0, extra, None)
 
     def dot(self, x: Ball, y: Ball, name: str, unit: Unit = ONE) -> Ball:
         """x @ y; errors of x are independent along the summed axis, y's not random."""
@@ -448,7 +432,7 @@ class Arithmetic:
         nearest = kept.rounding is Rounding.NEAREST_EVEN
         u = kept.format.unit_roundoff * (1 if nearest else 2)
         growth = np.exp(rounds * math.log1p(u))
-        tiny = _underflow(kept.format, self.recipe.carrier, nearest) * unit.high
+        tiny = underflow(kept.format, self.recipe.carrier, nearest) * unit.high
         total = absolute + grown
         error = (growth - 1) * total + np.where(total, rounds * growth * tiny, 0.0)
         if np.any(growth * total > kept.format.max_finite * unit.low):
@@ -460,7 +444,7 @@ class Arithmetic:
         size = math.sqrt(rounds) * kept.format.unit_roundoff * absolute
         return self._add(x, error, size, error - rounds * u * absolute)
 
-    def _perturb(
+    def perturb(
         self,
         x: Ball,
         u: float,
@@ -493,7 +477,7 @@ class Arithmetic:
         return Ball(x.value, x.worst + error, x.fixed + rest, spread)
 
 
-def _underflow(fmt: NumberFormat, carrier: NumberFormat, nearest: bool) -> float:
+def underflow(fmt: NumberFormat, carrier: NumberFormat, nearest: bool) -> float:
     """Error of a rounding in the subnormal range; a carrier may flush its own."""
     if fmt.exponent_bits >= carrier.exponent_bits or not fmt.has_subnormals:
         return fmt.min_normal

@@ -28,6 +28,7 @@ from attn_jax.bounds.forward import (
 )
 from attn_jax.bounds.head_scale import on_dlogits
 from attn_jax.bounds.ring import shares
+from attn_jax.bounds.two_parts import high_and_low, with_low_byte
 
 
 class Shared(NamedTuple):
@@ -216,7 +217,9 @@ def _delta_from_output(arithmetic: Arithmetic, fwd: Forward, dout: np.ndarray) -
     if recipe.delta_source == "o":
         out = fwd.out
     elif recipe.delta_source == "o_hi_lo":
-        out = arithmetic.high_and_low("output", wide)
+        out = high_and_low(arithmetic, "output", wide)
+    elif recipe.delta_source == "o_hi_lo8":
+        out = with_low_byte(arithmetic, "output", wide)
     size = np.abs(dout)
     rounding = np.sqrt(np.maximum(out.spread**2 - wide.spread**2, 0.0))
     spread = np.hypot(

@@ -17,6 +17,7 @@ from attn_jax.emulator.backward import gradients
 from attn_jax.emulator.checks import check_recipe
 from attn_jax.emulator.sums import walk
 from attn_jax.emulator.tiles import Operands, Static
+from attn_jax.formats import with_low_byte
 from attn_jax.mask import Mask
 from attn_jax.recipe_checks import check_is_recipe
 from attn_jax.recipe_schema import Recipe
@@ -114,6 +115,10 @@ def _attention_fwd(
         high = x.round(exact, "output")
         low = x.round(exact - high, "output", site="low")
         for_delta = named_out(high + low)
+    elif recipe.delta_source == "o_hi_lo8":
+        high = x.round(exact, "output")
+        whole = with_low_byte(exact, high, recipe.output.format)
+        for_delta = named_out(whole)
     B, K, G, T, H = x.shape
     result = x.ungroup(out).astype(static.out_dtype or query.dtype)
     inputs = query, key, value, bias, sinks

@@ -15,7 +15,7 @@ from attn_jax.emulator import forward as blocks
 from attn_jax.emulator.centre import seen_keys
 from attn_jax.emulator.checks import check_recipe
 from attn_jax.emulator.tiles import Operands, Static, divide_or_zero
-from attn_jax.formats import carrier_dtype, round_to
+from attn_jax.formats import carrier_dtype, round_to, with_low_byte
 from attn_jax.mask import Mask
 from attn_jax.pairwise import pairwise_sum
 from attn_jax.recipe_schema import Recipe, Step
@@ -181,6 +181,8 @@ def kept_for_delta(
     high = rounded(out, recipe.output)
     if recipe.delta_source == "o":
         return high
+    if recipe.delta_source == "o_hi_lo8":
+        return with_low_byte(out, high, recipe.output.format)
     return high + rounded(out - high, recipe.output)
 
 

@@ -11,8 +11,8 @@ FlashAttention-2 (arXiv 2307.08691), so tiles are such that two fit a multiproce
 Where it rounds (16 bit: the inputs' format):
   S, m, l, the correction factors and the accumulator are FP32;
   P is rounded to 16 bit as the operand of P V; l sums the unrounded P;
-  out is rounded once. With `residual`, what that rounding dropped is kept as a second
-  16-bit tensor: out + out_low carries about 16 bits into the backward pass.
+  out is rounded once. With `residual`, what that rounding dropped is kept in one byte
+  (`low_part`): the two carry some 16 bits into the backward pass.
 exp2 with scale * log2(e) folded in replaces exp, so m is kept in units of log2.
 """
 
@@ -21,9 +21,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int8
 
 from attn_jax.kernels import ampere_tiles as tiles
+from attn_jax.kernels import low_part
 from attn_jax.kernels.tiles import (
     LN_2,
     LOG2_E,
@@ -64,7 +65,7 @@ def forward(
     soft_cap: float | None = None,
     bias: Float[Array, "#B #N T S"] | None = None,
 ) -> tuple[
-    Float[Array, "B T N D"], Float[Array, "B T N D"] | None, Float32[Array, "B N T"]
+    Float[Array, "B T N D"], Int8[Array, "B T N D"] | None, Float32[Array, "B N T"]
 ]:
     """Returns (out, what rounding dropped from out or None, LSE in natural log).
 
@@ -254,24 +255,24 @@ def forward(
         # Q is no longer needed: its tile carries out to whole rows. In parts, since out
         # and what it is rounded to do not fit in the registers beside each other.
         for k in range(0, value_dim, strip):
-
-            def store(x, gmem, k=k):
-                buffer = q_smem.at[:, pl.ds(k % head_dim, strip)]
-                place = own_rows(gmem, value_dim).at[:, pl.ds(k, strip)]
-                tiles.store_rows(x, buffer, place, strip)
-
             whole = lax.slice(out, (0, k), (rows, k + strip))
             rounded = whole.astype(dtype)
-            store(rounded, out_gmem)
+            buffer = q_smem.at[:, pl.ds(k % head_dim, strip)]
+            place = own_rows(out_gmem, value_dim).at[:, pl.ds(k, strip)]
+            tiles.store_rows(rounded, buffer, place, strip)
             if keep_low:
-                store((whole - rounded.astype(jnp.float32)).astype(dtype), low_gmem)
+                place = low_gmem.at[b, pl.ds(first_row, rows), n, pl.ds(k, strip)]
+                rest = query_count - first_row
+                low_part.store(place, whole, rounded, rest, tiles.MMA)
 
     out_shape = (batch, query.shape[1], query_heads * value_dim)
+    low_shape = (batch, query_count, query_heads, value_dim)
+    low = jax.ShapeDtypeStruct(low_shape, low_part.DTYPE)
     out, low, lse = plgpu.kernel(
         attention_forward,
         out_type=[
             jax.ShapeDtypeStruct(out_shape, out_dtype),
-            jax.ShapeDtypeStruct(out_shape, dtype) if keep_low else None,
+            low if keep_low else None,
             jax.ShapeDtypeStruct((batch, query_heads, query.shape[1]), jnp.float32),
         ],
         scratch_types=[
@@ -286,8 +287,5 @@ def forward(
         compiler_params=tiles.COMPILER_PARAMS,
     )(query, key, value, pairs, sinks, bias)
 
-    def heads(x):
-        x = x.reshape(batch, -1, query_heads, value_dim)
-        return x[:, :query_count]
-
-    return heads(out), None if low is None else heads(low), lse[:, :, :query_count]
+    out = out.reshape(batch, -1, query_heads, value_dim)
+    return out[:, :query_count], low, lse[:, :, :query_count]

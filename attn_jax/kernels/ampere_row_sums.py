@@ -1,17 +1,17 @@
 """What the backward pass sums over rows of its inputs, for Ampere (sm_80):
 
-    excess = rowsum(dO * (out + low))      dout_norm = sqrt(rowsum(dO * dO))
+    excess = rowsum(dO * O')      dout_norm = sqrt(rowsum(dO * dO))
 
-in one launch, at the speed of memory: a CTA has a tile of rows of one head and reads it
+with O' of out and what its rounding dropped (`low_part`), or out itself, in one launch,
+at the speed of memory: a CTA has a tile of rows of one head and reads it
 once, straight to registers. The norms are made on request.
 
 Where it rounds: all is FP32, u = 2^-24, added in an order that shapes fix: two runs
 give the same bits.
-  excess: out + low rounds once, its product with dO at most once (the compiler may fuse
+  excess: O' is exact, its product with dO rounds at most once (the compiler may fuse
     it with an addition). Threads and lanes then add as `hopper_row_sums` says: no
     product is in more than `Lanes.additions`, 10 for head dimension 64, 11 for 128. So
-    the sum is off by at most (additions + 2) u times sum |dO| |out + low|, to first
-    order.
+    the sum is off by at most (additions + 1) u times sum |dO| |O'|, to first order.
   dout_norm: the same additions; dO * dO is exact, short of underflow. Then as
     `lanes.row_norms` says.
 """
@@ -21,9 +21,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int8
 
 from attn_jax.kernels import ampere_tiles as tiles
+from attn_jax.kernels import low_part
 from attn_jax.kernels.lanes import Lanes, read, row_norms
 from attn_jax.kernels.tiles import widen, write_tile
 
@@ -33,15 +34,15 @@ ELEMENTS = 4096
 
 def row_sums(
     out: Float[Array, "B T N D"],
-    low: Float[Array, "B T N D"] | None,
+    low: Int8[Array, "B T N D"] | None,
     dout: Float[Array, "B T N D"],
     *,
     norms: bool = False,
 ) -> tuple[Float32[Array, "B N T"], Float32[Array, "B N T"] | None]:
     """(excess, dout_norm or, if not `norms`, None), as the module says.
 
-    `dout` is BF16 or FP16; `out` has its format or is FP32; `low` has its format, or is
-    None for zero."""
+    `dout` is BF16 or FP16; `out` has its format or is FP32; `low` is None where the
+    latter, or for zero."""
     batch, count, heads, head_dim = out.shape
     lanes = Lanes.of_rows(head_dim, 4 if out.dtype == jnp.float32 else 8)
     rows = max(ELEMENTS // head_dim // lanes.strip, 1) * lanes.strip
@@ -54,15 +55,15 @@ def row_sums(
 
         def tile(gmem):
             own = tiles.head_rows(gmem, b, first, rows, n, head_dim)
-            return widen(read(own, layout=layout))
+            return read(own, layout=layout)
 
         def write(gmem, values):
             write_tile(gmem.at[b, n, pl.ds(start, rows)], values)
 
-        total = tile(out_gmem)
-        if low_gmem is not None:
-            total += tile(low_gmem)
-        dout = tile(dout_gmem)
+        out = tile(out_gmem)
+        low = None if low_gmem is None else tile(low_gmem)
+        dout = widen(tile(dout_gmem))
+        total = widen(out) if low is None else low_part.completed(out, low)
         write(excess_gmem, (dout * total).sum(axis=1))
         if norm_gmem is not None:
             write(norm_gmem, row_norms(dout))

@@ -15,8 +15,8 @@ meets can need a mask, so the loop over the others has no branch.
 Where it rounds (16 bit: the inputs' format):
   S, m, l, the correction factors and the accumulator are FP32;
   P is rounded to V's format as the operand of P V; l sums the unrounded P;
-  out is rounded once. With `residual`, what that rounding dropped is kept as a second
-  16-bit tensor: out + out_low carries about 16 bits into the backward pass.
+  out is rounded once. With `residual`, what that rounding dropped is kept in one byte
+  (`low_part`): the two carry some 16 bits into the backward pass.
 exp2 with scale * log2(e) folded in replaces exp, so m is kept in units of log2. What
 options change is said in `hopper_softmax`. P V of more than `hopper_links.KEYS` keys is
 summed in parts.
@@ -29,9 +29,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int8
 
-from attn_jax.kernels import hopper_loads, internals, schedule
+from attn_jax.kernels import hopper_loads, internals, low_part, schedule
 from attn_jax.kernels.hopper_forward_work import Consumer, Form, Refs, Seen
 from attn_jax.kernels.hopper_outputs import Carried
 from attn_jax.kernels.hopper_softmax import LOG2_P_SCALE, Softmax
@@ -77,7 +77,7 @@ def forward(
     chosen: schedule.Chosen | None = None,
 ) -> (
     tuple[
-        Float[Array, "B T N D"], Float[Array, "B T N D"] | None, Float32[Array, "B N T"]
+        Float[Array, "B T N D"], Int8[Array, "B T N D"] | None, Float32[Array, "B N T"]
     ]
     | Carried
 ):
@@ -154,7 +154,7 @@ def forward(
         before_gmem, out_gmem, low_gmem, lse_gmem, row_sum_gmem, sums_gmem, smem,
         barriers,
     ):  # fmt: skip
-        q_smem, k_smem, v_smem, *results_smem = smem
+        q_smem, k_smem, v_smem, out_smem = smem
         q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
         q = hopper_loads.Loaded(q_gmem, q_smem, q_ready, q_free)
         k = hopper_loads.Loaded(k_gmem, k_smem, k_ready, k_free)
@@ -172,7 +172,7 @@ def forward(
             plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
             refs = Refs(
                 *(pairs, sinks_gmem, bias_gmem, unscale_gmem, before_gmem, out_gmem),
-                *(low_gmem, lse_gmem, row_sum_gmem, sums_gmem, *results_smem),
+                *(low_gmem, lse_gmem, row_sum_gmem, sums_gmem, out_smem),
             )
             Consumer(
                 *(form, q, steps, refs, seen, cta, warpgroup),
@@ -194,18 +194,17 @@ def forward(
                 for_each_tile, blocks_of, strips, tiling, form.group, q, steps
             )
 
-    out_smem = low_smem = None
+    out_smem = None
     keep_low = residual and not form.wide_out
     if not (form.wide_out or form.out_by_key):
         stored = tiling.stored(value_dim)
         out_smem = smem_tile((warpgroups, rows, stored), dtype)
-        low_smem = out_smem if keep_low and stored == value_dim else None
     tile_rows = tile_count * tiling.tile
     shaped = jax.ShapeDtypeStruct
     # TMA stores drop what lies outside an array; plain stores (FP32 out, LSE) do not.
     out_rows = tile_rows if form.wide_out else padded
     out = shaped((batch, out_rows, query_heads, value_dim), out_dtype)
-    low = shaped((*query.shape[:3], value_dim), dtype)
+    low = shaped((batch, query_count, query_heads, value_dim), low_part.DTYPE)
     of_rows = shaped((batch, query_heads, tile_rows), jnp.float32)
     sums = shaped((table.shape[0], warpgroups, rows, value_dim), jnp.float32)
     operands = query, key, value, table, pairs, sinks, bias, unscale, before
@@ -226,7 +225,7 @@ def forward(
             sums if form.in_links else None,
         ],
         scratch_types=[
-            (*hopper_loads.places(tiling, query, value), out_smem, low_smem),
+            (*hopper_loads.places(tiling, query, value), out_smem),
             hopper_loads.barriers(tiling, keeps_last=form.out_by_key),
         ],
         grid=(table.shape[0],),
@@ -237,5 +236,4 @@ def forward(
     )(*operands)
     if carries:
         return Carried(lse, row_sum, out)
-    low = None if low is None else low[:, :query_count]
     return out[:, :query_count], low, lse[:, :, :query_count]

@@ -119,7 +119,7 @@ class Seen(NamedTuple):
 class Refs(NamedTuple):
     """Where a CTA finds and leaves things. In global memory: of lists `pairs`, of a
     sum in links `sums`, of what was carried in `before`, of results `out` to `row_sum`;
-    in shared memory: tiles for the results of each warpgroup. None: there is none."""
+    in shared memory: a tile for the results of each warpgroup. None: there is none."""
 
     pairs: Pairs | None
     sinks: Any
@@ -132,7 +132,6 @@ class Refs(NamedTuple):
     row_sum: Any
     sums: Any
     out_smem: Any
-    low_smem: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,14 +335,15 @@ class Rows:
             # Two FP32 tiles do not fit in shared memory beside K and V.
             refs.out[b, own_rows, n] = out
             return
-        tiles = (x and x.at[of.warpgroup] for x in (refs.out_smem, refs.low_smem))
         if form.out_by_key:
             k = of.steps.k
             place = pl.ds(pl.multiple_of(of.warpgroup * rows, rows), rows)
             plgpu.barrier_wait(k.free.at[of.steps.count])
-            tiles = k.smem.at[of.steps.slot(self.tile_last), place], None
+            tile = k.smem.at[of.steps.slot(self.tile_last), place]
+        else:
+            tile = refs.out_smem.at[of.warpgroup]
         stored = form.tiling.stored(form.value_dim)
-        Outputs(refs.out, refs.low, *tiles).write(out, b, n, own_rows, stored)
+        Outputs(refs.out, refs.low, tile).write(out, b, n, self.row, stored)
         if form.out_by_key and not form.released_late:
             of.release_kept(self.tile_last + 1)
 

@@ -10,69 +10,51 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float32
 
+from attn_jax.kernels import low_part
 from attn_jax.kernels.hopper_softmax import Softmax, State
 from attn_jax.kernels.tiles import (
     ROWS,
+    WGMMA,
     along_rows,
     columns_at_once,
     finite,
     read_tile,
-    widen,
     write_tile,
 )
 
 
 class Outputs(NamedTuple):
-    """Of 16 bits, by way of shared memory.
+    """Of 16 bits, by way of shared memory, and what rounding drops, straight to memory.
 
     Attributes:
-      out_gmem, low_gmem: out and what rounding drops from it, or None.
-      out_smem, low_smem: tiles of the warpgroup, the second one or None. Of `stored`
-        columns, for all there is, where that is not the whole width.
+      out_gmem, low_gmem: out and `low_part`, or None.
+      out_smem: a tile of the warpgroup, of `stored` columns.
     """
 
     out_gmem: Any
     low_gmem: Any
     out_smem: Any
-    low_smem: Any
 
-    def write(self, out: jax.Array, b, n, rows, stored: int) -> None:
-        has_places = self.low_gmem is None or self.low_smem is not None
-        if stored == out.shape[1] and has_places:
-            self._whole(out, b, n, rows)
-        else:
-            self._in_parts(out, b, n, rows, stored)
-
-    def _whole(self, out: jax.Array, b, n, rows) -> None:
-        """All columns at once."""
-        place = b, rows, n
-        # The stores of the tile before have been read out of shared memory.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        rounded = out.astype(self.out_gmem.dtype)
-        self.out_smem[...] = rounded
-        if self.low_gmem is not None:
-            self.low_smem[...] = (out - widen(rounded)).astype(rounded.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.out_smem, self.out_gmem.at[place])
-        if self.low_gmem is not None:
-            plgpu.copy_smem_to_gmem(self.low_smem, self.low_gmem.at[place])
-
-    def _in_parts(self, out: jax.Array, b, n, rows, stored: int) -> None:
-        """out and what rounding drops from it, by way of one small buffer."""
+    def write(self, out: jax.Array, b, n, first_row, stored: int) -> None:
         height, width = out.shape
+        rows = pl.ds(first_row, height)
         for column in range(0, width, stored):
             part = lax.slice(out, (0, column), (height, column + stored))
             rounded = part.astype(self.out_gmem.dtype)
-            kept = [(self.out_gmem, rounded)]
+            # The stores before have been read out of shared memory.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.out_smem[...] = rounded
+            plgpu.commit_smem()
+            place = rows, n, pl.ds(column, stored)
+            plgpu.copy_smem_to_gmem(self.out_smem, self.out_gmem.at[b, *place])
             if self.low_gmem is not None:
-                low = (part - widen(rounded)).astype(rounded.dtype)
-                kept.append((self.low_gmem, low))
-            for gmem, tile in kept:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self.out_smem[...] = tile
-                plgpu.commit_smem()
-                place = rows, n, pl.ds(column, stored)
-                plgpu.copy_smem_to_gmem(self.out_smem, gmem.at[b, *place])
+                low_part.store(
+                    self.low_gmem.at[b, *place],
+                    part,
+                    rounded,
+                    self.low_gmem.shape[1] - first_row,
+                    WGMMA,
+                )
 
 
 class Carried(NamedTuple):

@@ -1,21 +1,22 @@
 """What the backward pass sums over rows of its inputs, for Hopper (sm_90a):
 
-    excess = rowsum(dO * (out + low))      dout_norm = sqrt(rowsum(dO * dO))
+    excess = rowsum(dO * O')      dout_norm = sqrt(rowsum(dO * dO))
 
-in one launch, at the speed of memory: every array is read once, by TMA, some tiles
+with O' of out and what its rounding dropped (`low_part`), or out itself, in one launch,
+at the speed of memory: every array is read once, by TMA, some tiles
 ahead, by a grid whose CTAs stay. A fill is the tiles of dO, out and low for some rows
 and heads. It begins at the end: the last part of dO was written last and may still be
 in the L2 cache, and the first part, which the backward kernel wants first, then is.
 
 Where it rounds: all is FP32, u = 2^-24, added in an order that shapes and plan fix (no
 atomics): two runs give the same bits.
-  excess: out + low rounds once, its product with dO at most once (the compiler may fuse
+  excess: O' is exact, its product with dO rounds at most once (the compiler may fuse
     it with an addition). A thread holds 8 columns of a row (4 where out is FP32 or the
     head dimension no multiple of 64), and as many some lanes further right where it is
     wide; it adds the latter to the former, then the 8 from left to right; then lanes
     add in pairs. No product is in more than `RowTiles.depth` additions: 10 for head
-    dimension 64, 11 for 128. So the sum is off by at most (depth + 2) u times
-    sum |dO| |out + low|, to first order.
+    dimension 64, 11 for 128. So the sum is off by at most (depth + 1) u times
+    sum |dO| |O'|, to first order.
   dout_norm: the same additions; dO * dO is exact, short of underflow. Then as
     `lanes.row_norms` says.
 """
@@ -29,8 +30,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int8
 
+from attn_jax.kernels import low_part
 from attn_jax.kernels.lanes import Lanes, read, row_norms
 from attn_jax.kernels.ring_order import MULTIPROCESSORS
 from attn_jax.kernels.tiles import widen
@@ -68,7 +70,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class RowTiles:
-    """Tiles of dO, out and low: `arrays` of 16 bit, beside `wide`, an FP32 out."""
+    """Tiles of dO, out and low: `arrays` of 16 bit, beside `wide`, an FP32 out, or
+    `low`, of bytes."""
 
     batch: int
     count: int
@@ -76,6 +79,7 @@ class RowTiles:
     head_dim: int
     arrays: int
     wide: bool
+    low: bool
     plan: Plan
 
     @property
@@ -104,7 +108,7 @@ class RowTiles:
     @property
     def stages(self) -> int:
         values = self.rows * self.width
-        fill = values * (2 * self.arrays + 4 * self.wide)
+        fill = values * (2 * self.arrays + 4 * self.wide + self.low)
         return max(min(self.plan.stages, MOST_BYTES // fill), 1)
 
     @property
@@ -125,21 +129,21 @@ def tiles_of(out, low, dout, plan: Plan) -> RowTiles:
     """How `row_sums` cuts its arguments."""
     batch, count, heads, head_dim = out.shape
     wide = out.dtype != dout.dtype
-    arrays = 1 + (not wide) + (low is not None)
-    return RowTiles(batch, count, heads, head_dim, arrays, wide, plan)
+    shape = batch, count, heads, head_dim
+    return RowTiles(*shape, 1 if wide else 2, wide, low is not None, plan)
 
 
 def row_sums(
     out: Float[Array, "B T N D"],
-    low: Float[Array, "B T N D"] | None,
+    low: Int8[Array, "B T N D"] | None,
     dout: Float[Array, "B T N D"],
     *,
     plan: Plan = Plan(),
 ) -> RowSums:
     """Sums over rows, as the module says.
 
-    `dout` is BF16 or FP16; `out` has its format or is FP32; `low` has its format, or is
-    None for zero.
+    `dout` is BF16 or FP16; `out` has its format or is FP32; `low` is None where the
+    latter, or for zero.
     """
     tiles = tiles_of(out, low, dout, plan)
     rows, width, group = tiles.rows, tiles.width, tiles.group
@@ -150,10 +154,9 @@ def row_sums(
     def attention_row_sums(
         out_gmem, low_gmem, dout_gmem, excess_gmem, norm_gmem, smem, barriers
     ):
-        tiles_smem, wide_smem, results_smem = smem
+        tiles_smem, wide_smem, low_smem, results_smem = smem
         tiles_ready, wide_ready = barriers
-        matrices = [dout_gmem, None if tiles.wide else out_gmem, low_gmem]
-        matrices = [x for x in matrices if x is not None]
+        matrices = [dout_gmem] if tiles.wide else [dout_gmem, out_gmem]
         cta = lax.axis_index("cta")
         # Tiles are dealt round.
         steps = lax.div(tiles.items - cta + (ctas - 1), jnp.int32(ctas))
@@ -181,6 +184,12 @@ def row_sums(
                         tiles_smem.at[now, a],
                         tiles_ready.at[now],
                     )
+                if tiles.low:
+                    plgpu.copy_gmem_to_smem(
+                        low_gmem.at[b, span, columns],
+                        low_smem.at[now],
+                        tiles_ready.at[now],
+                    )
                 if tiles.wide:
                     plgpu.copy_gmem_to_smem(
                         out_gmem.at[b, span, columns],
@@ -203,16 +212,18 @@ def row_sums(
             found = []
             for head in range(group):
                 columns = pl.ds(head * head_dim, head_dim)
-                parts = [
-                    widen(read(tiles_smem.at[now, a, :, columns], layout=layout))
+                d, *o = [
+                    read(tiles_smem.at[now, a, :, columns], layout=layout)
                     for a in range(arrays)
                 ]
+                d = widen(d)
                 if tiles.wide:
-                    part = read(wide_smem.at[now, :, columns], layout=layout)
-                    parts.insert(1, part)
-                d, o, *more = parts
-                for part in more:
-                    o = o + part
+                    o = read(wide_smem.at[now, :, columns], layout=layout)
+                elif tiles.low:
+                    low = read(low_smem.at[now, :, columns], layout=layout)
+                    o = low_part.completed(*o, low)
+                else:
+                    o = widen(*o)
                 found.append(((d * o).sum(axis=1), row_norms(d)))
             for head, values in enumerate(found):
                 for a, value in enumerate(values):
@@ -230,10 +241,12 @@ def row_sums(
 
     # Copies of a single axis, of one head's rows, do not stop at an array's end.
     of_rows = (tiles.batch, tiles.heads, tiles.blocks * rows)
-    wide_tiles = wide_ready = None
+    wide_tiles = wide_ready = low_tiles = None
     if tiles.wide:
         wide_tiles = _swizzled((stages, rows, width), out.dtype, head_dim)
         wide_ready = plgpu.Barrier(num_barriers=stages)
+    if tiles.low:
+        low_tiles = _swizzled((stages, rows, width), low_part.DTYPE, head_dim)
     kernel = plgpu.kernel(
         attention_row_sums,
         out_type=[jax.ShapeDtypeStruct(of_rows, jnp.float32)] * 2,
@@ -241,10 +254,11 @@ def row_sums(
             (
                 _swizzled((stages, arrays, rows, width), dout.dtype, head_dim),
                 wide_tiles,
+                low_tiles,
                 plgpu.SMEM((2, 2, group, rows), jnp.float32),
             ),
             (
-                plgpu.Barrier(num_arrivals=arrays, num_barriers=stages),
+                plgpu.Barrier(num_arrivals=arrays + tiles.low, num_barriers=stages),
                 wide_ready,
             ),
         ],

@@ -36,6 +36,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from attn_jax.kernels import (
     ampere_fixed_point,
     ampere_tiles,
+    low_part,
     ring_order,
     tiles,
     turns,
@@ -326,6 +327,14 @@ def _interpret_inline(self: JaxprInterpreter, eqn, token, get_invals):
     if function is ampere_fixed_point.interleave:
         stored = jnp.stack(get_invals(), axis=1)
         return token, [ampere_fixed_point.in_order(stored)]
+    if function in (low_part.store_bytes, low_part.store_dropped):
+        count = eqn.params["pytree_args"].num_leaves
+        target, *kept, rows = get_invals()[:count]
+        leaves = get_invals()[count:]
+        view, *_ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
+        steps = kept[0] if len(kept) == 1 else low_part.dropped(*kept)
+        given = {"values": low_part.byte_of(steps), "rows": rows}
+        return _add(self, eqn, token, target, view, **given), []
     if function is tiles.vote:
         (x,) = get_invals()
         return token, [jnp.any(x != 0).astype(jnp.int32)]
@@ -423,7 +432,8 @@ def _interpret_store(
 
 
 def _add(self: JaxprInterpreter, eqn, token, target, target_view, **given):
-    """Adds `values`, or those in the buffer `source`, to what is in another one."""
+    """Adds `values`, or those in the buffer `source`, to what is in another one. With
+    `rows` stores so many rows, which are to be those that the other one has."""
     return io_callback(
         functools.partial(_add_tile, source_info=eqn.source_info),
         gpu_callbacks.TOKEN_SHAPE_DTYPE,
@@ -446,6 +456,7 @@ def _add_tile(
     target_view,
     source_info,
     values=None,
+    rows=None,
     source=None,
     source_view=None,
 ):
@@ -463,14 +474,16 @@ def _add_tile(
     # What lies past the end of the array is left out, as TMA does.
     shape = tuple(memory.buffer_shape_and_dtype(key).shape)
     inside = gpu_callbacks._clip_store_to_shape(access, added, shape)
+    if rows is not None:
+        stored = 0 if inside is None else len(inside[1])
+        assert stored == np.clip(rows, 0, len(added)), (stored, rows)
     if inside is not None:
         access, added = inside
         before, _, clock = memory.get_buffer_content(
             key, access, thread, logging_info=info
         )
-        memory.store_buffer_content(
-            key, access, before + added, thread, logging_info=info
-        )
+        after = added if rows is not None else before + added
+        memory.store_buffer_content(key, access, after, thread, logging_info=info)
         if memory.detect_races and values is None:
             assert clock is not None
             gpu_callbacks.get_races().check_write(

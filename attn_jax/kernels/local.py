@@ -71,7 +71,7 @@ class Static(NamedTuple):
     def keeps_low(self) -> bool:
         """Whether what rounding drops from out goes to the backward pass."""
         narrow = self.out_dtype != jnp.float32
-        return narrow and self.options.delta_source == "o_hi_lo"
+        return narrow and self.options.delta_source == "o_hi_lo8"
 
     @property
     def keeps_numbers(self) -> bool:

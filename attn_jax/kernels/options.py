@@ -8,7 +8,7 @@ from attn_jax.kernels.hopper_softmax import P_SCALE
 from attn_jax.kernels.tuning import Backward
 from attn_jax.recipe import Architecture, Recipe, Step
 
-DeltaSource = Literal["o", "o_hi_lo", "o_f32", "p_dp"]
+DeltaSource = Literal["o", "o_hi_lo", "o_hi_lo8", "o_f32", "p_dp"]
 DqCentre = Literal["none", "mean", "row", "keys"]
 
 
@@ -27,7 +27,7 @@ class Options(NamedTuple):
 
     dq_centre: DqCentre | None = None
     half_dq: bool = True
-    delta_source: DeltaSource = "o_hi_lo"
+    delta_source: DeltaSource = "o_hi_lo8"
     rescale_threshold: float = 0.0
     repeated_max_factor: float | None = None
     half_weights: bool | None = None
@@ -81,7 +81,7 @@ _HALF_WEIGHTS = {"probability": Step(FP16), "probability_scale": P_SCALE}
 _HAVE: dict[Architecture, dict[str, tuple]] = {
     "ampere": {
         "dq_centre": ("keys", "mean", "none"),
-        "delta_source": ("o_hi_lo", "o"),
+        "delta_source": ("o_hi_lo8", "o"),
         "rescale_threshold": (0.0,),
         "repeated_max_factor": (None,),
         "dq_dlogits": (None, Step(FP16)),
@@ -89,7 +89,7 @@ _HAVE: dict[Architecture, dict[str, tuple]] = {
     },
     "hopper": {
         "dq_centre": ("keys", "mean", "row", "none"),
-        "delta_source": ("o_hi_lo", "o", "p_dp"),
+        "delta_source": ("o_hi_lo8", "o", "p_dp"),
         "dq_dlogits": (None, Step(FP16)),
         "dq_sum": ("numbers",),
     },
