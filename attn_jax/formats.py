@@ -219,21 +219,28 @@ def _round_jvp(fmt, rounding, primals, tangents):
 def with_low_byte(
     x: Float[Array, "..."], rounded: Float[Array, "..."], fmt: NumberFormat
 ) -> Float[Array, "..."]:
-    """`rounded`, which is `x` rounded to `fmt`, with eight bits of what it lacks.
+    """`rounded`, which is `x` rounded to `fmt`, and eight bits of what it lacks.
 
-    Of x's sign and the size |rounded| + q s / 256, where s is the spacing of `fmt` at x
-    (below its normal range that of subnormals), and q is 256 (|x| - |rounded|) / s to
-    the nearest whole number, halves up, or -128 or 127 if that lies beyond: x to within
-    s / 512, or s / 256 where `rounded` is nearly half a spacing too small. NaN where
-    either is not finite. All steps but q's are exact, short of the carrier's underflow.
+    With the carrier's bits taken for whole numbers, sign apart,
+
+        q = floor((bits(x) - bits(rounded)) / u + 1/2), at least -128, at most 127
+        bits(result) = bits(rounded) + q u
+
+    where u is 2^(c - m - 8), or 1 if that is less, with c and m the mantissa bits of
+    carrier and `fmt`: for numbers that are normal in `fmt` a 256th of its spacing at x.
+    So x to within half of that, or all of it where `rounded` is nearly half a spacing
+    too small; subnormals of `fmt` to within half their spacing at least. NaN where
+    either is not finite. Only q rounds.
     """
-    size, base = jnp.abs(x), jnp.abs(rounded)
-    exponent = jnp.maximum(jnp.frexp(size)[1] - 1, fmt.min_exponent)
-    places = fmt.mantissa_bits + 8 - exponent
-    q = jnp.floor(jnp.ldexp(size - base, places) + 0.5)
-    low = jnp.ldexp(jnp.clip(q, -128.0, 127.0), -places)
+    carrier, uint = _CARRIERS[x.dtype]
+    signed = np.dtype(f"int{8 * np.dtype(uint).itemsize}").type
+    unit = signed(1 << max(carrier.mantissa_bits - fmt.mantissa_bits - 8, 0))
+    exact, base = (lax.bitcast_convert_type(y, signed) for y in (x, rounded))
+    # Signs are alike, and cancel.
+    q = jnp.floor_divide(exact - base + unit // 2, unit)
+    result = base + jnp.clip(q, -128, 127) * unit
     finite = jnp.isfinite(x) & jnp.isfinite(rounded)
-    return jnp.where(finite, jnp.copysign(base + low, x), jnp.nan)
+    return jnp.where(finite, lax.bitcast_convert_type(result, x.dtype), jnp.nan)
 
 
 def _bits_of(value: float, carrier: NumberFormat, uint):

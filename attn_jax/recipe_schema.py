@@ -113,10 +113,11 @@ class Recipe:
             output(O)), 'o_hi_lo8' output(O) and a byte, see below; 'p_dp':
             delta(sum over blocks of rowsum(softmax_probability(P) dP)), in a pass over
             the keys before all else
-    'o_hi_lo8' has O's sign and the size |output(O)| + q s / 256. s is the spacing of
-    output's format at O, that of its subnormals below its normal range; q is the whole
-    number nearest to 256 (|O| - |output(O)|) / s, halves up, but -128 or 127 where that
-    lies beyond. No step but q's rounds. NaN where O or output(O) is not finite.
+    'o_hi_lo8' counts numbers of the carrier, of c bits behind the leading one, with u =
+    2^(c - m - 8), or 1, for the m of output's format: a 256th of those from one number
+    of that format to the next. O is the q-th of u from output(O) on, away from 0; q is
+    rounded, halves up, and -128 or 127 where it lies beyond. It stands for the number
+    q u from output(O). NaN where O or output(O) is not finite.
     Then, tile by tile, key blocks of `backward_block_kv` outside and in order, query
     blocks of `backward_block_q` inside and in order:
         dP = dprobability(dot(dO, V^T)), summed over H

@@ -101,13 +101,17 @@ def _round_to_multiple(x: np.ndarray, fmt: NumberFormat, whole_number, keeps_fin
 
 
 def with_low_byte(x: np.ndarray, step: Step) -> np.ndarray:
-    """x rounded as a step says, and eight bits of what that dropped; monotone."""
-    fmt = step.format
-    near = np.abs(round_by_definition(x, fmt, step.rounding))
-    exponent = np.maximum(np.frexp(x)[1] - 1, fmt.min_exponent) - fmt.mantissa_bits - 8
-    size = np.ldexp(np.floor(np.ldexp(np.abs(x), -exponent) + 0.5), exponent)
-    unit = np.ldexp(np.ones_like(x), exponent)
-    return np.copysign(np.clip(size, near - 128 * unit, near + 127 * unit), x)
+    """Numbers of a carrier rounded as a step says, and eight bits of what that dropped;
+    monotone."""
+    near = round_by_definition(x, step.format, step.rounding).astype(x.dtype)
+    integer = np.dtype(f"i{x.itemsize}")
+    lost = np.finfo(x.dtype).nmant - step.format.mantissa_bits - 8
+    # In halves of units, so that they are whole numbers.
+    halves = 2 * (np.abs(x).view(integer) - np.abs(near).view(integer))
+    unit = 2 ** max(lost, 0)
+    q = np.clip((halves + unit) // (2 * unit), -128, 127)
+    size = (np.abs(near).view(integer) + q * unit).view(x.dtype)
+    return np.copysign(size, x)
 
 
 class Arithmetic:

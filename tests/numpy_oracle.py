@@ -117,7 +117,8 @@ class _Oracle(ForwardOracle):
         if r.delta_source == "o_hi_lo":
             o = a.add(o, a.round(a.sub(row.output, o), r.output))
         if r.delta_source == "o_hi_lo8":
-            o = Interval(*(with_low_byte(end, r.output) for end in row.output))
+            ends = (end.astype(a.dtype) for end in row.output)
+            o = Interval(*(with_low_byte(x, r.output).astype(a.wide) for x in ends))
         return a.round(self.row_dots(do, o), r.delta)
 
     def attend(self, queries, k, v, dout, dlse, visible):

@@ -36,7 +36,7 @@ def with_low_byte(arithmetic: Arithmetic, name: str, x: Ball) -> Ball:
     rounded to nearest. The byte is in units of s / 256 from -128 to 127: of what is in
     that range it leaves half a unit, and of what is beyond all that is beyond 127.
     Hence s / 256 at most, or 129 s / 256; and s is at most 2^-m |x|, m the mantissa's
-    bits, but for the spacing of subnormals, or where those are none.
+    bits. Of what is subnormal no more is left than round(x) leaves.
     """
     kept = getattr(arithmetic.recipe, name)
     fmt, carrier = kept.format, arithmetic.recipe.carrier
@@ -45,9 +45,7 @@ def with_low_byte(arithmetic: Arithmetic, name: str, x: Ball) -> Ball:
     nearest = kept.rounding is Rounding.NEAREST_EVEN
     units = (_PLACES // 2 if nearest else _PLACES) - _MOST
     u = units / _PLACES * 2.0**-fmt.mantissa_bits
-    tiny = fmt.min_normal
-    if fmt.has_subnormals and fmt.exponent_bits < carrier.exponent_bits:
-        tiny = units / _PLACES * fmt.min_positive
+    tiny = underflow(fmt, carrier, nearest)
     if not nearest:
         # What is beyond lies to one side.
         return arithmetic.clipped(name, arithmetic.perturb(x, u, tiny, 0.0, None, 0.0))

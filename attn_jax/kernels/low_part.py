@@ -1,16 +1,14 @@
 """What rounding drops from out, in one byte an element, for the backward pass.
 
-`recipe_schema` has its definition ('o_hi_lo8'): with s the spacing of out's format at
-O, which is FP32, and q of -128, ..., 127,
+`recipe_schema` has its definition ('o_hi_lo8'). With FP32's bits taken for integers,
 
-    q = floor((|O| - |out|) / s * 256 + 1/2), at most 127     |O'| = |out| + q s / 256
+    q = floor((bits(O) - bits(out)) / u + 1/2), at least -128 and at most 127
+    bits(O') = bits(out) + q u
 
-and O' has out's sign. Where out is BF16 it is FP32's numbers next to it that are
-counted: as integers their bits differ by 2^16 from one BF16 number to the next, below
-a power of two and above it, and down to 0. q is a byte of that difference, rounded.
+where u is a 256th of what an integer is from one number of out's format to the next:
+2^8 for BF16, 2^5 for FP16. (Signs are alike, and cancel.)
 
-Where it rounds: O to q, as said; for FP16, where O is below 2^-14, what q is made of to
-a multiple of 2^-8 before. O' is exact. It is not finite where out is not.
+Where it rounds: O to q alone. O' is NaN where out is not finite.
 
 How bytes leave: a thread of an accumulator has two columns of every eight. The four
 threads that share a row hand theirs round until each has 16 neighbours of every 64
@@ -32,26 +30,21 @@ from jaxtyping import Array, Float, Float32, Int8, Int32
 from attn_jax.kernels.tiles import Fragments, widen
 
 DTYPE = jnp.dtype(jnp.int8)
-# Of FP32's bits the exponent, as such that of 2^-14, from which on down FP16's spacing
-# is the same, and that of 1.
-_EXPONENT, _LEAST, _ONE = 0xFF << 23, (127 - 14) << 23, 127 << 23
-# Of s / 256, in the exponent of a number whose spacing is s, of FP16.
-_PLACES = 18 << 23
-# FP32 has the whole numbers near it in its second lowest byte, and up.
-_WHOLE = 1.5 * 2.0**15
+# Of u, by out's format.
+_PLACES = {jnp.dtype(jnp.bfloat16): 8, jnp.dtype(jnp.float16): 5}
 
 
 def dropped(
     exact: Float32[Array, "*shape"], out: Float[Array, "*shape"]
 ) -> Int32[Array, "*shape"]:
     """Integers whose second lowest byte is q; `out` is `exact` rounded."""
-    wide = widen(out)
-    if out.dtype == jnp.bfloat16:
-        return jnp.minimum(_bits(exact) - _bits(wide) + 0x80, 0x7FFF)
-    exponent = jnp.maximum(_bits(exact) & _EXPONENT, _LEAST)
-    scale = _number(_ONE - exponent + (_ONE + _PLACES))  # 256 / s
-    q = (jnp.abs(exact) - jnp.abs(wide)) * scale + (_WHOLE + 0.5)
-    return _bits(jnp.minimum(q, _WHOLE + 127.5))
+    places = _PLACES[out.dtype]
+    near = _bits(exact) - _bits(widen(out)) + (1 << places - 1)
+    near = jnp.minimum(near, (128 << places) - 1)
+    if out.dtype == jnp.bfloat16:  # of which no number is further below
+        return near
+    # FP16's subnormals have less bits than FP32's numbers next to them.
+    return jnp.maximum(near, -128 << places) << 8 - places
 
 
 def byte_of(integers: Int32[Array, "*shape"]) -> Int8[Array, "*shape"]:
@@ -62,25 +55,15 @@ def byte_of(integers: Int32[Array, "*shape"]) -> Int8[Array, "*shape"]:
 def completed(
     out: Float[Array, "*shape"], low: Int8[Array, "*shape"]
 ) -> Float32[Array, "*shape"]:
-    """O'. Exact; not finite where out is not."""
-    wide, q = widen(out), low.astype(jnp.int32)
-    bits = _bits(wide)
-    if out.dtype == jnp.bfloat16:
-        # The difference is exact, and infinity's to itself, or to what is next to it,
-        # is no finite number.
-        return wide + (_number(bits + (q << 8)) - wide)
-    # What is less than a power of two has the exponent of the number before it.
-    exponent = jnp.maximum((bits + (q >> 31)) & _EXPONENT, _LEAST)
-    unit = _number((exponent - _PLACES) | (bits & -(2**31)))
-    return wide + q.astype(jnp.float32) * unit
+    """O'. Rounds nothing; NaN where out is not finite."""
+    wide = widen(out)
+    bits = _bits(wide) + (low.astype(jnp.int32) << _PLACES[out.dtype])
+    # Next to infinity are finite numbers: infinity times 0 is NaN.
+    return wide * 0.0 + lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _bits(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
     return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _number(bits: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def store(

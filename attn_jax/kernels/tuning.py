@@ -73,9 +73,8 @@ class ForwardTiling(Tiling):
     Attributes:
       q_registers: Q is an operand from registers, which leaves shared memory more time
         for K; for two consumer warpgroups at most, which have registers to spare.
-      stored_columns: out goes to memory by way of one buffer, in parts of at most so
-        many columns; None: whole, by way of one buffer for out and one for what
-        rounding drops.
+      stored_columns: out goes to memory by way of a buffer, in parts of at most so many
+        columns; None: whole.
       out_by_key: out has no buffer, but goes by way of the last block of K, which
         leaves room for longer blocks; the same warpgroups are to have read that block
         and to read it last. V's head dim is that of K, and a block of K has a row for

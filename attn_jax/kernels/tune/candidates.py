@@ -164,14 +164,11 @@ def _hopper_forward_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
     tiles = [(rows, value_dim, 4), (rows, columns, 4), (rows, columns, 2)]
     if tiling.q_registers:
         tiles.append((rows, head_dim, 2))
-    stored = tiling.stored(value_dim)
-    buffers = 2 if stored == value_dim else 1
-    if tiling.out_by_key:
-        buffers = 0
+    stored = 0 if tiling.out_by_key else tiling.stored(value_dim)
     return Need(
         _registers(*tiles),
         hopper_forward.REGISTERS[groups][0],
-        2 * groups * rows * (head_dim + buffers * stored)
+        2 * groups * rows * (head_dim + stored)
         + 2 * tiling.stages * columns * (head_dim + value_dim),
         _logits(tiling),
     )
