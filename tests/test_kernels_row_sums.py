@@ -246,6 +246,33 @@ def _check_all_sizes(dout: np.ndarray, norms: np.ndarray, excess: np.ndarray) ->
     np.testing.assert_allclose(norms[~in_range], bound[~in_range], rtol=2 * U, atol=0)
 
 
+def _of_what_is_not_finite(kernels: str, dtype: str) -> np.ndarray:
+    """excess of rows of which only the first is finite, by bytes of either sign."""
+    shape = 1, 5, 2, 64
+    out = np.ones(shape, DTYPES[dtype])
+    out[0, 1:, :, 7] = np.array([[np.inf], [-np.inf], [np.nan], [np.inf]])
+    low = np.full(shape, -128, np.int8)
+    low[:, :, 1] = 127
+    dout = np.ones_like(out)
+    dout[0, 4] = 0  # times infinity
+
+    def program(*arrays):
+        sums = row_sums if kernels == "hopper" else ampere_row_sums.row_sums
+        return sums(*arrays)[0]
+
+    with made_for(kernels), interpreted(detect_races=True):
+        return np.asarray(jax.jit(program)(out, low, dout))
+
+
+@pytest.mark.parametrize("kernels", ["hopper", "ampere"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_in_out_is_not_in_a_sum(kernels, dtype):
+    call = _of_what_is_not_finite, kernels, dtype
+    excess = in_child_process(*call, seconds=TIME_LIMIT)
+    assert np.isfinite(excess[..., 0]).all()
+    assert not np.isfinite(excess[..., 1:]).any()
+
+
 @pytest.mark.parametrize("kernels", ["hopper", "ampere"])
 def test_norms_of_whatever_size(kernels):
     found = in_child_process(_interpreted_of_all_sizes, kernels, seconds=TIME_LIMIT)

@@ -1,10 +1,12 @@
 """What rounding drops from out, in one byte: numbers, kernels, and where bytes go."""
 
+import collections
 import dataclasses
 import re
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -14,10 +16,12 @@ from jax.experimental.mosaic import gpu as mgpu
 from attn_jax.formats import BF16, FP16, Rounding, round_to, with_low_byte
 from attn_jax.kernels import ampere_forward, hopper_forward, low_part, tuning
 from attn_jax.kernels.architecture import made_for
+from attn_jax.kernels.attention import attention
 from attn_jax.kernels.internals import interpreted
 from attn_jax.recipe import Architecture
 from tests import low_part_oracle as oracle
 from tests.child_process import in_child_process
+from tests.gpu_compiler import Program, compiled
 
 TIME_LIMIT = 120  # seconds
 FORMATS = {"bfloat16": BF16, "float16": FP16}
@@ -145,22 +149,27 @@ class Case:
     head_dim: int
     dtype: str = "bfloat16"
     query_count: int = 77
+    key_count: int = 75
 
     def forward(self, out_dtype) -> tuple[Any, ...]:
         """out, low and LSE of one kernel."""
         kernels = {"hopper": hopper_forward, "ampere": ampere_forward}
         tilings = tuning.configuration(
-            *(self.architecture, self.head_dim, self.head_dim, 80),
+            *(self.architecture, self.head_dim, self.head_dim, self.key_count),
             is_causal=False,
             listed=False,
         )
         rng = np.random.default_rng(2)
-        arrays = rng.standard_normal((3, 2, 80, 2, self.head_dim), np.float32)
+        # Padded as TMA wants it.
+        lengths = (-(-n // 8) * 8 for n in (self.query_count, *2 * [self.key_count]))
+        arrays = (
+            rng.standard_normal((2, n, 2, self.head_dim), np.float32) for n in lengths
+        )
         with made_for(self.architecture):
             return kernels[self.architecture].forward(
-                *jnp.asarray(arrays.astype(DTYPES[self.dtype])),
+                *(jnp.asarray(x.astype(DTYPES[self.dtype])) for x in arrays),
                 query_count=self.query_count,
-                key_count=75,
+                key_count=self.key_count,
                 scale=0.2,
                 is_causal=False,
                 tiling=tilings.forward,
@@ -171,27 +180,53 @@ class Case:
 
 def _interpreted(case: Case):
     with interpreted(detect_races=True):
-        exact, none, _ = case.forward("float32")
-        assert none is None
-        return tuple(map(np.asarray, (exact, *case.forward(case.dtype)[:2])))
+        return _outputs(case)
+
+
+def _outputs(case: Case) -> tuple[np.ndarray, ...]:
+    """O in FP32, out and low."""
+    exact, none, _ = case.forward("float32")
+    assert none is None
+    return tuple(map(np.asarray, (exact, *case.forward(case.dtype)[:2])))
+
+
+CASES = [
+    Case("hopper", 128),
+    Case("hopper", 64, "float16"),
+    Case("ampere", 64),
+    Case("ampere", 128, "float16"),
+]
+# out leaves in parts.
+OTHER_HEAD_DIMS = [
+    Case("hopper", 192),
+    Case("hopper", 96, "float16"),
+    Case("hopper", 32),
+    Case("ampere", 96),
+    Case("ampere", 256, "float16"),
+]
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case("hopper", 128),
-        Case("hopper", 64, "float16"),
-        Case("ampere", 64),
-        Case("ampere", 128, "float16"),
-        # out leaves in parts.
-        pytest.param(Case("hopper", 192), marks=pytest.mark.thorough),
-        pytest.param(Case("hopper", 96, "float16"), marks=pytest.mark.thorough),
-        pytest.param(Case("ampere", 96), marks=pytest.mark.thorough),
-    ],
+    [*CASES, *(pytest.param(x, marks=pytest.mark.thorough) for x in OTHER_HEAD_DIMS)],
     ids=str,
 )
 def test_kernels_leave_the_byte_of_every_row_there_is(case):
-    exact, out, low = in_child_process(_interpreted, case, seconds=TIME_LIMIT)
+    _check(case, in_child_process(_interpreted, case, seconds=TIME_LIMIT))
+
+
+@pytest.mark.gpu(capability="9.0")
+@pytest.mark.parametrize("case", [*CASES, *OTHER_HEAD_DIMS], ids=str)
+@pytest.mark.parametrize("lengths", [(77, 75), (1000, 1100), (256, 4224)])
+def test_kernels_leave_the_byte_on_a_gpu(case, lengths):
+    query_count, key_count = lengths
+    case = dataclasses.replace(case, query_count=query_count, key_count=key_count)
+    _check(case, _outputs(case))
+
+
+def _check(case: Case, outputs: tuple[np.ndarray, ...]) -> None:
+    """Bit by bit: all that differs between the kernels is what is stored."""
+    exact, out, low = outputs
     assert low.dtype == np.int8 and low.shape == out.shape == exact.shape
     assert out.shape[1] == case.query_count
     np.testing.assert_array_equal(out, exact.astype(DTYPES[case.dtype]))
@@ -332,3 +367,38 @@ def test_the_code_for_bf16_rounds_as_dropped_does(monkeypatch):
             pair = map(_fragments, (exact, out))
             _Threads(gmem).run(low_part.store_dropped, [view, *pair, rows], patch)
         np.testing.assert_array_equal(gmem, _byte(exact, out))
+
+
+def _compiled(case: Case) -> Program:
+    query = jax.ShapeDtypeStruct((1, 1000, 4, case.head_dim), case.dtype)
+
+    def program(query):
+        def attend(query):
+            return attention(query, query, query, scale=0.1)[0]
+
+        return jax.vjp(attend, query)
+
+    with made_for(case.architecture):
+        gpu = "a100" if case.architecture == "ampere" else "h200"
+        return compiled(program, query, gpu=gpu)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("case", "stores"),
+    [
+        (Case("hopper", 128), {"STG.E.128": 4}),
+        (Case("hopper", 96), {"STG.E.128": 2, "STG.E.64": 2}),
+        (Case("ampere", 64), {"STG.E.128": 4}),
+    ],
+    ids=str,
+)
+def test_16_bytes_leave_at_a_time(case, stores):
+    """Of rows of 64 or 128 by a warpgroup, a row's 16 neighbours by each thread."""
+    pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
+    among = {"among": "a100"} if case.architecture == "ampere" else {}
+    program = in_child_process(_compiled, case, seconds=TIME_LIMIT, **among)
+    (kernel,) = (k for k in program.kernels if k.name == "attention_forward")
+    found = collections.Counter(kernel.instructions)
+    assert {name: found[name] for name in stores} == stores
+    assert kernel.spilled_bytes == 0
