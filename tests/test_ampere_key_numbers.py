@@ -14,7 +14,7 @@ from attn_jax.kernels import ampere_key_numbers
 from attn_jax.kernels.ampere_key_numbers import additions, key_numbers, rows_of
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Program, compiled
 

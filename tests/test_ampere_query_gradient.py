@@ -18,7 +18,7 @@ from attn_jax.kernels.ampere_query_gradient import query_gradient
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.hopper_query_gradient import by_xla
 from attn_jax.kernels.hopper_range import Range
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from tests.child_process import in_child_process
 
 TIME_LIMIT = 120  # seconds

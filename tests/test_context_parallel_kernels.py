@@ -23,7 +23,7 @@ from attn_jax.context_parallel import arguments
 from attn_jax.formats import BF16
 from attn_jax.kernels import design, partial, tuning
 from attn_jax.kernels.architecture import made_for
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.kernels.schedule import Chosen
 from attn_jax.mask import Mask
 from attn_jax.span import Span

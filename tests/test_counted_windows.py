@@ -16,7 +16,7 @@ from attn_jax.formats import BF16
 from attn_jax.kernels import hopper_links
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.kernels.visibility import Band, Counted, window_of
 from attn_jax.mask import Mask
 from attn_jax.reference import golden

@@ -14,7 +14,7 @@ from analysis.__main__ import main
 from analysis.agreement import Problem, emulated, lower
 from analysis.experiments import flash_attention_2, kernels
 from attn_jax.kernels import architecture
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from tests.child_process import in_child_process
 
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("shared_programs")]

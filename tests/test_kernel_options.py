@@ -22,7 +22,7 @@ from attn_jax.kernels import architecture
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention, declared_recipe, unsupported
 from attn_jax.kernels.hopper_softmax import P_SCALE
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.kernels.tuning import Backward
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, FLASH2, FLASH4, QIU_YAO, Recipe

@@ -16,7 +16,7 @@ from attn_jax.audit.mask_cases import mask_cases
 from attn_jax.kernels import architecture, checks
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.checks import Check
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.recipe import Architecture
 from tests.child_process import in_child_process
 

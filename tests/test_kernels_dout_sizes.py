@@ -15,7 +15,7 @@ from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.hopper_range import range_of
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.kernels.lanes import row_norms
 from attn_jax.recipe import ATTN_JAX_AMPERE, Architecture
 from attn_jax.recipe_schema import MOST_HEAD_EXPONENT

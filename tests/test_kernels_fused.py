@@ -22,7 +22,7 @@ from attn_jax.kernels import hopper_backward_fused as fused
 from attn_jax.kernels import ring_order
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.hopper_range import Range, range_of
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.kernels.tuning import Plan
 from attn_jax.kernels.visibility import Band
 from attn_jax.mask import Mask

@@ -19,7 +19,7 @@ from attn_jax.kernels.attention import attention, declared_recipe
 from attn_jax.kernels.compiler import shared_memory
 from attn_jax.kernels.hopper_backward_dq import half_stages
 from attn_jax.kernels.hopper_range import Range
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.mask import Mask
 from tests.child_process import in_child_process
 from tests.test_kernel_options import (

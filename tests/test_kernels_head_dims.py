@@ -25,7 +25,7 @@ from attn_jax.kernels import (
 )
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention, declared_recipe
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.mask import Mask
 from attn_jax.recipe import Architecture
 from tests.child_process import in_child_process

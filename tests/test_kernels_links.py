@@ -10,7 +10,7 @@ from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.kernels import attention as kernels
 from attn_jax.kernels import hopper_links, tuning
 from attn_jax.kernels.architecture import made_for
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.mask import Mask
 from attn_jax.reference import golden
 from tests.altered_kernels import fresh_programs

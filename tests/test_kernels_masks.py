@@ -24,7 +24,7 @@ from attn_jax.audit.mask_cases import (
 from attn_jax.kernels import schedule
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.recipe import Architecture
 from tests.altered_kernels import fresh_programs
 from tests.child_process import in_child_process

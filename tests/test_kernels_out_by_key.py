@@ -14,7 +14,7 @@ from attn_jax.formats import BF16
 from attn_jax.kernels import design, schedule, tuning
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention, declared_recipe
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.kernels.tuning import ForwardTiling
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX

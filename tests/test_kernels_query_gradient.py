@@ -7,7 +7,7 @@ import pytest
 
 from attn_jax.kernels.hopper_query_gradient import Plan, by_xla, query_gradient
 from attn_jax.kernels.hopper_range import Range
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Program, compiled
 

@@ -11,7 +11,7 @@ import pytest
 from attn_jax.kernels import ampere_row_sums
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.hopper_row_sums import Plan, RowSums, RowTiles, row_sums
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.kernels.lanes import Lanes
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Program, compiled

@@ -27,7 +27,7 @@ from attn_jax.kernels.hopper_key_numbers import (
     plan_for,
 )
 from attn_jax.kernels.hopper_softmax import P_SCALE
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.recipe import ATTN_JAX, Step
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Kernel, Program, compiled

@@ -17,7 +17,7 @@ from attn_jax.formats import BF16, FP16, Rounding, round_to, with_low_byte
 from attn_jax.kernels import ampere_forward, hopper_forward, low_part, tuning
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.recipe import Architecture
 from tests import low_part_oracle as oracle
 from tests.child_process import in_child_process

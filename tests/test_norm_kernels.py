@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from attn_jax.kernels.architecture import made_for
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Gpu, compiled
 from train import head_norm_kernels, norm_kernels

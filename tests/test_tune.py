@@ -14,7 +14,7 @@ import pytest
 from attn_jax.kernels import card, checks, tuning
 from attn_jax.kernels.checks import Check
 from attn_jax.kernels.hopper_fused_work import Barriers, Memory
-from attn_jax.kernels.internals import interpreted
+from attn_jax.kernels.interpreter import interpreted
 from attn_jax.kernels.tune import __main__ as command
 from attn_jax.kernels.tune import trial, winners
 from attn_jax.kernels.tune.candidates import (
