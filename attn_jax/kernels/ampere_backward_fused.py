@@ -48,8 +48,6 @@ Where it rounds (16 bit: BF16, the inputs' format):
   scale is applied to the sums, which are then rounded once (`ampere_query_gradient`).
 """
 
-import functools
-
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -77,6 +75,11 @@ SIDE_BY_SIDE = {64: 2, 128: 1}
 # their dP is made of at a time.
 PAIRED_QUERIES = 64
 PAIRED_STRIP = 32
+# Keys up to which the second warpgroup passes over the block whose queries are all
+# before its keys. On an H200 0.6 % of both passes at 1024; at 4096 and 16 384 the
+# branch costs 0.3 and 1.2 % (`results/prototypes/ampere_patches.csv`), and between them
+# nothing was measured.
+PASSES_OVER = 2048
 
 
 def reason_against(
@@ -202,6 +205,7 @@ def _sums(
         side_by_side=SIDE_BY_SIDE[head_dim],
     )
     most = work.together
+    passes_over = is_causal and paired and key_count <= PASSES_OVER
     cleared = key_tiles * warpgroups  # parts of a pair's sums
 
     def attention_backward_fused(
@@ -328,22 +332,24 @@ def _sums(
 
         def add_dq_before(turn, number):
             """The dQ of the block before, if it is this warpgroup's time for that."""
-            is_time = (turn > 0) & (warpgroup == number) if paired else turn > 0
-            pl.when(is_time)(lambda: add_dq(turn - 1))
+            exists = turn > 0
+            exists = exists & (warpgroup == number) if paired else exists
+            pl.when(exists)(lambda: add_dq(turn - 1))
 
-        def masked(block, s, on_diagonal):
+        def hide(block, s):
             """-inf where a key comes after its query or does not exist."""
-            start = block * queries
-            if on_diagonal:
-                partial = start < first_key + (keys - 1)
-                hide = functools.partial(tiles.hide_later_rows, first=first_key - start)
-            elif not is_causal and key_count % KEY_TILE:
+            if is_causal:
+                return tiles.hide_later_rows(s, first_key - block * queries)
+            return tiles.hide_rows_from(s, key_count - first_key)
+
+        def masked(block, s):
+            if is_causal:
+                partial = block * queries < first_key + (keys - 1)
+            elif key_count % KEY_TILE:
                 partial = first_key + keys > key_count
-                there = key_count - first_key
-                hide = functools.partial(tiles.hide_rows_from, count=there)
             else:
                 return s
-            return lax.cond(partial, hide, lambda s: s, s)
+            return lax.cond(partial, lambda s: hide(block, s), lambda s: s, s)
 
         def make_dlogits(turn, p, column):
             """dS of some queries, FP32; P of all of them is at hand."""
@@ -359,10 +365,10 @@ def _sums(
             )
             return tiles.along_columns(x, (keys, count))
 
-        def see(turn, block, on_diagonal, dk, dv):
+        def see(turn, block, dk, dv):
             """dK and dV with what a block adds to them; its dS to shared memory."""
             q, dout = q_of(turn), dout_of(turn)
-            s = masked(block, tiles.inner_products(k, q, SWIZZLED), on_diagonal)
+            s = masked(block, tiles.inner_products(k, q, SWIZZLED))
             p = jnp.exp2(s * (scale * LOG2_E) - statistic(turn, 0, 0, queries))
             dv = tiles.multiply(dv, p.astype(dtype), dout)
             for column in range(0, queries, strip):
@@ -379,31 +385,26 @@ def _sums(
             ds_smem[slot(turn), warpgroup] = none
             return dk, dv
 
-        def step(turn, carry, on_diagonal=False):
+        def step(turn, carry):
             _, block = block_of(turn)
             # This block has arrived, as has dS of the one before, with which all are
             # done but for that.
             all_copies()
             start(turn + 1)
             add_dq_before(turn, 0)
-            add = functools.partial(see, turn, block, on_diagonal)
-            if on_diagonal and paired:
-                pass_by = functools.partial(pass_over, turn)
+            if passes_over:
                 is_hidden = (block + 1) * queries <= first_key
-                carry = lax.cond(is_hidden, pass_by, add, *carry)
+                carry = lax.cond(
+                    is_hidden,
+                    lambda carry: pass_over(turn, *carry),
+                    lambda carry: see(turn, block, *carry),
+                    carry,
+                )
             else:
-                carry = add(*carry)
+                carry = see(turn, block, *carry)
             if paired:
                 add_dq_before(turn, 1)
             return carry
-
-        def over_head(i, carry):
-            """Under a causal mask: blocks that see all keys, then the others."""
-            start, end = i * blocks, (i + 1) * blocks
-            diagonal = jnp.maximum(end - KEY_TILE // queries, start)
-            carry = lax.fori_loop(start, diagonal, step, carry)
-            masked = functools.partial(step, on_diagonal=True)
-            return lax.fori_loop(diagonal, end, masked, carry)
 
         # To registers V goes by way of where the second blocks will lie.
         v_place = block_smem.at[1 + STAGES * warpgroup] if paired else v_smem
@@ -422,8 +423,7 @@ def _sums(
         k = k_smem.at[warpgroup]
         v = tiles.left_strips(v_place, SWIZZLED) if paired else v_place
         zero = tiles.accumulator(keys, head_dim)
-        loop, of_loop = (over_head, group) if is_causal else (step, steps)
-        dk, dv = lax.fori_loop(i32(0), i32(of_loop), loop, (zero, zero))
+        dk, dv = lax.fori_loop(i32(0), steps, step, (zero, zero))
         all_copies()
         add_dq(steps - 1)
 
