@@ -286,6 +286,8 @@ class _Threads:
         return whole if x.itemsize == 4 else whole[:, 0]
 
     def _instruction(self, text: str, *operands, predicate=None, **_):
+        if text.startswith("mov.b32"):
+            return operands[0]
         if text.startswith("prmt.b32"):
             low, high, order = operands
             both = (low & 0xFFFFFFFF) | (high & 0xFFFFFFFF) << 32

@@ -130,7 +130,12 @@ def _store(
     def number(n: int) -> ir.Value:
         return utils.c(n, i32)
 
-    thread = arith.remui(utils.thread_idx(), number(128))
+    # Not known to be the same each time: what is made of it would else stay in
+    # registers through the loop over keys.
+    thread = utils.inline_ptx(
+        "mov.b32 $0, $1;", utils.thread_idx(), result_types=i32, has_side_effects=True
+    )
+    thread = arith.remui(thread, number(128))
     in_quad = arith.andi(thread, number(3))
     first = arith.addi(  # 16 rows a warp
         arith.muli(arith.shrui(thread, number(5)), number(16)),
