@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,9 +32,11 @@ _PASSES: dict[str, tuple[Pass, Pass]] = {
 
 
 class Checked(NamedTuple):
-    """Arguments that fit together; `mask` holds the ids as they came."""
+    """Arguments that fit together; `mask` holds the ids as they came, `block` is what
+    one device has alone, `parts` what it has of parts."""
 
     block: Block
+    parts: Block
     layout: Layout
     mask: Mask
     wire: NumberFormat | None
@@ -46,7 +48,7 @@ class Checked(NamedTuple):
     ) -> Static:
         """What is compiled in, of a strategy that has parts."""
         return Static(
-            *(self.block, axis, shards, self.layout, *_PASSES[strategy]),
+            *(self.parts, axis, shards, self.layout, *_PASSES[strategy]),
             *(self.mask.is_causal, self.mask.window, self.wire, head_stride),
             *(self.out_dtype, self.bias_dtype),
         )
@@ -88,14 +90,19 @@ def checked(
     check_arguments(query, key, value, mask=mask)
     scale = default_scale(scale, query.shape[-1])
     kind = _kind(implementation, recipe, query, key, value, scale)
+    of_parts: dict[str, Any] = {}
     if recipe is None:
         half = query.dtype == jnp.float16
         recipe = ATTN_JAX.with_inputs(FP16) if half else ATTN_JAX
+        # The merged O is there in FP32.
+        of_parts = {"delta_source": "o_f32"}
         if partials != "16-bit":  # Which is of the O that parts have.
             recipe = dataclasses.replace(recipe, ring_merge="carry")
-    block = kind(_recipe(recipe, partials), scale)
+    recipe = _recipe(recipe, partials)
     return Checked(
-        *(block, layout, mask, _wire(block.recipe, wire)),
+        kind(recipe, scale),
+        kind(dataclasses.replace(recipe, **of_parts), scale),
+        *(layout, mask, _wire(recipe, wire)),
         output_dtype(query.dtype if out_dtype is None else out_dtype),
         None if bias_dtype is None else np.dtype(bias_dtype),
     )
