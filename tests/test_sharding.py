@@ -94,6 +94,7 @@ def test_mesh_gives_the_loss_of_one_device(sizes):
     [
         ("zigzag", 2),
         pytest.param("all-gather", 4, marks=pytest.mark.thorough),
+        pytest.param("all-gather+ring", 4, marks=pytest.mark.thorough),
         pytest.param("ulysses", 2, marks=pytest.mark.thorough),
     ],
 )
@@ -180,17 +181,31 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_two_processes_train_to_the_loss_of_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "attention",
+    [
+        ["--attn=xla"],
+        # A device in each, and messages between them.
+        [
+            *("--attn=emulated", "--recipe=exact_fp32"),
+            *("--mesh.seq=2", "--context-parallel=zigzag"),
+        ],
+    ],
+)
+def test_two_processes_train_to_the_loss_of_one(attention, tmp_path, monkeypatch):
     """Started by jax.distributed on this machine; process 0 alone writes and speaks."""
     command = [
-        *(sys.executable, "-m", "train"),
-        *"--attn=xla --steps=3 --batch-size=8 --log-every=1 --precision=fp32".split(),
+        *(sys.executable, "-m", "train", *attention),
+        *"--steps=3 --batch-size=8 --log-every=1 --precision=fp32".split(),
         *"--attention-inputs=fp32 --model.width=64 --model.heads=1".split(),
         *"--model.depth=1 --optimizer.warmup=0 --eval.examples=8".split(),
         *"--eval.captions=8 --eval.novel=0 --eval.batch-size=8".split(),
         *"--eval.grid=4 --eval.sampler-steps=2 --checkpoint.every=2".split(),
     ]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    over_tokens = "--mesh.seq=2" in attention
+    if over_tokens:
+        environment["XLA_FLAGS"] = ""  # which asks for eight devices
 
     def launch(folder: Path, *more: str) -> subprocess.Popen:
         return subprocess.Popen(
@@ -204,6 +219,7 @@ def test_two_processes_train_to_the_loss_of_one(tmp_path, monkeypatch):
 
     together, single = tmp_path / "two", tmp_path / "one"
     config = parse_config([*command[3:], f"--run-dir={single}"])
+    config = dataclasses.replace(config, mesh=MeshConfig())
     port = free_port()
     joined = ["--distributed.enabled", f"--distributed.coordinator=127.0.0.1:{port}"]
     joined += ["--distributed.processes=2"]

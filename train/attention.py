@@ -40,6 +40,7 @@ _PARALLEL: dict[ContextParallel, tuple[context_parallel.Strategy, Any]] = {
     "zigzag": ("ring", "zigzag"),
     "striped": ("ring", "striped"),
     "all-gather": ("all_gather", "contiguous"),
+    "all-gather+ring": ("all_gather+ring", "contiguous"),
     "ulysses": ("ulysses", "contiguous"),
 }
 # Patterns of custom-call names by which the compiled program shows its attention.

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 Attention = Literal["pallas", "baseline", "emulated", "reference", "xla", "cudnn"]
-ContextParallel = Literal["contiguous", "zigzag", "striped", "all-gather", "ulysses"]
+ContextParallel = Literal[
+    "contiguous", "zigzag", "striped", "all-gather", "all-gather+ring", "ulysses"
+]
 PresetName = Literal["tiny", "small", "small-long", "base", "base-long", "large"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
 Shadow = Literal["none", "reference", "xla", "emulated"]
@@ -166,7 +168,7 @@ class Config:
     recipe: str | None = None
     """Name of the emulated algorithm, with --attn=emulated; kernels if not given."""
     context_parallel: ContextParallel = "contiguous"
-    """Attention over --mesh.seq devices: a ring on tokens dealt so, or one of two."""
+    """Attention over --mesh.seq devices: a ring on tokens dealt so, or one of three."""
     precision: Precision = "fp32"
     """Of everything but attention; 16-bit policies but bf16_pure keep fp32 weights."""
     attention_inputs: AttentionInputs = "compute"
