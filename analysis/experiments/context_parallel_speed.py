@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-heads", type=int, default=8, help="key heads (default 8)")
     add("--head-dim", type=int, default=128, help="default 128")
     add("--seconds", type=float, default=3.0, help="of timing a size (default 3)")
-    out = Path("results", "context_parallel_speed")
+    out = Path("results", "context-parallel-speed")
     add("--kernels", action="store_true", help="what each kernel takes (GPU)")
     add("--compile-for", choices=["h100", "h200"], help="compile alone, without a GPU")
     add("--out", type=Path, default=out, help="folder")
