@@ -115,7 +115,7 @@ def test_each_panel_says_what_it_compares():
 def test_every_source_and_centre_of_the_recipes_is_measured():
     found = backward.recipes()
     assert found["flash2: o, none"] == RECIPES["flash2"]
-    assert len(set(found.values())) == len(found) == 4 * 4 + 4 + 3
+    assert len(set(found.values())) == len(found) == 5 * 4 + 4 + 3
     finer = [recipe for recipe in found.values() if recipe.dq_dlogits is not None]
     assert {recipe.dq_centre for recipe in finer} == set(backward.CENTRES)
     assert {recipe.dq_dlogits for recipe in finer} == {Step(FP16)}
