@@ -57,4 +57,5 @@ test-next:
 		--dist=worksteal $(NEXT_TESTS:%=tests/test_kernels_%.py) \
 		tests/test_context_parallel_kernels.py tests/test_ampere_fused.py \
 		tests/test_ampere_key_numbers.py tests/test_ampere_query_gradient.py \
+		tests/test_low_part.py \
 		--ci -k "not spill_nothing" $(ARGS)
