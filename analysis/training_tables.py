@@ -7,7 +7,7 @@ means and slopes are then of the runs that went on, the survivors, and marked so
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from scipy.special import stdtr
@@ -190,19 +190,8 @@ def ratios_by_step(rows: Sequence[Row], name: str) -> list[Row]:
     fewer seeds have a ratio than do at other steps their number is told."""
     by_step = _by_step(rows, name, _BOUND)
     arms = dict.fromkeys(arm for found in by_step.values() for arm in found)
-    most = {
-        arm: max(len(of[arm][name]) for of in by_step.values() if arm in of)
-        for arm in arms
-    }
-    lines = []
-    for step, found in by_step.items():
-        line: Row = {"step": step} | dict.fromkeys(arms, "")
-        for arm, of in found.items():
-            line[arm] = f"{math.exp(np.mean(of[name])):.3g}"
-            if len(of[name]) < most[arm]:
-                line[arm] += f" (n = {len(of[name])})"
-        lines += [line] if found else []
-    return lines
+    most = {arm: max(len(of.get(arm, [])) for of in by_step.values()) for arm in arms}
+    return _lines(by_step, most, lambda logs: f"{math.exp(np.mean(logs)):.3g}")
 
 
 def ratios_to(rows: Sequence[Row], name: str, base: str) -> list[Row]:
@@ -210,15 +199,26 @@ def ratios_to(rows: Sequence[Row], name: str, base: str) -> list[Row]:
     over seeds, with the factor of the interval and p of the paired t test that the mean
     ratio is 1, where there are two seeds or more."""
     by_step = _by_step(rows, name, base)
+    most = max((len(x) for of in by_step.values() for x in of.values()), default=0)
     arms = dict.fromkeys(arm for found in by_step.values() for arm in found)
-    counts = [len(of[name]) for found in by_step.values() for of in found.values()]
+    return _lines(
+        by_step, dict.fromkeys(arms, most), lambda logs: _told_ratio([-x for x in logs])
+    )
+
+
+def _lines(
+    by_step: Mapping[int, Mapping[str, Sequence[float]]],
+    most: Mapping[str, int],
+    told: Callable[[Sequence[float]], str],
+) -> list[Row]:
+    """A line for each comparison, with how many seeds there are where an arm has fewer
+    than its most."""
     lines = []
     for step, found in by_step.items():
-        line: Row = {"step": step} | dict.fromkeys(arms, "")
-        for arm, of in found.items():
-            logs = [-x for x in of[name]]
-            line[arm] = _told_ratio(logs)
-            if len(logs) < max(counts):
+        line: Row = {"step": step} | dict.fromkeys(most, "")
+        for arm, logs in found.items():
+            line[arm] = told(logs)
+            if len(logs) < most[arm]:
                 line[arm] += f" (n = {len(logs)})"
         lines += [line] if found else []
     return lines
@@ -234,12 +234,16 @@ def _told_ratio(logs: Sequence[float]) -> str:
     return f"{told} (x/ {math.exp(half_width(logs)):.3g}, p = {p:.2g})"
 
 
-def _by_step(rows: Sequence[Row], name: str, upper: str):
-    """By step, what `_over` finds."""
-    return {
-        step: _over([row for row in rows if row["step"] == step], [name], upper)
-        for step in dict.fromkeys(row["step"] for row in rows)
-    }
+def _by_step(
+    rows: Sequence[Row], name: str, upper: str
+) -> dict[int, dict[str, list[float]]]:
+    """What `_over` finds of one measure, by step and arm."""
+    found = {}
+    for step in dict.fromkeys(row["step"] for row in rows):
+        of_step = [row for row in rows if row["step"] == step]
+        by_arm = _over(of_step, [name], upper)
+        found[step] = {arm: logs[name] for arm, logs in by_arm.items()}
+    return found
 
 
 def _over(

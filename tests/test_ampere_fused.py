@@ -202,9 +202,11 @@ def test_sums_are_clear_that_others_clear(case):
     assert in_lots == at_once
 
 
-def _by_multiprocessors(case: Case, count: int) -> list[np.ndarray]:
+def _by_multiprocessors(case: Case, count: int):
+    """(dQ, dK and dV, sizes of what dK and dV are sums of)"""
+    operands, _, size = _operands(case)
     with patch.object(architecture, "A100_MULTIPROCESSORS", count):
-        return _run(case, _operands(case)[0])
+        return _run(case, operands), (size.dkey, size.dvalue)
 
 
 @pytest.mark.parametrize(
@@ -217,17 +219,21 @@ def _by_multiprocessors(case: Case, count: int) -> list[np.ndarray]:
 )
 def test_ctas_that_share_a_tile_make_what_one_does(case):
     """dK and dV but for the order in which FP32 adds; dQ has none."""
-    of_one, of_more = (
+    (of_one, sizes), (of_more, _) = (
         in_child_process(_by_multiprocessors, case, n, seconds=TIME_LIMIT)
         for n in (1, 108)
     )
     assert of_one[0].tobytes() == of_more[0].tobytes()
-    for one, more in zip(of_one[1:], of_more[1:], strict=True):
-        assert 0 < (one != more).mean() < 0.05
-        # FP32's sums, some last places apart, are rounded to neighbours in BF16.
-        one, more = (x.astype(np.float32) for x in (one, more))
-        near = 2.0**-20 * np.abs(one).max()
-        np.testing.assert_allclose(more, one, rtol=2.0**-7, atol=near)
+    _, queries, _, heads, key_heads, _ = case.shape
+    # A term, a product of operands off by 2^-8 each at most, is in as many additions as
+    # there are queries, and in one for each part: off by so many u in either order.
+    additions = queries * heads // key_heads + ampere_fused_work.MOST_PARTS
+    for one, more, size in zip(of_one[1:], of_more[1:], sizes, strict=True):
+        assert (one != more).any()
+        one, more = (x.astype(np.float64) for x in (one, more))
+        # And both are rounded to BF16, to neighbours at most.
+        apart = 2 * additions * 2.0**-24 * 1.02 * size + 2.0**-7 * np.abs(one)
+        assert (np.abs(more - one) <= apart).all()
 
 
 def _exact_integers() -> tuple[np.ndarray, np.ndarray]:
@@ -414,7 +420,12 @@ BATCH = 8
 
 
 def _compiled(
-    head_dim: int, is_causal: bool, length: int, key_heads: int, has_row_sum: bool
+    head_dim: int,
+    is_causal: bool,
+    length: int,
+    key_heads: int,
+    has_row_sum: bool,
+    is_shared: bool,
 ) -> Program:
     query = jax.ShapeDtypeStruct((BATCH, length, 4, head_dim), "bfloat16")
     key = jax.ShapeDtypeStruct((BATCH, length, key_heads, head_dim), "bfloat16")
@@ -436,7 +447,8 @@ def _compiled(
         )
 
     extra = [rows] if has_row_sum else []
-    with made_for("ampere"):
+    least = ampere_fused_work.LEAST_SAVED if is_shared else 1.0
+    with made_for("ampere"), patch.object(ampere_fused_work, "LEAST_SAVED", least):
         return compiled(
             *(program, query, key, key, query, rows, rows, *numbers, *extra),
             gpu="a100",
@@ -445,21 +457,24 @@ def _compiled(
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("head_dim", "is_causal", "length", "key_heads", "spilled_bytes"),
+    ("problem", "spilled_bytes", "is_shared"),
     # Integers, beside accumulators as large as registers allow; at 128 V, too, which
     # is worth it: 1.11 to 1.22 times as fast (`results/prototypes/ampere_h128.csv`).
     [
-        (64, True, 1088, 4, 96),
-        (128, False, 1100, 2, 232),
-        pytest.param(64, True, 1100, 2, 80, marks=pytest.mark.thorough),
-        pytest.param(64, False, 1088, 4, 12, marks=pytest.mark.thorough),
-        pytest.param(64, False, 1100, 2, 36, marks=pytest.mark.thorough),
-        pytest.param(128, True, 1088, 4, 292, marks=pytest.mark.thorough),
+        ((64, True, 1088, 4), 96, False),
+        ((128, False, 1100, 2), 148, False),
+        # Nearly all that is spilled more lies past the loop, where sums are handed on.
+        ((128, False, 1100, 2), 232, True),
+        pytest.param((64, True, 1100, 2), 80, False, marks=pytest.mark.thorough),
+        pytest.param((64, False, 1088, 4), 12, False, marks=pytest.mark.thorough),
+        pytest.param((64, False, 1100, 2), 36, False, marks=pytest.mark.thorough),
+        pytest.param((128, True, 1088, 4), 292, False, marks=pytest.mark.thorough),
     ],
 )
-def test_compiles_and_fits(head_dim, is_causal, length, key_heads, spilled_bytes):
+def test_compiles_and_fits(problem, spilled_bytes, is_shared):
     pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `compile`")
-    arguments = head_dim, is_causal, length, key_heads, is_causal
+    head_dim, is_causal, length, _ = problem
+    arguments = *problem, is_causal, is_shared
     program = in_child_process(_compiled, *arguments, seconds=TIME_LIMIT, among="a100")
     kernel, begin, end = program.kernels
     assert kernel.name == "attention_backward_fused"

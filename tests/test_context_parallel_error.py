@@ -79,6 +79,17 @@ def test_by_default_lse_does_not_grow_either():
     assert merged["lse"] > 1.05
 
 
+def test_by_default_delta_is_of_the_merged_output_unrounded():
+    carrying = dataclasses.replace(ATTN_JAX, ring_merge="carry")
+    whole = dataclasses.replace(carrying, delta_source="o_f32")
+    found = errors("normal", 4, recipe=None, implementation="emulated")
+    assert found == errors("normal", 4, recipe=whole)
+    assert found["dq"] != errors("normal", 4, recipe=carrying)["dq"]
+    # One device alone does what it does without parts.
+    alone = errors("normal", 1, recipe=None, implementation="emulated")
+    assert alone == errors("normal", 1, recipe=carrying)
+
+
 def test_a_carried_maximum_and_sum_keep_lse():
     """Beside one device that visits as many blocks: those of 64 shards of 8 keys."""
     recipe = dataclasses.replace(ATTN_JAX, ring_merge="carry", block_kv=8)

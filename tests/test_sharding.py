@@ -203,8 +203,7 @@ def test_two_processes_train_to_the_loss_of_one(attention, tmp_path, monkeypatch
         *"--eval.grid=4 --eval.sampler-steps=2 --checkpoint.every=2".split(),
     ]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    over_tokens = "--mesh.seq=2" in attention
-    if over_tokens:
+    if "--mesh.seq=2" in attention:
         environment["XLA_FLAGS"] = ""  # which asks for eight devices
 
     def launch(folder: Path, *more: str) -> subprocess.Popen:
@@ -253,6 +252,9 @@ def test_two_processes_train_to_the_loss_of_one(attention, tmp_path, monkeypatch
         return [row["loss"] for row in rows if "loss" in row]
 
     assert len(losses(together)) == 3
+    mesh = json.loads((together / "environment.json").read_text())["mesh"]
+    assert ("--mesh.seq=2" in attention) == (mesh["seq"] == 2)
+    assert mesh["seq"] == 1 or mesh["data"] == 1
     # As for one process with a mesh: fp32 sums in another order.
     np.testing.assert_allclose(losses(together), losses(single), rtol=1e-6)
     np.testing.assert_allclose(two["held_out_loss"], one["held_out_loss"], rtol=1e-5)

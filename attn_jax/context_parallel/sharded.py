@@ -107,8 +107,7 @@ def attention(
         plain JAX, any device. A named one runs or raises. None: `pallas` where it can
         run and no recipe is given.
       recipe: of `emulated`; `ATTN_JAX` with ring_merge 'carry' and, of parts,
-        delta_source 'o_f32' if None. Its ring_size
-        is ignored: the mesh has it.
+        delta_source 'o_f32' if None. Its ring_size is ignored: the mesh has it.
       partials: "16-bit" rounds what a part hands over, O, dQ, dK and dV, to the
         inputs' format, as kernels do that return nothing else: the error grows by one
         step, more where parts cancel. For comparison. Parts are then merged by 'lse'

@@ -21,8 +21,9 @@ from jax import lax
 
 # Tiles of keys that are dealt out together, about: as many as a card has places for.
 TILES_TOGETHER = 128
-# What a CTA takes besides its blocks, and one of a part, in blocks: 9 us of 4.1 at head
-# dim 128, and some 3 for a tile of dK and of dV that are written, and read, in FP32.
+# What a CTA takes besides its blocks, in blocks: 9 us of 4.1 at head dim 128, by the
+# times of `results/prototypes/ampere_patches.csv`. Of a part it is an estimate: some 3
+# us more for tiles of dK and dV that are written, or read, in FP32.
 BESIDES = 2.2
 BESIDES_OF_PART = 3.0
 MOST_PARTS = 8
