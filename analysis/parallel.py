@@ -1,14 +1,22 @@
-"""Problems of context parallelism: inputs whose parts cancel, and sizes of errors."""
+"""Problems of context parallelism: inputs whose parts cancel, sizes of errors, and
+attention over several devices."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from attn_jax import context_parallel
 from attn_jax.audit.error import correctly_rounded
 from attn_jax.audit.inputs import FAMILIES, Inputs, Shape, make_inputs
 from attn_jax.formats import BF16
 from attn_jax.reference import Golden
 
+ULYSSES = 2  # devices to which ring+ulysses deals heads
 # Beside those of `audit.inputs`.
 CANCELLING = "cancelling"
 ALTERNATING = "alternating"
@@ -41,6 +49,33 @@ def draw(family: str, seed: int, length: int, head_dim: int, heads: int = 2) -> 
         dout += 0.3
     dtype = plain.query.dtype
     return Inputs(*(correctly_rounded(x, BF16).astype(dtype) for x in (q, k, v, dout)))
+
+
+def over_devices(
+    devices: Sequence[Any],
+    strategy: context_parallel.Strategy,
+    layout: context_parallel.Layout,
+    implementation: Literal["pallas", "emulated"] | None = None,
+) -> tuple[Mesh, Callable]:
+    """A mesh of all of the devices, and (out, LSE) of causal attention of whole arrays
+    (q, k, v), which lie on them, along the sequence, in the layout's order."""
+    names: tuple[str, ...] = ("seq",)
+    sizes: tuple[int, ...] = (len(devices),)
+    if strategy == "ring+ulysses":
+        names, sizes = ("seq", "heads"), (len(devices) // ULYSSES, ULYSSES)
+    mesh = Mesh(np.asarray(devices).reshape(sizes), names)
+    attend = functools.partial(
+        context_parallel.attention,
+        axis_name=names if len(names) > 1 else names[0],
+        strategy=strategy,
+        layout=layout,
+        is_causal=True,
+        implementation=implementation,
+    )
+    rows, lse = P(None, names), P(None, None, names)
+    return mesh, jax.shard_map(
+        attend, mesh=mesh, in_specs=(rows,) * 3, out_specs=(rows, lse)
+    )
 
 
 def rms_errors(results: Sequence, exact: Golden) -> dict[str, float]:

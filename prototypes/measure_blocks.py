@@ -1,15 +1,15 @@
 """Times Hopper's forward kernel with blocks of some numbers of keys.
 
-At head dim 128 with the first logits of a tile made while the one before it ends, too.
+Without a mask also with a tile's first logits made while the one before it ends.
 
-    python prototypes/measure_blocks.py OUT_FOLDER [LENGTH ...] [--head-dim 64]
+    python prototypes/measure_blocks.py OUT_FOLDER [LENGTH ...] [--head-dim 64] [--full]
 
 BF16, on an H100 or H200, 16 heads and at most 16 384 tokens, or one longer sequence; at
 head dim 64 twice the heads. A row for each problem and tiling, printed, and written to
 OUT_FOLDER/blocks.csv: CUPTI times, in ms, and TFLOP/s, the median of rounds of 0.3 s in
 all, taken in turn with cuDNN's; alone, and where the call is differentiated, which
 leaves more for the backward pass; and whether it is what the table has. Of all lengths
-below, or of those named.
+below, or of those named; with `--full` without a mask only.
 """
 
 import argparse
@@ -38,18 +38,25 @@ def tilings_of(head_dim: int, is_causal: bool):
     from attn_jax.kernels.tuning import ForwardTiling
 
     if head_dim == 64:
-        return [
+        tilings = [
             ForwardTiling(64, columns, warpgroups, 4)
             for columns in (64, 128, 192)
             for warpgroups in (2, 3, 4)
             if columns < 192 or warpgroups < 4
         ]
+        ahead = [
+            ForwardTiling(64, 64, 4, 4, ahead=True),
+            ForwardTiling(64, 64, 4, 6, ahead=True),
+            ForwardTiling(64, 128, 2, 4, ahead=True),
+            ForwardTiling(64, 128, 3, 4, ahead=True),
+        ]
+        return tilings if is_causal else tilings + ahead
     tilings = [
         ForwardTiling(64, 128, 2, 2, q_registers=True),
         ForwardTiling(64, 128, 2, 3, q_registers=True, out_by_key=True),
         ForwardTiling(64, 192, 2, 2, out_by_key=True),
     ]
-    # It changes nothing there.
+    # Under a causal mask it changes nothing.
     ahead = ForwardTiling(64, 128, 2, 2, q_registers=True, ahead=True)
     return tilings if is_causal else [*tilings, ahead]
 
@@ -111,10 +118,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("lengths", type=int, nargs="*")
     parser.add_argument("--head-dim", type=int, choices=(64, 128), default=128)
+    parser.add_argument("--full", action="store_true")
     options = parser.parse_args()
     problems = PROBLEMS
     if options.head_dim == 64:
         problems = [(n, mask) for mask in (False, True) for n in SHORT]
+    if options.full:
+        problems = [(n, is_causal) for n, is_causal in problems if not is_causal]
     options.folder.mkdir(parents=True, exist_ok=True)
     with (options.folder / "blocks.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

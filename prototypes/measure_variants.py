@@ -1,13 +1,14 @@
-"""Times both passes with patches of this folder, beside the package and cuDNN.
+"""Times patches of this folder, both passes or one, beside the package and cuDNN.
 
 On an H100 or H200, in turn, in one process:
 
     python prototypes/measure_variants.py OUT_FOLDER SECONDS VARIANT ...
-        [--cases CASE ...] [--architecture ampere]
+        [--cases CASE ...] [--architecture ampere] [--forward]
 
 Of Ampere's kernels the one-pass backward one is taken, whatever the length, and cuDNN
-is left out. A VARIANT is the names of patches with + between them, `main` for none.
-`main` goes first in any case: a row says how many of out, dQ, dK and dV have its bits.
+is left out. With `--forward` it is the forward pass that nobody differentiates. A
+VARIANT is the names of patches with + between them, `main` for none. `main` goes first
+in any case: a row says how many of out, dQ, dK and dV have its bits.
 A row for each case, variant and kernel, medians of rounds in ms by CUPTI, printed, and
 written to OUT_FOLDER/variants.csv; `all` is the sum of a program's kernels.
 """
@@ -37,6 +38,7 @@ CASES = {
     "h128-4k-causal": (4, 4096, 16, 128, True),
     "h128-4k-full": (4, 4096, 16, 128, False),
     "h64-4k-full": (4, 4096, 32, 64, False),
+    "h64-16k-full": (1, 16384, 32, 64, False),
     "h128-16k-causal": (1, 16384, 16, 128, True),
     "h128-16k-full": (1, 16384, 16, 128, False),
     "h64-16k-causal": (1, 16384, 32, 64, True),
@@ -78,18 +80,22 @@ def cudnn(is_causal: bool):
     )
 
 
-def both_passes(attend, shape):
-    """Forward and backward pass in one program, lowered."""
+def lowered(attend, shape, forward: bool):
+    """The forward pass alone, or forward and backward pass in one program."""
     import jax
+
+    array = jax.ShapeDtypeStruct(tuple(shape), "bfloat16")
+    if forward:
+        return jax.jit(attend).lower(*[array] * 3)
 
     def both(query, key, value, dout):
         out, pull = jax.vjp(attend, query, key, value)
         return out, pull(dout)
 
-    return jax.jit(both).lower(*[jax.ShapeDtypeStruct(tuple(shape), "bfloat16")] * 4)
+    return jax.jit(both).lower(*[array] * 4)
 
 
-def programs(variants, cases, architecture: str, folder: Path):
+def programs(variants, cases, architecture: str, forward: bool, folder: Path):
     """(case, variant, lowered program)"""
     options = {"backward": "fused"} if architecture == "ampere" else {}
     for variant in variants:
@@ -102,14 +108,14 @@ def programs(variants, cases, architecture: str, folder: Path):
                 return attention(*qkv, scale=scale, mask=mask, **options)[0]
 
             with made_for(architecture):
-                program = both_passes(ours, shape)
+                program = lowered(ours, shape, forward)
             yield case, variant, program
     for case in cases if architecture == "hopper" else ():
         *shape, is_causal = CASES[case]
-        yield case, "cudnn", both_passes(cudnn(is_causal), shape)
+        yield case, "cudnn", lowered(cudnn(is_causal), shape, forward)
 
 
-def measured(case: str, made: dict, seconds: float):
+def measured(case: str, made: dict, forward: bool, seconds: float):
     """Rows of a case: all kernels together, and each."""
     import jax
 
@@ -117,6 +123,7 @@ def measured(case: str, made: dict, seconds: float):
 
     shape = CASES[case][:-1]
     keys = jax.random.split(jax.random.key(0), 4)
+    keys = keys[:3] if forward else keys
     given = tuple(jax.random.normal(x, shape, "bfloat16") for x in keys)
     bits = {
         variant: [x.tobytes() for x in jax.tree.leaves(jax.device_get(program(*given)))]
@@ -151,10 +158,11 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     architectures = ("hopper", "ampere")
     parser.add_argument("--architecture", choices=architectures, default="hopper")
+    parser.add_argument("--forward", action="store_true")
     options = parser.parse_args()
     variants = list(dict.fromkeys(["main", *options.variants]))
     with tempfile.TemporaryDirectory() as folder:
-        of_ours = variants, options.cases, options.architecture
+        of_ours = variants, options.cases, options.architecture, options.forward
         found = list(programs(*of_ours, Path(folder)))
         with concurrent.futures.ThreadPoolExecutor() as pool:
             compiled = list(pool.map(lambda x: x[2].compile(), found))
@@ -165,7 +173,7 @@ def main() -> None:
             for case in options.cases:
                 pairs = zip(found, compiled, strict=True)
                 made = {name: x for (of, name, _), x in pairs if of == case}
-                for row in measured(case, made, options.seconds):
+                for row in measured(case, made, options.forward, options.seconds):
                     writer.writerow(row)
                     if row[2] == "all":
                         print(*row, flush=True)

@@ -12,6 +12,7 @@ from analysis.experiments import (
     backward,
     bias,
     census,
+    context_parallel_error,
     context_parallel_speed,
     depth,
     emulator_speed,
@@ -88,6 +89,11 @@ EXPERIMENTS = {
     ),
     "bias": Experiment(bias.SUMMARY, bias.add_arguments, bias.run),
     "ring": Experiment(ring.SUMMARY, ring.add_arguments, ring.run),
+    "context-parallel-error": Experiment(
+        context_parallel_error.SUMMARY,
+        context_parallel_error.add_arguments,
+        context_parallel_error.run,
+    ),
     "context-parallel-speed": Experiment(
         context_parallel_speed.SUMMARY,
         context_parallel_speed.add_arguments,

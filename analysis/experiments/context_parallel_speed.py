@@ -40,7 +40,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from analysis import ExperimentError, device_trace, store
+from analysis import ExperimentError, device_trace, parallel, store
 from analysis.figures import Panel, write_figure
 from analysis.record import Row, check_writable, environment, show, write, written
 from analysis.speed import in_jax
@@ -63,7 +63,6 @@ PASSES = "forward", "both"
 ONE = "one device"
 _TRACED = 2
 _ROW, _LEAST_RUNS = 0.1, 3
-ULYSSES = 2  # devices to which ring+ulysses deals heads
 _COLUMNS = (
     *("ms", "ms_25", "ms_75", "rounds", "tflops", "share", "megabytes", "beside"),
     *("over_one", *device_trace.COLUMNS, "compile_seconds", "sm_mhz", "watts"),
@@ -283,7 +282,9 @@ def _check(cell: Cell, heads: Heads) -> None:
     """Raises ValueError, one line, for what cannot be dealt to the devices."""
     if cell.strategy == ONE:
         return
-    dealt = {"ulysses": cell.devices, "ring+ulysses": ULYSSES}.get(cell.strategy, 1)
+    dealt = {"ulysses": cell.devices, "ring+ulysses": parallel.ULYSSES}.get(
+        cell.strategy, 1
+    )
     for name, count in (("query", heads.query), ("key", heads.key)):
         check_heads(name, count, dealt, cell.strategy)
     shards = cell.devices if dealt in (1, cell.devices) else cell.devices // dealt
@@ -399,23 +400,10 @@ def _attention(cell: Cell, there: Sequence[Any]) -> tuple[Mesh, Callable]:
             return dot_product_attention(query, key, value, is_causal=True)
 
         return Mesh(np.asarray(there[:1]), ("seq",)), plain
-    devices = np.asarray(there[: cell.devices])
-    axis: str | tuple[str, str] = "seq"
-    mesh = Mesh(devices, ("seq",))
-    if cell.strategy == "ring+ulysses":
-        axis = "seq", "heads"
-        mesh = Mesh(devices.reshape(-1, ULYSSES), axis)
-    spec = P(None, mesh.axis_names)
-    attend = functools.partial(
-        context_parallel.attention,
-        axis_name=axis,
-        strategy=cast(Strategy, cell.strategy),
-        layout=cast(Layout, cell.layout),
-        is_causal=True,
+    mesh, attend = parallel.over_devices(
+        there[: cell.devices], cast(Strategy, cell.strategy), cast(Layout, cell.layout)
     )
-    return mesh, jax.shard_map(
-        lambda *x: attend(*x)[0], mesh=mesh, in_specs=(spec,) * 3, out_specs=spec
-    )
+    return mesh, lambda *x: attend(*x)[0]
 
 
 def _milliseconds(run: Callable[[], object], runs: int) -> float:

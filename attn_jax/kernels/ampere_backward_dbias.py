@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ampere_tiles as tiles
 from attn_jax.kernels.dbias_sums import Sums
+from attn_jax.kernels.integers import rem
 from attn_jax.kernels.tiles import (
     LOG2_E,
     capped,
@@ -83,7 +84,7 @@ def backward_dbias(
         owned = lax.axis_index("owned")
 
         def slot(step):
-            return lax.rem(step, jnp.int32(stages))
+            return rem(step, stages)
 
         def start(step):
             b, n, query_tile, key_tile = sums.place(owned, step)

@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ampere_tiles as tiles
+from attn_jax.kernels.integers import rem
 from attn_jax.kernels.tiles import (
     LOG2_E,
     capped,
@@ -184,7 +185,7 @@ def _gradients(
         steps = blocks * group
 
         def slot(step):
-            return lax.rem(step, jnp.int32(stages))
+            return rem(step, stages)
 
         def block_of(i):
             return i if pairs is None else lax.div(listed[i + 1], jnp.int32(2))

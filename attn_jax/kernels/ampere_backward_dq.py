@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ampere_tiles as tiles
+from attn_jax.kernels.integers import rem
 from attn_jax.kernels.tiles import (
     LOG2_E,
     block_counts,
@@ -131,7 +132,7 @@ def backward_dq(
             return tiles.head_rows(gmem, b, first_row, rows, n, smem.shape[-1])
 
         def slot(j):
-            return lax.rem(j, jnp.int32(stages))
+            return rem(j, stages)
 
         def first_key(j):
             block = j if pairs is None else lax.div(listed[j + 1], jnp.int32(2))

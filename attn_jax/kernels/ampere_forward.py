@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Float32, Int8
 
 from attn_jax.kernels import ampere_tiles as tiles
 from attn_jax.kernels import low_part
+from attn_jax.kernels.integers import rem
 from attn_jax.kernels.tiles import (
     LN_2,
     LOG2_E,
@@ -122,7 +123,7 @@ def forward(
             full_blocks, blocks = jnp.int32(0), listed[0]
 
         def slot(j):
-            return lax.rem(j, jnp.int32(stages))
+            return rem(j, stages)
 
         def block_of(j):
             return j if pairs is None else lax.div(listed[j + 1], jnp.int32(2))

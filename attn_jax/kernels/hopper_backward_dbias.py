@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels.dbias_sums import Sums
+from attn_jax.kernels.integers import rem
 from attn_jax.kernels.tiles import (
     LOG2_E,
     ROWS,
@@ -87,7 +88,7 @@ def backward_dbias(
         warpgroup = lax.axis_index("warpgroup")
 
         def slot(step):
-            return lax.rem(step, jnp.int32(stages))
+            return rem(step, stages)
 
         @pl.when(warpgroup < WARPGROUPS)
         def consume():

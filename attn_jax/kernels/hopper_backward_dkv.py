@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
+from attn_jax.kernels.integers import rem
 from attn_jax.kernels.tiles import (
     COLUMNS,
     LOG2_E,
@@ -134,7 +135,7 @@ def backward_dkv(
             blocks = listed[0]
 
         def slot(step):
-            return lax.rem(step, jnp.int32(stages))
+            return rem(step, stages)
 
         def block_of(step):
             """Which block of queries a step takes, of one head after the other."""

@@ -33,6 +33,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels.hopper_range import Range, power_of_two
+from attn_jax.kernels.integers import rem
 from attn_jax.kernels.tiles import (
     COLUMNS,
     GROUP,
@@ -234,7 +235,7 @@ def _over_keys(
             full_blocks, blocks = jnp.int32(0), listed[0]
 
         def slot(j, slots=stages):
-            return lax.rem(j, jnp.int32(slots))
+            return rem(j, slots)
 
         def block_of(j):
             return j if pairs is None else lax.div(listed[j + 1], jnp.int32(2))

@@ -64,6 +64,7 @@ from attn_jax.kernels.hopper_fused_work import (
 )
 from attn_jax.kernels.hopper_query_gradient import query_gradient
 from attn_jax.kernels.hopper_range import Range, power_of_two
+from attn_jax.kernels.integers import rem
 from attn_jax.kernels.tiles import (
     COLUMNS,
     LOG2_E,
@@ -202,10 +203,10 @@ def _sums(
         warpgroup = lax.axis_index("warpgroup")
 
         def buffer(step):
-            return lax.rem(step, i32(DS_BUFFERS))
+            return rem(step, DS_BUFFERS)
 
         def storer(step):
-            return lax.rem(step, i32(plan.storers))
+            return rem(step, plan.storers)
 
         def await_dq_smem(step):
             """Until the tile of the step before is read."""

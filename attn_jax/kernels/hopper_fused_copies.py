@@ -18,6 +18,7 @@ from attn_jax.kernels.hopper_fused_work import (
     Work,
     slot,
 )
+from attn_jax.kernels.integers import rem
 from attn_jax.kernels.tuning import Plan
 
 
@@ -160,7 +161,7 @@ def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs) -> None
 
     def store_item(me, item, first, number):
         # The turns start, start + storers, ... of the item are one's own.
-        start = lax.rem(first + me, i32(storers)) if storers > 1 else i32(0)
+        start = rem(first + me, storers) if storers > 1 else i32(0)
 
         @pl.loop(0, lax.div(item.steps - start + (storers - 1), i32(storers)))
         def _(i):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_jax.kernels import ring_order
+from attn_jax.kernels.integers import rem
 from attn_jax.kernels.ring_order import Dealt, Ring, Sliding, ring_of, sliding_of
 from attn_jax.kernels.tiles import (
     hide_columns_before,
@@ -267,7 +268,7 @@ class Work:
 
 def slot(step: jax.Array) -> jax.Array:
     """Where a step's block of Q and dO is."""
-    return lax.rem(step, jnp.int32(STAGES))
+    return rem(step, STAGES)
 
 
 def hide(

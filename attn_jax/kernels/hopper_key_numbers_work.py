@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from attn_jax.centre import centre_from
 from attn_jax.formats import FP16, NumberFormat
 from attn_jax.kernels import turns
+from attn_jax.kernels.integers import rem
 from attn_jax.kernels.lanes import Lanes, read
 from attn_jax.kernels.tiles import widen
 from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
@@ -183,7 +184,7 @@ class Keys:
             self.key_factor[b, n] = power(keys).max(axis=0)
 
     def _slot(self, step):
-        return lax.rem(step, jnp.int32(self.stages))
+        return rem(step, self.stages)
 
     def _load(self, step) -> None:
         """A tile; steps are counted on across heads."""

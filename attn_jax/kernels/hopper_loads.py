@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from attn_jax.kernels.integers import rem
 from attn_jax.kernels.schedule import Strips
 from attn_jax.kernels.tiles import smem_tile
 from attn_jax.kernels.tuning import ForwardTiling
@@ -38,7 +39,7 @@ class Stages(NamedTuple):
     count: int
 
     def slot(self, step):
-        return lax.rem(step, jnp.int32(self.count))
+        return rem(step, self.count)
 
     def keys(self, step):
         """K^T of a step's block."""

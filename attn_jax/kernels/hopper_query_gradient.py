@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels.hopper_range import Range
+from attn_jax.kernels.integers import rem
 from attn_jax.kernels.lanes import LANES, Lanes, read
 from attn_jax.kernels.ring_order import MULTIPROCESSORS
 from attn_jax.kernels.tiles import pad_rows
@@ -120,7 +121,7 @@ def _in_one_pass(
         steps = lax.div(items - cta + (ctas - 1), jnp.int32(ctas))
 
         def slot(step):
-            return lax.rem(step, jnp.int32(stages))
+            return rem(step, stages)
 
         def item(step):
             """(batch entry, head, first row)"""
@@ -156,7 +157,7 @@ def _in_one_pass(
 
         @pl.loop(0, steps)
         def _(step):
-            now, buffer = slot(step), lax.rem(step, jnp.int32(2))
+            now, buffer = slot(step), rem(step, 2)
             b, n, row = item(step)
             kv_head = lax.div(n, jnp.int32(group))
             small, large = small_gmem[b, kv_head], large_gmem[b, kv_head]

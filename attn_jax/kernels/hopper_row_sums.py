@@ -33,6 +33,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32, Int8
 
 from attn_jax.kernels import low_part
+from attn_jax.kernels.integers import rem
 from attn_jax.kernels.lanes import Lanes, read, row_norms
 from attn_jax.kernels.ring_order import MULTIPROCESSORS
 from attn_jax.kernels.tiles import widen
@@ -162,7 +163,7 @@ def row_sums(
         steps = lax.div(tiles.items - cta + (ctas - 1), jnp.int32(ctas))
 
         def slot(step):
-            return lax.rem(step, jnp.int32(stages))
+            return rem(step, stages)
 
         def item(step):
             """(batch entry, rows, columns, heads)"""
@@ -202,7 +203,7 @@ def row_sums(
 
         @pl.loop(0, steps)
         def _(step):
-            now, buffer = slot(step), lax.rem(step, jnp.int32(2))
+            now, buffer = slot(step), rem(step, 2)
             plgpu.barrier_wait(tiles_ready.at[now])
             if tiles.wide:
                 plgpu.barrier_wait(wide_ready.at[now])

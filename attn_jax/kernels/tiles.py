@@ -19,6 +19,8 @@ from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from attn_jax.kernels.integers import rem
+
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
@@ -410,7 +412,7 @@ def stream(count: jax.Array, stages: int | tuple[int, ...], buffers) -> None:
     @pl.loop(0, count)
     def _(step):
         for (load, free), slots in zip(buffers, stages, strict=True):
-            plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(slots))])
+            plgpu.barrier_wait(free.at[rem(step, slots)])
 
             @pl.when(step + slots < count)
             def _():
