@@ -25,7 +25,7 @@ WIDTH, TOKENS = 2048, 16_384  # heads * head dim
 FULL = 512, 768, 1024, 1152, 1280, 1536, 2048, 4096, 8192, 16_384, 32_768
 CAUSAL = 1024, 2048, 4096, 8192, 16_384, 32_768
 PROBLEMS = [(n, False) for n in FULL] + [(n, True) for n in CAUSAL]
-SHORT = 256, 320, 384, 448, 512, 576, 640, 768, 1024, 1088
+SHORT = 256, 320, 384, 448, 512, 576, 640, 768, 1024, 1088, 2048
 COLUMNS = "head_dim length is_causal differentiated way chosen ms tflops".split()
 
 
@@ -39,17 +39,9 @@ def tilings_of(head_dim: int, is_causal: bool):
 
     if head_dim == 64:
         tilings = [
-            ForwardTiling(64, columns, warpgroups, 4)
-            for columns in (64, 128, 192)
-            for warpgroups in (2, 3, 4)
-            if columns < 192 or warpgroups < 4
+            ForwardTiling(64, *way, 4) for way in ((64, 3), (64, 4), (128, 2), (128, 3))
         ]
-        ahead = [
-            ForwardTiling(64, 64, 4, 4, ahead=True),
-            ForwardTiling(64, 64, 4, 6, ahead=True),
-            ForwardTiling(64, 128, 2, 4, ahead=True),
-            ForwardTiling(64, 128, 3, 4, ahead=True),
-        ]
+        ahead = [ForwardTiling(64, *way, 4, ahead=True) for way in ((64, 4), (128, 3))]
         return tilings if is_causal else tilings + ahead
     tilings = [
         ForwardTiling(64, 128, 2, 2, q_registers=True),

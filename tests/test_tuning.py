@@ -5,9 +5,10 @@ import logging
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
-from attn_jax.kernels import hopper_backward_fused, tuning
+from attn_jax.kernels import design, hopper_backward_fused, tuning
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.hopper_fused_work import QUERIES
@@ -139,6 +140,26 @@ def test_every_entry_is_what_some_call_gets(entry):
         listed=False,
     )
     assert getattr(table, entry.kernel) == entry.tiling
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "mask", "warpgroups"),
+    [
+        (1024, 1024, Mask(), 4),
+        (512, 4096, Mask(), 4),
+        (1000, 1024, Mask(), 4),
+        # A thirty-third of three stands by; none does; of four more would.
+        *((2048, 2048, Mask(), 3), (768, 768, Mask(), 3), (320, 320, Mask(), 3)),
+        # Under a causal mask, and with lists, strips have other lengths, or none.
+        (8192, 8192, Mask(is_causal=True), 3),
+        (1024, 1024, Mask(key_value_lengths=np.array([900])), 3),
+    ],
+)
+def test_warpgroups_stand_by_where_that_costs_little(queries, keys, mask, warpgroups):
+    """512 and 1024 queries fill tiles of four warpgroups, and leave a ninth of three
+    without rows."""
+    found = design.configuration_of("hopper", 64, 64, keys, mask, query_count=queries)
+    assert found.forward.warpgroups == warpgroups
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def configuration_of(
     window = counted_window(mask, queries, key_count, has_bias=has_bias)
     return tuning.configuration(
         *(target, head_dim, value_dim, key_count),
+        query_count=queries,
         is_causal=mask.is_causal,
         listed=has_bias or not visibility.is_static(mask),
         window=None if window is None else window.width,

@@ -125,6 +125,7 @@ def forward(
         scale=scale,
         soft_cap=soft_cap,
         wide_out=out_dtype == jnp.float32,
+        keeps_low=residual and out_dtype != jnp.float32,
         carries=carries,
         first_row=first_row,
     )
@@ -195,7 +196,6 @@ def forward(
             )
 
     out_smem = None
-    keep_low = residual and not form.wide_out
     if not (form.wide_out or form.out_by_key):
         stored = tiling.stored(value_dim)
         out_smem = smem_tile((warpgroups, rows, stored), dtype)
@@ -219,7 +219,7 @@ def forward(
         aliases=aliases,
         out_type=[
             out,
-            low if keep_low else None,
+            low if form.keeps_low else None,
             of_rows,
             of_rows if carries else None,
             sums if form.in_links else None,

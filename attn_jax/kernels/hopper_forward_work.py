@@ -19,7 +19,7 @@ from attn_jax.kernels import hopper_links, schedule
 from attn_jax.kernels.hopper_hidden import Hidden
 from attn_jax.kernels.hopper_loads import Loaded, Stages
 from attn_jax.kernels.hopper_outputs import Carried, Outputs
-from attn_jax.kernels.hopper_softmax import Softmax, State, nothing
+from attn_jax.kernels.hopper_softmax import Softmax, State
 from attn_jax.kernels.tiles import accumulator, along_rows
 from attn_jax.kernels.tuning import ForwardTiling
 from attn_jax.kernels.visibility import Band, Counted, Pairs
@@ -39,6 +39,7 @@ class Form:
       most_blocks: that a tile sees, of keys.
       scale, soft_cap: of logits that are capped, or that a bias is added to.
       wide_out: whether out is FP32.
+      keeps_low: whether what rounding drops from out leaves, too.
       carries: whether `Carried` is what the rows leave, from `first_row` on.
     """
 
@@ -55,6 +56,7 @@ class Form:
     scale: float
     soft_cap: float | None
     wide_out: bool
+    keeps_low: bool
     carries: bool
     first_row: int
 
@@ -90,7 +92,11 @@ class Form:
         whole = self.listed or self.softmax.rescale_threshold > 0
         together = counted.band == Band(None, None)
         together = together and not (whole or self.strips.idle)
-        by_itself = not (self.out_by_key or self.wide_out or self.carries)
+        # Stores straight from registers, as `keeps_low` has them, take longer beside a
+        # product: 3 % of both kernels of a forward pass at head dim 64 and 1024 keys.
+        by_itself = not (
+            self.out_by_key or self.wide_out or self.carries or self.keeps_low
+        )
         # Where the last block is masked ptxas would wait for each product.
         unmasked = counted.key_count % tiling.columns == 0
         return (
@@ -167,15 +173,17 @@ class Consumer:
             yield
             yield rows.tile_last + 1, rows.attend_ahead(s_ahead)
             return
-        found = rows.attend_in_links if form.in_links else rows.attend_once
         if form.strips.idle:
-            acc, state = lax.cond(rows.row < form.query_count, found, rows.stand_by)
+            # Where results come out of a branch, ptxas makes a slower loop in it: out
+            # took 4 % longer at 4160 keys and head dim 64 (H200).
+            yield
+            has_rows = rows.row < form.query_count
+            pl.when(has_rows)(lambda: rows.leave(*rows.attend()))
+            pl.when(jnp.logical_not(has_rows))(rows.stand_by)
         else:
-            acc, state = found()
-        if form.counted.is_window and form.tiling.warpgroups > 1:
-            self.steps.skip(rows.last + 1, rows.tile_last + 1)
-        yield
-        rows.leave(acc, state)
+            found = rows.attend()
+            yield
+            rows.leave(*found)
         yield rows.tile_last + 1, None
 
     def _rows(self, turn, b, n, tile, first_step) -> "Rows":
@@ -254,15 +262,23 @@ class Rows:
     hidden: Hidden
     floor: Any
 
-    def attend_once(self) -> tuple[jax.Array, State]:
-        """(sum of P V, state) of all blocks, in one accumulator."""
+    def attend(self) -> tuple[jax.Array, State]:
+        """(sum of P V, state) of all blocks, and past those that others see."""
+        form = self.of.form
+        found = self._attend_in_links() if form.in_links else self._attend_once()
+        if form.counted.is_window and form.tiling.warpgroups > 1:
+            self.of.steps.skip(self.last + 1, self.tile_last + 1)
+        return found
+
+    def _attend_once(self) -> tuple[jax.Array, State]:
+        """In one accumulator."""
         return pl.run_scoped(
             lambda acc: self._attend(self._q(), acc, self.start, self.last, None),
             self._accumulator(),
         )
 
-    def attend_in_links(self) -> tuple[jax.Array, State]:
-        """The same by `hopper_links`."""
+    def _attend_in_links(self) -> tuple[jax.Array, State]:
+        """By `hopper_links`."""
         of, form = self.of, self.of.form
         assert of.refs.sums is not None
         q = self._q()
@@ -297,7 +313,7 @@ class Rows:
 
         return pl.run_scoped(attend, self._accumulator())
 
-    def stand_by(self) -> tuple[jax.Array, State]:
+    def stand_by(self) -> None:
         """Without rows: lets go of what the others multiply."""
         form, steps = self.of.form, self.of.steps
         self._q()
@@ -311,7 +327,9 @@ class Rows:
             steps.await_block(steps.v, step)
             steps.release(steps.v, step)
 
-        return nothing(form.tiling.rows, form.value_dim)
+        if form.out_by_key:
+            self._await_place()
+            self._release_place()
 
     def leave(self, acc: jax.Array, state: State) -> None:
         """The results of the rows."""
@@ -338,14 +356,23 @@ class Rows:
         if form.out_by_key:
             k = of.steps.k
             place = pl.ds(pl.multiple_of(of.warpgroup * rows, rows), rows)
-            plgpu.barrier_wait(k.free.at[of.steps.count])
+            self._await_place()
             tile = k.smem.at[of.steps.slot(self.tile_last), place]
         else:
             tile = refs.out_smem.at[of.warpgroup]
         stored = form.tiling.stored(form.value_dim)
         Outputs(refs.out, refs.low, tile).write(out, b, n, self.row, stored)
-        if form.out_by_key and not form.released_late:
-            of.release_kept(self.tile_last + 1)
+        if form.out_by_key:
+            self._release_place()
+
+    def _await_place(self) -> None:
+        """Until all have read the last block of K, in whose place out may be then."""
+        steps = self.of.steps
+        plgpu.barrier_wait(steps.k.free.at[steps.count])
+
+    def _release_place(self) -> None:
+        if not self.of.form.released_late:
+            self.of.release_kept(self.tile_last + 1)
 
     def _accumulator(self):
         return accumulator(self.of.form.tiling.rows, self.of.form.value_dim)

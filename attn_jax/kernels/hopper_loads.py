@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn_jax.kernels.integers import rem
 from attn_jax.kernels.schedule import Strips
 from attn_jax.kernels.tiles import smem_tile
 from attn_jax.kernels.tuning import ForwardTiling
@@ -39,7 +38,9 @@ class Stages(NamedTuple):
     count: int
 
     def slot(self, step):
-        return rem(step, self.count)
+        # Not `integers.rem`, with which ptxas makes another loop: 0.83 ms for 0.79 at
+        # 4096 keys and head dim 128, no mask (H200).
+        return lax.rem(step, jnp.int32(self.count))
 
     def keys(self, step):
         """K^T of a step's block."""

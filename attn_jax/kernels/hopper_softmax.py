@@ -11,16 +11,13 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from attn_jax.formats import FP16
 from attn_jax.kernels.tiles import (
-    GROUP,
     LN_2,
     LOG2_E,
-    ROWS,
     along_rows,
     any_of_warp,
     finite,
@@ -199,15 +196,3 @@ class Softmax(NamedTuple):
             alone = of_keys == 0.0 if by_sum else state.top == -jnp.inf
             lse = jnp.where(alone, sink, lse)
         return inverse, lse
-
-
-def nothing(rows: int, value_dim: int) -> tuple[jax.Array, State]:
-    """(sum of P V, state) in the place of some that nobody reads."""
-
-    def zeros(shape: tuple[int, ...], layout) -> jax.Array:
-        return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-
-    of_rows = zeros((rows,), ROWS)
-    row_sum = zeros((rows, GROUP), plgpu.Layout.WGMMA)
-    total = zeros((rows, value_dim), plgpu.Layout.WGMMA)
-    return total, State(of_rows, of_rows, row_sum)

@@ -362,6 +362,12 @@ FORWARD = LONG["forward", False]
 BACKWARD_DQ, BACKWARD_DKV = LONG["backward_dq", None], LONG["backward_dkv", None]
 
 
+# At 512 and 1024 queries and head dim 64 three warpgroups leave a ninth of theirs idle,
+# and four took 0.95 and 0.98 of the time; at 2048 a 33rd, and 1.01 (H200, forward pass;
+# `prototypes/measure_blocks.py`, `results/prototypes/blocks-64-ahead.csv`).
+MOST_IDLE = 0.1
+
+
 class Configuration(NamedTuple):
     """What the kernels of one call are given, by `KernelName` and in their order.
 
@@ -410,6 +416,13 @@ def _plan(target: Architecture, head_dim: int, key_count: int, is_causal: bool) 
     return few if keys_seen(key_count, is_causal=is_causal) <= most else many
 
 
+def idle(tiling: Tiling, query_count: int) -> float:
+    """The share of warpgroups that have no queries in tiles of a sequence."""
+    strips = -(-query_count // tiling.rows)
+    tiles = -(-strips // tiling.warpgroups)
+    return 1 - strips / (tiles * tiling.warpgroups)
+
+
 def keys_seen(key_count: int, *, is_causal: bool) -> int:
     """How many keys a query sees, in the mean: what tells few keys from many."""
     return key_count // 2 if is_causal else key_count
@@ -423,18 +436,25 @@ def configuration(
     *,
     is_causal: bool,
     listed: bool,
+    query_count: int | None = None,
     window: int | None = None,
     short_blocks: bool = False,
 ) -> Configuration:
-    """What the table has for a problem. Blocks that come in lists (`listed`) have the
-    tilings for many keys: lists take registers that four warpgroups do not have.
-    `window`: of how many keys, where Hopper's forward and one-pass kernels do without
-    lists, and have what they have under a causal mask that lets a query see as many.
-    `short_blocks`: no tiling in which out leaves by way of K, which lists and windows
-    do not have either: it is for tiles whose warpgroups see the same last block. So
-    with parts of a sequence, which its blocks do not divide, and with lazy rescaling,
-    in which ptxas moves the wait for P V above the exponentials of so long a block."""
+    """What the table has for a problem, of as many queries as keys, or of so many.
+
+    Blocks that come in lists (`listed`) have the tilings for many keys: lists take
+    registers that four warpgroups do not have. `window`: of how many keys, where
+    Hopper's forward and one-pass kernels do without lists, and have what they have
+    under a causal mask that lets a query see as many. `short_blocks`: no tiling in
+    which out leaves by way of K, which lists and windows do not have either: it is for
+    tiles whose warpgroups see the same last block. So with parts of a sequence, which
+    its blocks do not divide, and with lazy rescaling, in which ptxas moves the wait for
+    P V above the exponentials of so long a block. Without a mask Hopper's forward
+    kernel has the tiling for few keys also where the other one leaves `MOST_IDLE` of
+    its warpgroups without queries, and it none.
+    """
     seen = keys_seen(key_count, is_causal=is_causal)
+    queries = key_count if query_count is None else query_count
     counts = window is not None and target == "hopper"
     plain = not listed and window is None and not short_blocks
 
@@ -446,6 +466,9 @@ def configuration(
         if getattr(many, "out_by_key", False) and not plain:
             return _without_ahead(few)
         keys = min(seen, window) if window is not None else seen
+        fits = name == "forward" and plain and not is_causal and target == "hopper"
+        if fits and idle(many, queries) > MOST_IDLE and not idle(few, queries):
+            return few
         return few if keys <= most and (by_itself or not listed) else many
 
     plan = None
