@@ -160,7 +160,7 @@ def forward(
         q = hopper_loads.Loaded(q_gmem, q_smem, q_ready, q_free)
         k = hopper_loads.Loaded(k_gmem, k_smem, k_ready, k_free)
         v = hopper_loads.Loaded(v_gmem, v_smem, v_ready, v_free)
-        steps = hopper_loads.Stages(k, v, tiling.stages)
+        steps = hopper_loads.Stages(k, v, tiling.stages, warpgroups)
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
         all_blocks = table_gmem[cta, table.shape[1] - 1] if chosen else key_blocks
         seen = Seen(form, all_blocks)
