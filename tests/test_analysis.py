@@ -62,7 +62,8 @@ def test_every_experiment_has_a_test():
     # Random cases: tests/test_random_cases.py. The census: tests/test_census.py.
     # Weights: tests/test_weights_files.py. Steps: tests/test_step_speed.py.
     # The README's figure: tests/test_documentation.py.
-    # Rings: tests/test_experiments_ring.py and _depth.py; their speed:
+    # Rings: tests/test_experiments_ring.py and _depth.py; over devices:
+    # tests/test_context_parallel_error.py; their speed:
     # tests/test_context_parallel_speed.py.
     # Images of runs: tests/test_gallery.py.
     elsewhere = {
@@ -81,6 +82,7 @@ def test_every_experiment_has_a_test():
         "saturation",
         "bias",
         "ring",
+        "context-parallel-error",
         "context-parallel-speed",
         "depth",
         "census",

@@ -33,9 +33,9 @@ from train.config import UsageError
 
 SUMMARY = "error of context parallelism over the devices of this host, by strategy"
 TENSORS = ("out", "lse", "dq", "dk", "dv")
-_SEEDS = {"toy": 1, "default": 2, "full": 4}
-_LENGTH = {"toy": 64, "default": 4096, "full": 16_384}
-_HEADS = {"toy": (2, 2), "default": (8, 4), "full": (8, 4)}
+_SEEDS = {"toy": 2, "default": 2, "full": 4}
+_LENGTH = {"toy": 256, "default": 4096, "full": 16_384}
+_HEADS = {"toy": (4, 2), "default": (8, 4), "full": (8, 4)}
 _HEAD_DIM = {"toy": 16, "default": 128, "full": 128}
 _BY = ("variant", "family", "tensor", "devices")
 
