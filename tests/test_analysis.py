@@ -63,7 +63,7 @@ def test_every_experiment_has_a_test():
     # Weights: tests/test_weights_files.py. Steps: tests/test_step_speed.py.
     # The README's figure: tests/test_documentation.py.
     # Rings: tests/test_experiments_ring.py and _depth.py; over devices:
-    # tests/test_context_parallel_error.py; their speed:
+    # tests/test_context_parallel_over_devices.py; their speed:
     # tests/test_context_parallel_speed.py.
     # Images of runs: tests/test_gallery.py.
     elsewhere = {
