@@ -3,6 +3,8 @@
 Kernels and emulator both take c from here, since K - c is rounded.
 """
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
@@ -31,6 +33,11 @@ def centre_of(
     )
 
 
+def counts_largest(inputs: NumberFormat) -> bool:
+    """Whether `centre_from` reads `largest`: else squares overflow before K - c."""
+    return inputs.max_finite < math.sqrt(FP32.max_finite)
+
+
 def centre_from(
     mean: Float32[Array, "*columns"],
     square: Float32[Array, "*columns"],
@@ -50,6 +57,6 @@ def centre_from(
     place = lax.bitcast_convert_type((last + 127) << 23, jnp.float32)
     # mean^2 > variance / 16
     stands_out = 17 * mean * mean > square
-    if inputs.max_finite**2 < FP32.max_finite:  # Else squares overflow before K - c.
+    if counts_largest(inputs):
         stands_out &= 4 * largest <= inputs.max_finite
     return jnp.where(stands_out, jnp.rint(mean / place) * place, 0.0)

@@ -80,9 +80,10 @@ def test_it_is_attention(strategy, layout, shards, rules, x64):
     chex.assert_trees_all_close(run(*given), wanted, rtol=BOUND, atol=BOUND)
 
 
-def test_devices_in_turn_give_the_same_bits():
+@pytest.mark.parametrize(("strategy", "shards"), [("ring", 2), ("ring+ulysses", 4)])
+def test_devices_in_turn_give_the_same_bits(strategy, shards):
     given = arrays(QUERY, KEY, jnp.bfloat16)
-    options = dict(layout="zigzag", shards=2, is_causal=True)
+    options = dict(strategy=strategy, layout="zigzag", shards=shards, is_causal=True)
     on_devices = both_passes(attend(**options))(*given)
     in_turn = both_passes(attend(simulated=True, **options))(*given)
     chex.assert_trees_all_equal(on_devices, in_turn)

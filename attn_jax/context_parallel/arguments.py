@@ -117,6 +117,16 @@ def check_heads(name: str, heads: int, dealt: int, strategy: str) -> None:
         )
 
 
+def ring_of(shards: int, ulysses: int) -> int:
+    """Devices of the ring under 'ring+ulysses', of which `shards` are all. Raises
+    ValueError, one line, unless so many can deal out heads."""
+    if ulysses < 1 or shards % ulysses:
+        raise ValueError(
+            f"ulysses must divide the {shards} devices of 'ring+ulysses', got {ulysses}"
+        )
+    return shards // ulysses
+
+
 def check_bias(bias: Array | None, query: Array, keys: int) -> None:
     """Raises ValueError, one line, unless the bias is one of these queries and so many
     keys."""

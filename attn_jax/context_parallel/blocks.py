@@ -15,11 +15,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from attn_jax import emulator
-from attn_jax.centre import centre_from
+from attn_jax.centre import centre_from, counts_largest
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
 from attn_jax.emulator.sums import read, write
-from attn_jax.formats import FP16, carrier_dtype
+from attn_jax.formats import carrier_dtype, round_to
 from attn_jax.mask import Mask
 from attn_jax.pairwise import pairwise_mean
 from attn_jax.recipe_schema import Recipe
@@ -233,6 +233,7 @@ class Emulated:
             scale=self.scale,
             bias=bias,
             mask=mask,
+            centre=rows.centre,
         )
 
     def nothing(self, query, key, value):
@@ -246,14 +247,16 @@ class Emulated:
         )
 
     def centre(self, key, over):
-        """None: the keys that a query sees are counted as they come."""
-        del key, over
-        return None
+        """c of dq_centre 'keys'; else None: the keys that a query sees are counted as
+        they come."""
+        if self.recipe.dq_centre != "keys":
+            return None
+        wide = round_to(key.astype(jnp.float32), self.recipe.inputs)
+        return _centre_of_all(wide, self.recipe, over)
 
     def dquery(self, total, dlse, centre):
-        del centre
         return partial.corrected_dquery(
-            total, dlse, recipe=self.recipe, scale=self.scale
+            total, dlse, recipe=self.recipe, scale=self.scale, centre=centre
         )
 
     @property
@@ -351,20 +354,27 @@ class Kernels:
         return Partial(dquery, dkey, dvalue, None, None, None)
 
     def centre(self, key, over):
-        """c of dq_centre 'keys', of all keys on whatever device, in one message."""
-        wide, inputs = key.astype(jnp.float32), self.recipe.inputs
-        sums = [pairwise_mean(x, 1) for x in (wide, jnp.square(wide))]
-        mean, square = over.mean(jnp.stack(sums))
-        largest = jnp.zeros_like(mean)
-        if inputs == FP16:  # Which alone might not hold K - c.
-            largest = over.largest(jnp.abs(wide).max(axis=1))
-        return centre_from(mean, square, largest, inputs)
+        """c of dq_centre 'keys'."""
+        return _centre_of_all(key, self.recipe, over)
 
     def dquery(self, total, dlse, centre):
         # Rows of dS sum to dLSE, and that much too much has been subtracted.
         group = total.dquery.shape[2] // centre.shape[1]
         own = jnp.repeat(centre, group, axis=1)[:, None]
         return total.dquery + self.scale * dlse.swapaxes(1, 2)[..., None] * own
+
+
+def _centre_of_all(
+    key: Float[Array, "B S K H"], recipe: Recipe, over: OverDevices
+) -> Float[Array, "B K H"]:
+    """c of dq_centre 'keys', of all keys on whatever device, in one message."""
+    wide = key.astype(jnp.float32)
+    sums = [pairwise_mean(x, 1) for x in (wide, jnp.square(wide))]
+    mean, square = over.mean(jnp.stack(sums))
+    largest = jnp.zeros_like(mean)
+    if counts_largest(recipe.inputs):  # Which alone might not hold K - c.
+        largest = over.largest(jnp.abs(wide).max(axis=1))
+    return centre_from(mean, square, largest, recipe.inputs)
 
 
 def rows_axis(x: Array) -> int:

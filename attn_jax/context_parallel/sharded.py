@@ -89,7 +89,8 @@ def attention(
     times one device's error at W = 64, some 1e-6), delta is taken from the finished O
     in FP32, dQ, and dK and dV on their way, are summed in FP32 and rounded once. The
     centre that the cure of dQ takes (`dq_centre` "mean") is the mean over the keys of
-    all shards that a query can see.
+    all shards that a query can see, for "keys" that over all keys; the powers of two of
+    a scaled `dq_dlogits` are those of a part.
 
     Args:
       bias: added to the scaled logits; -inf hides a key. Rows are this device's

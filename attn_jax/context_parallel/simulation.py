@@ -7,7 +7,7 @@ so many devices. Nothing is communicated, and a hidden meeting takes no time.
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,13 @@ from jaxtyping import Array, Float, Int
 
 from attn_jax.context_parallel.arguments import (
     Implementation,
+    Strategy,
     Width,
     check_bias,
+    check_heads,
     check_parts,
     checked,
+    ring_of,
 )
 from attn_jax.context_parallel.blocks import OverDevices, rows_axis
 from attn_jax.context_parallel.layouts import (
@@ -56,8 +59,6 @@ from attn_jax.emulator.partial import Partial
 from attn_jax.emulator.sums import read, write
 from attn_jax.recipe import Recipe
 
-Simulated = Literal["ring", "all_gather", "all_gather+ring", "ulysses"]
-
 
 def simulate(
     query: Float[Array, "B T N H"],
@@ -66,7 +67,8 @@ def simulate(
     *,
     bias: Float[Array, "#B #N #T #S"] | None = None,
     shards: int,
-    strategy: Simulated = "ring",
+    strategy: Strategy = "ring",
+    ulysses: int = 2,
     layout: Layout = "contiguous",
     is_causal: bool = False,
     local_window_size: int | tuple[int | None, int | None] | None = None,
@@ -82,8 +84,9 @@ def simulate(
     """What `attention` returns on `shards` devices, and its gradients, on one.
 
     Takes and returns whole sequences, in the order of their positions. All else means
-    what it means there; `ring+ulysses` computes what `ring` does with the shards of its
-    ring axis. The reduce-scatter of `all_gather` adds the
+    what it means there. Under `ring+ulysses` `ulysses` of the `shards` devices deal out
+    heads, and each head has a ring of `shards` / `ulysses`; other strategies do not
+    read it. The reduce-scatter of `all_gather` adds the
     devices' sums in their order and, where the wire is narrow, rounds after each
     addition (what NCCL does is not known here). The gradient of a bias that is one for
     all queries is summed meeting by meeting, not first on each device.
@@ -104,13 +107,13 @@ def simulate(
         wire=wire,
         out_dtype=out_dtype,
     )
+    devices, dealt = shards, 1
     if strategy == "ring+ulysses":
-        raise ValueError(
-            "'ring+ulysses' rounds as 'ring' does with the shards of its ring axis: "
-            "simulate that"
-        )
+        shards, dealt = ring_of(devices, ulysses), ulysses
     for name, x in (("query", query), ("key", key)):
         check_length(name, x.shape[1], shards, layout)
+        check_length(name, x.shape[1], devices, "contiguous")
+        check_heads(name, x.shape[2], dealt, strategy)
     check_bias(bias, query, key.shape[1])
     arrays = query, key, value, query_segment_ids, key_value_segment_ids
     bias = widened(bias)
@@ -162,6 +165,8 @@ def _simulated_bwd(static: Static, residuals, cotangents):
     centre = block.centre(x.key, OverDevices.here())
     rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, centre)
     zero = block.nothing(x.query, x.key, x.value)
+    # Own keys' part travels, too, but for that of the last hop, which is at home.
+    stay = meetings.ring and static.shards in hops
 
     def meet(carry, pair):
         total, sums, dbias = carry
@@ -180,7 +185,7 @@ def _simulated_bwd(static: Static, residuals, cotangents):
             read(sums, 1, source * new.shape[1], new.shape[1]) + new,
             recipe.ring_gradient_accumulator,
         )
-        stays = meetings.ring and rank == source
+        stays = stay and rank == source
         new = jnp.where(stays, new, sent(static, new).astype(new.dtype))
         total = meetings.with_queries(total, mine, rank)
         first = meetings.first(rank, source)

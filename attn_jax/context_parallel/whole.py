@@ -22,6 +22,7 @@ from attn_jax.context_parallel.arguments import (
     Width,
     check_bias,
     check_heads,
+    ring_of,
 )
 from attn_jax.context_parallel.layouts import (
     Layout,
@@ -111,9 +112,12 @@ def dot_product_attention(
         out_dtype=out_dtype,
     )
     if simulated:
-        given = {} if ids is None else dict(zip(_IDS, ids, strict=True))
+        given: dict[str, Any] = {}
+        if ids is not None:
+            given |= zip(_IDS, ids, strict=True)
         arrays = {"query": query, "key": key, "value": value, "bias": bias}
-        out, lse = simulate(**arrays, shards=sizes[0], **given, **options)
+        given |= dict(shards=int(np.prod(sizes)), ulysses=sizes[-1])
+        out, lse = simulate(**arrays, **given, **options)
     else:
         check_bias(bias, query, key.shape[1])
         out, lse = _on_devices(sizes, options, query, key, value, bias, ids)
@@ -135,11 +139,7 @@ def _sizes(
         )
     if strategy != "ring+ulysses":
         return (shards,)
-    if ulysses < 1 or shards % ulysses:
-        raise ValueError(
-            f"ulysses must divide the {shards} devices of 'ring+ulysses', got {ulysses}"
-        )
-    return shards // ulysses, ulysses
+    return ring_of(shards, ulysses), ulysses
 
 
 def _check_fits(

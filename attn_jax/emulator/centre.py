@@ -13,9 +13,15 @@ from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 from attn_jax.varying import varying_alike
 
 
-def with_centred_keys(x: Operands) -> tuple[Operands, Array]:
-    """The operands with K' as dQ's keys, and c [B, K, 1, 1, H]."""
-    centre = centre_of(x.key.swapaxes(1, 2), x.recipe.inputs)
+def with_centred_keys(
+    x: Operands, centre: Array | None = None
+) -> tuple[Operands, Array]:
+    """The operands with K' as dQ's keys, and c [B, K, 1, 1, H].
+
+    `centre` is c [B, K, H] where others have more keys, else it is that of these.
+    """
+    if centre is None:
+        centre = centre_of(x.key.swapaxes(1, 2), x.recipe.inputs)
     centre = centre.astype(x.static.carrier)[:, :, None]
     new = copy.copy(x)
     step = x.recipe.dq_dlogits

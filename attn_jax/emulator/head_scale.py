@@ -13,12 +13,34 @@ def head_scale(x: Operands, dout, dlse, on_dlogits: float) -> Array | None:
     `dout` is rounded like an input, `dlse` is 0 where LSE is -inf, and `on_dlogits` is
     the definition's f. `x` holds all devices' queries and keys.
     """
-    step = x.recipe.dq_dlogits
-    if step is None or not x.recipe.scales_heads:
+    if not x.recipe.scales_heads:
         return None
-    of_values = _norm(jnp.abs(x.value).max(2, keepdims=True))[:, :, None]
-    bound = abs(on_dlogits) * (2 * _norm(dout) * of_values + jnp.abs(dlse))
-    finite = jnp.isfinite(dout).all(-1, keepdims=True) & jnp.isfinite(dlse)
+    bound = 2 * _norm(dout) * _of_values(x) + jnp.abs(dlse)
+    return _into_range(x, abs(on_dlogits) * bound, dout, dlse)
+
+
+def head_scale_of_part(x: Operands, dout, excess, on_dlogits: float) -> Array | None:
+    """The same of some queries and keys, for |dS| <= |f| (|dO| v + |excess|).
+
+    `excess` (delta - dLSE) is that of whole rows, v of these keys' values: delta is not
+    bounded by it. A power of two, so that parts add up in the same numbers.
+    """
+    if not x.recipe.scales_heads:
+        return None
+    bound = _norm(dout) * _of_values(x) + jnp.abs(excess)
+    return _into_range(x, abs(on_dlogits) * bound, dout, excess)
+
+
+def _of_values(x: Operands) -> Array:
+    """v, broadcastable to rows."""
+    return _norm(jnp.abs(x.value).max(2, keepdims=True))[:, :, None]
+
+
+def _into_range(x: Operands, bound, dout, of_rows) -> Array:
+    """r for the largest of the rows' bounds, but for rows that are not finite."""
+    step = x.recipe.dq_dlogits
+    assert step is not None
+    finite = jnp.isfinite(dout).all(-1, keepdims=True) & jnp.isfinite(of_rows)
     bound = jnp.where(finite, bound, 0.0)
     largest = bound.max((2, 3), keepdims=True)
     # Infinity has no exponent, and NaN, of V, no bound.

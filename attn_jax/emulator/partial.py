@@ -12,8 +12,9 @@ from jaxtyping import Array, Float
 
 from attn_jax.emulator import backward as tiles
 from attn_jax.emulator import forward as blocks
-from attn_jax.emulator.centre import seen_keys
+from attn_jax.emulator.centre import seen_keys, with_centred_keys
 from attn_jax.emulator.checks import check_recipe
+from attn_jax.emulator.head_scale import head_scale_of_part
 from attn_jax.emulator.tiles import Operands, Static, divide_or_zero
 from attn_jax.formats import carrier_dtype, round_to, with_low_byte
 from attn_jax.mask import Mask
@@ -118,11 +119,14 @@ def backward(
     scale: float,
     bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
+    centre: Float[Array, "B K H"] | None = None,
 ) -> Partial:
     """The sums of the recipe's tiles over these queries and keys.
 
-    `lse` and `excess` (delta - dLSE) are those of whole rows. dQ and dK have their
-    scale; a group_gradient has been applied. dbias is summed over its broadcast axes.
+    `lse` and `excess` (delta - dLSE) are those of whole rows, `centre` is c of all keys
+    for dq_centre 'keys'. dQ and dK have their scale; a group_gradient has been applied.
+    dbias is summed over its broadcast axes. The powers of two that bring dS and K' into
+    the range of `dq_dlogits` are those of this part, as kernels have them.
     """
     x = Operands(Static(recipe, scale, None, None), query, key, value, bias, None, mask)
     B, K, G, T, _ = x.shape
@@ -131,6 +135,10 @@ def backward(
         lse.reshape(B, K, G, T, 1),
         excess.reshape(B, K, G, T, 1),
     )
+    scales = head_scale_of_part(x, rows.dout, rows.excess, _on_dlogits(recipe, scale))
+    rows = rows._replace(scale=scales)
+    if recipe.dq_centre == "keys":
+        x, _ = with_centred_keys(x, centre)
     sums = tiles.sum_tiles(x, rows, tiles.no_sums(x))
     at_end = _at_end(recipe, scale)
     key_sum = jnp.zeros((B, T, K, x.shape[-1]), x.static.carrier)
@@ -152,24 +160,32 @@ def backward(
 
 
 def corrected_dquery(
-    total: Partial, dlse: Float[Array, "B N T"], *, recipe: Recipe, scale: float
+    total: Partial,
+    dlse: Float[Array, "B N T"],
+    *,
+    recipe: Recipe,
+    scale: float,
+    centre: Float[Array, "B K H"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """dQ of the whole rows, less what the rounding of dS leaves of K's mean.
 
-    `total` is the sum of a row's parts, `dlse` is 0 where LSE is -inf.
+    `total` is the sum of a row's parts, `dlse` is 0 where LSE is -inf, `centre` is what
+    `backward` took.
     """
     if recipe.dq_centre == "none":
         return total.dquery
+    N = total.dquery.shape[2]
+    expected = (dlse * _on_dlogits(recipe, scale)).swapaxes(1, 2)[..., None]
+    if recipe.dq_centre == "keys":
+        assert centre is not None
+        own = jnp.repeat(centre.astype(expected.dtype), N // centre.shape[1], axis=1)
+        return total.dquery + expected * own[:, None] * _at_end(recipe, scale)
     sums = total.row_sum, total.key_sum, total.key_count
     row_sum, key_sum, key_count = (x for x in sums if x is not None)
-    B, T, N, H = total.dquery.shape
-    on_dlogits = recipe.dlogits_scale
-    if recipe.gradient_scale_at == "logits":
-        on_dlogits *= scale
-    left = (row_sum - dlse * on_dlogits).swapaxes(1, 2)[..., None]
-    centre = divide_or_zero(key_sum, key_count[..., None, None])
-    centre = jnp.repeat(centre, N // centre.shape[2], axis=2)
-    return total.dquery - left * centre * _at_end(recipe, scale)
+    left = row_sum.swapaxes(1, 2)[..., None] - expected
+    of_rows = divide_or_zero(key_sum, key_count[..., None, None])
+    of_rows = jnp.repeat(of_rows, N // of_rows.shape[2], axis=2)
+    return total.dquery - left * of_rows * _at_end(recipe, scale)
 
 
 def kept_for_delta(
@@ -203,8 +219,7 @@ def check(recipe: Recipe, query, key, value, scale: float) -> None:
     """Raises NotImplementedError or ValueError, one line, for what no part here has."""
     check_recipe(recipe, query, key, value, scale)
     for name, there in (
-        ("dq_centre", recipe.dq_centre in ("none", "mean")),
-        ("dq_dlogits", not recipe.scales_heads),
+        ("dq_centre", recipe.dq_centre != "row"),
         ("delta_source", recipe.delta_source != "p_dp"),
         ("scaled_query", recipe.scaled_query is None),
         ("normalise", recipe.normalise != "before_product" or recipe.block_kv is None),
@@ -216,6 +231,12 @@ def check(recipe: Recipe, query, key, value, scale: float) -> None:
                 f"recipe {recipe.name!r}: parts of a sequence cannot have its {name}; "
                 "use 'attn_jax', 'flash2' or 'ring_flash_attn'"
             )
+
+
+def _on_dlogits(recipe: Recipe, scale: float) -> float:
+    """f of the recipe's definition."""
+    on_logits = recipe.gradient_scale_at == "logits"
+    return recipe.dlogits_scale * (scale if on_logits else 1.0)
 
 
 def _at_end(recipe: Recipe, scale: float) -> float:
