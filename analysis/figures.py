@@ -52,6 +52,7 @@ _STYLES: dict[str, tuple[str, str]] = {
     "issue_42": (_PINK, "v"),
     "llama3": (_SKY, "P"),
     "te_ring": (_GREEN, "s"),
+    "lucidrains": (_WINE, "P"),
     # Arms of a training.
     "re-run": (_OLIVE, "x"),
     "ulp": (_GREY, "s"),

@@ -15,6 +15,16 @@
     llama3           its llama3 variant, and TransformerEngine's all-gather: dK and dV
                      of devices summed in 16 bits by the reduce-scatter
     te_ring          the sums: TransformerEngine for PyTorch, point to point
+
+`RINGS` has these and
+
+    lucidrains       the weighted sum A on its way from part to part, and dK and dV:
+                     ring-attention-pytorch, commit 373f75b. Its kernel rounds parts of
+                     dK and dV, too, which here are not (`partials` would round dQ's).
+                     One device is FlashAttention-2, where its own rounds A once
+
+What `attn_jax` takes delta from is O and a byte, as on one device, where
+`context_parallel`'s default has O in FP32.
 """
 
 import dataclasses
@@ -24,31 +34,48 @@ from jaxtyping import Array, Float
 
 from attn_jax import context_parallel
 from attn_jax.context_parallel import Layout
-from attn_jax.context_parallel.arguments import Width
-from attn_jax.context_parallel.simulation import Simulated
-from attn_jax.formats import NumberFormat
+from attn_jax.context_parallel.arguments import Strategy, Width
+from attn_jax.formats import BF16, NumberFormat
 from attn_jax.recipe import RECIPES, Recipe
 from attn_jax.recipe_schema import Step
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How devices work together: arguments of `context_parallel.simulate`."""
+    """How devices work together: arguments of `context_parallel.simulate`.
+
+    Attributes:
+      ulysses: devices that deal out heads under `ring+ulysses`; of one device, none.
+    """
 
     recipe: Recipe
-    strategy: Simulated = "ring"
+    strategy: Strategy = "ring"
     partials: Width = "fp32"
     wire: Width = "fp32"
+    ulysses: int = 2
 
 
+def of_parts(name: str) -> Recipe:
+    """A named recipe, with m, l and A carried on from part to part if it is one of our
+    kernels, as `context_parallel` does by default."""
+    recipe = RECIPES[name]
+    if not name.startswith("attn_jax"):
+        return recipe
+    return dataclasses.replace(recipe, ring_merge="carry")
+
+
+_LUCIDRAINS = dataclasses.replace(
+    RECIPES["flash2"], ring_merge="carry", ring_accumulator=Step(BF16)
+)
 LIBRARIES = {
-    "attn_jax": Variant(dataclasses.replace(RECIPES["attn_jax"], ring_merge="carry")),
+    "attn_jax": Variant(of_parts("attn_jax")),
     "flash2": Variant(RECIPES["flash2"]),
     "ring_flash_attn": Variant(RECIPES["ring_flash_attn"]),
     "issue_42": Variant(RECIPES["ring_flash_attn"], "all_gather+ring"),
     "llama3": Variant(RECIPES["flash2"], "all_gather", "16-bit", "16-bit"),
     "te_ring": Variant(RECIPES["te_ring"]),
 }
+RINGS = LIBRARIES | {"lucidrains": Variant(_LUCIDRAINS, wire="16-bit")}
 
 
 def simulated(
@@ -71,6 +98,7 @@ def simulated(
         layout=layout,
         is_causal=True,
         strategy=variant.strategy,
+        ulysses=1 if shards == 1 else variant.ulysses,
         recipe=variant.recipe,
         partials=variant.partials,
         wire=variant.wire,
@@ -92,4 +120,4 @@ def with_inputs_as_they_are(variant: Variant, inputs: NumberFormat) -> Variant:
     if variant.wire == "16-bit":
         changes["ring_gradient_accumulator"] = narrow
     recipe = dataclasses.replace(recipe, inputs=inputs, **changes)
-    return Variant(recipe, variant.strategy)
+    return dataclasses.replace(variant, recipe=recipe, partials="fp32", wire="fp32")
