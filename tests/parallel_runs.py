@@ -9,6 +9,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from attn_jax import context_parallel, reference
+from attn_jax.context_parallel import ring
+from attn_jax.context_parallel.messages import stacked
 from attn_jax.mask import Mask
 
 ULYSSES = 2
@@ -84,6 +86,26 @@ def both_passes(attend):
         return *results, *pullback((dout.astype(results[0].dtype), dlse))
 
     return run
+
+
+def stale_keys(monkeypatch) -> None:
+    """diffusers issue 14265: at each hop the backward pass of a ring reads this
+    device's own keys, those of the first hop. What travels is what travelled, and the
+    forward pass is as it was."""
+    backward, add_backward = ring.backward, ring.add_backward
+
+    def wrong(static, x, *residuals):
+        own = stacked(x.key, x.value)
+
+        def add(block, meetings, total, shard, *more, made):
+            shard = shard._replace(both=own)
+            return add_backward(block, meetings, total, shard, *more, made=made)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ring, "add_backward", add)
+            return backward(static, x, *residuals)
+
+    monkeypatch.setattr(ring, "backward", wrong)
 
 
 def arrays(query_shape, key_shape, dtype, seed=0):

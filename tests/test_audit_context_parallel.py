@@ -19,9 +19,10 @@ from attn_jax.audit.inputs import Shape
 from attn_jax.audit.parts import Parts
 from attn_jax.audit.plan import Group
 from attn_jax.audit.target import Adapter, Target, TargetError, resolve
-from attn_jax.context_parallel import merge, ring
+from attn_jax.context_parallel import merge
 from attn_jax.formats import BF16
 from attn_jax.recipe import ATTN_JAX, RECIPES
+from tests.parallel_runs import stale_keys
 
 pytestmark = pytest.mark.ci
 
@@ -124,29 +125,12 @@ def test_what_a_ring_rounds_between_devices_is_named(strategy, partials, recipe)
 
 
 def a_ring(query, key, value, *, scale, query_seq_lengths=None, **more):
-    """Under a name of its own, so that nothing that was compiled before is taken. Parts
-    are merged by their LSE, as those of the rings that had the bugs."""
+    """Parts are merged by their LSE, as those of the rings that had the bugs."""
     more |= dict(shards=W, layout="contiguous", query_seq_lengths=query_seq_lengths)
     more |= dict(recipe=ATTN_JAX)
     return context_parallel.dot_product_attention(
         query, key, value, scale=scale, **more
     )
-
-
-def stale_keys(monkeypatch):
-    """diffusers issue 14265: the backward pass has the first hop's keys again."""
-    moved, backward = ring._moved, ring.backward
-
-    def wrong(static, *residuals):
-        with monkeypatch.context() as patch:
-            # dK and dV, in FP32, go on.
-            patch.setattr(
-                *(ring, "_moved"),
-                lambda x, *where: x if x.dtype == jnp.bfloat16 else moved(x, *where),
-            )
-            return backward(static, *residuals)
-
-    monkeypatch.setattr(ring, "backward", wrong)
 
 
 def lse_in_base_2(monkeypatch):
@@ -174,6 +158,14 @@ def no_guard(monkeypatch):
 PLAIN = {name: CANDIDATES[name] for name in algorithms.PLAIN}
 
 
+@pytest.fixture
+def nothing_compiled():
+    """JAX's caches know nothing of what a test plants, nor of what another planted."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize(
     ("plant", "mask", "kinds", "tensors"),
     [
@@ -188,7 +180,9 @@ PLAIN = {name: CANDIDATES[name] for name in algorithms.PLAIN}
         ),
     ],
 )
-def test_a_bug_of_a_ring_is_found(plant, mask, kinds, tensors, monkeypatch):
+def test_a_bug_of_a_ring_is_found(
+    plant, mask, kinds, tensors, monkeypatch, nothing_compiled
+):
     plant(monkeypatch)
     target = Target("a ring", a_ring, Adapter(shards=W))
     found = audited(target, mask, families=("normal", "uniform"), recipes=PLAIN)
