@@ -9,17 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attn_jax import context_parallel
 from train.__main__ import parse_config
 from train.assemble import assemble
 from train.config import MeshConfig, UsageError
 from train.loop import run
 from train.precision import make_policy
 from train.presets import PRESETS
+from train.sample import on_one_device
 from train.sharding import make_mesh, put_batch, rows_of_process
 from train.step import compile_step, make_train_step
 from train.validate import validate
@@ -96,6 +99,7 @@ def test_mesh_gives_the_loss_of_one_device(sizes):
         pytest.param("all-gather", 4, marks=pytest.mark.thorough),
         pytest.param("all-gather+ring", 4, marks=pytest.mark.thorough),
         pytest.param("ulysses", 2, marks=pytest.mark.thorough),
+        ("ring+ulysses", 4),
     ],
 )
 def test_tokens_spread_over_devices_give_the_loss_of_one(how, devices):
@@ -105,8 +109,47 @@ def test_tokens_spread_over_devices_give_the_loss_of_one(how, devices):
     alone, _, _ = losses_on(MeshConfig(), 1, **changes)
     # As above, and parts of attention are merged in FP32.
     np.testing.assert_allclose(losses, alone, rtol=1e-6)
-    if how == "zigzag":
-        assert "collective-permute" in compiled.as_text()
+    program = compiled.as_text()
+    for name, message in (("zigzag", "collective-permute"), ("ulysses", "all-to-all")):
+        assert name not in how or message in program
+
+
+@pytest.mark.parametrize(
+    ("how", "width"), [("contiguous", "partials"), ("ring+ulysses", "wire")]
+)
+def test_widths_between_devices_reach_attention(how, width):
+    """The model's attention has the bits of the library's, and not those of FP32."""
+    narrow = {width: "16-bit"}
+    config = dataclasses.replace(
+        CONFIG,
+        **dict(attn="emulated", attention_inputs="bf16", context_parallel=how),
+        **dict(mesh=MeshConfig(data=1, seq=4), **narrow),
+    )
+    rng = np.random.default_rng(0)
+    given = [jnp.asarray(rng.normal(size=(2, 16, 2, 32)), jnp.bfloat16) for _ in "qkvo"]
+
+    def both_passes(attend):
+        def run(*inputs, cotangent):
+            out, pullback = jax.vjp(attend, *inputs)
+            return out, *pullback(cotangent)
+
+        return jax.jit(run)(*given[:3], cotangent=given[3])
+
+    def library(**widths):
+        strategy = "ring" if how == "contiguous" else how
+        return both_passes(
+            functools.partial(
+                context_parallel.dot_product_attention,
+                **dict(strategy=strategy, shards=4, implementation="emulated"),
+                **widths,
+            )
+        )
+
+    parts = assemble(config, jax.devices()[:4])
+    got = both_passes(parts.attention_fn)
+    chex.assert_trees_all_equal(got, library(**narrow))
+    # What goes between the devices is dK, whatever the width stands for.
+    assert (got[2] != library()[2]).any()
 
 
 @pytest.mark.parametrize(
@@ -117,6 +160,35 @@ def test_tokens_spread_over_devices_give_the_loss_of_one(how, devices):
         (
             dict(context_parallel="zigzag"),
             "a multiple of 16, as with --model.text-leng",
+        ),
+        (
+            dict(mesh=MeshConfig(seq=4, ulysses=2)),
+            "--mesh.ulysses needs --context-parallel=ring.ulysses, not contiguous",
+        ),
+        (
+            dict(context_parallel="ring+ulysses", mesh=MeshConfig(seq=4, ulysses=3)),
+            "--mesh.ulysses is 3; it must divide --mesh.seq 4",
+        ),
+        (
+            dict(context_parallel="ring+ulysses", mesh=MeshConfig(seq=3)),
+            "--mesh.ulysses is 2; it must divide --mesh.seq 3",
+        ),
+        (
+            dict(context_parallel="ring+ulysses", mesh=MeshConfig(seq=4, ulysses=0)),
+            "--mesh.ulysses is 0; it must be at least 1",
+        ),
+        (
+            dict(mesh=MeshConfig(), partials="16-bit"),
+            "--partials=16-bit needs --mesh.seq 2 or more",
+        ),
+        (
+            dict(context_parallel="ulysses", mesh=MeshConfig(seq=2), wire="16-bit"),
+            "--wire=16-bit needs keys .* use --context-parallel=contiguous",
+        ),
+        (
+            dict(context_parallel="ring+ulysses", mesh=MeshConfig(seq=2))
+            | dict(partials="16-bit"),
+            "--partials=16-bit needs keys",
         ),
     ],
 )
@@ -129,13 +201,21 @@ def test_tokens_that_cannot_be_spread_are_refused(changes, says):
     assert "\n" not in str(caught.value)
 
 
-def test_heads_that_ulysses_cannot_deal_out_are_refused():
-    mesh = MeshConfig(data=1, seq=4)
+@pytest.mark.parametrize("how", ["ulysses", "ring+ulysses"])
+def test_heads_that_ulysses_cannot_deal_out_are_refused(how):
+    mesh = MeshConfig(data=1, seq=4, ulysses=None if how == "ulysses" else 4)
     config = dataclasses.replace(
-        CONFIG, attn="emulated", mesh=mesh, context_parallel="ulysses"
+        CONFIG, attn="emulated", mesh=mesh, context_parallel=how
     )
     with pytest.raises(UsageError, match="do not divide the 2 heads of query"):
         assemble(config, jax.devices()[:4])
+
+
+def test_images_are_drawn_on_one_device_wherever_tokens_were_spread():
+    changes = dict(attn="emulated", context_parallel="ring+ulysses", wire="16-bit")
+    mesh = MeshConfig(data=2, seq=4, ulysses=2)
+    assembly = on_one_device(dataclasses.replace(CONFIG, mesh=mesh, **changes))
+    assert assembly.mesh.size == 1 and assembly.attention.parallel is None
 
 
 def test_data_parallel_program_gathers_nothing():

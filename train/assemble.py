@@ -94,8 +94,12 @@ def assemble(config: Config, devices: list[Any] | None = None) -> Assembly:
     check_widths(mesh, config.model.width, hidden)
     attention = resolve_attention(config, mesh.devices.flat[0])
     function = make_attention(attention, policy)
-    attention_fn = shard_attention(function, mesh, policy.attention)
-    if attention.parallel is None:
+    parallel = attention.parallel
+    attention_fn = shard_attention(
+        *(function, mesh, policy.attention),
+        ulysses=None if parallel is None else parallel.ulysses,
+    )
+    if parallel is None:
         check_attention(config, function, policy.attention)
     else:  # It communicates, which it can on a mesh alone.
         check_attention(config, attention_fn, policy.attention, batch_shards(mesh))

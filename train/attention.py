@@ -25,11 +25,14 @@ from train.config import (
     Config,
     ContextParallel,
     UsageError,
+    Width,
     head_dim,
     image_tokens,
+    ulysses,
 )
 from train.model import AttentionFn
 from train.precision import Policy
+from train.sharding import seq_in_two
 
 # Stands for no name of `RECIPES`, but for the recipe that the kernels declare for the
 # run's shapes.
@@ -42,6 +45,7 @@ _PARALLEL: dict[ContextParallel, tuple[context_parallel.Strategy, Any]] = {
     "all-gather": ("all_gather", "contiguous"),
     "all-gather+ring": ("all_gather+ring", "contiguous"),
     "ulysses": ("ulysses", "contiguous"),
+    "ring+ulysses": ("ring+ulysses", "contiguous"),
 }
 # Patterns of custom-call names by which the compiled program shows its attention.
 _MARKS = {"pallas": r"mosaic_gpu_v\d:attention_", "cudnn": "fmha"}
@@ -49,6 +53,22 @@ _MARKS = {"pallas": r"mosaic_gpu_v\d:attention_", "cudnn": "fmha"}
 _CALL = re.compile(
     r'custom_call_target="([^"]+)"(?:(?<=mosaic_gpu_v\d").*?op_name="[^"]*?(\w+)/\w+")?'
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """How attention works on the devices that tokens are spread over.
+
+    Attributes:
+      how: the value of `--context-parallel`.
+      ulysses: how many of them deal out heads beside a ring; None: not both.
+      partials, wire: as `context_parallel.attention` has them.
+    """
+
+    how: ContextParallel
+    ulysses: int | None
+    partials: Width
+    wire: Width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +88,7 @@ class ResolvedAttention:
     implementation: Implementation
     recipe: str | None
     note: str | None
-    parallel: ContextParallel | None = None
+    parallel: Parallel | None = None
 
 
 def has_kernels(device: Any) -> bool:
@@ -94,7 +114,10 @@ def resolve_attention(config: Config, device: Any) -> ResolvedAttention:
     found = _resolved(config, device)
     if config.mesh.seq == 1:
         return found
-    return dataclasses.replace(found, parallel=config.context_parallel)
+    parallel = Parallel(
+        *(config.context_parallel, ulysses(config), config.partials, config.wire)
+    )
+    return dataclasses.replace(found, parallel=parallel)
 
 
 def _resolved(config: Config, device: Any) -> ResolvedAttention:
@@ -191,19 +214,22 @@ def make_attention(
         recipe = recipe.with_inputs(FP16)
 
     def in_parts(query: Array, key: Array, value: Array) -> Array:
-        assert resolved.parallel is not None
-        strategy, layout = _PARALLEL[resolved.parallel]
+        parallel = resolved.parallel
+        assert parallel is not None
+        strategy, layout = _PARALLEL[parallel.how]
         out, _ = context_parallel.attention(
             query,
             key,
             value,
-            axis_name="seq",
+            axis_name="seq" if parallel.ulysses is None else ("seq", "ulysses"),
             strategy=strategy,
             layout=layout,
             implementation="pallas"
             if resolved.implementation == "pallas"
             else "emulated",
             recipe=recipe,
+            partials=parallel.partials,
+            wire=parallel.wire,
         )
         return out
 
@@ -221,14 +247,19 @@ def make_attention(
 
 
 def shard_attention(
-    attention: Callable[..., Array], mesh: Mesh, kind: Any, *more: P
+    attention: Callable[..., Array],
+    mesh: Mesh,
+    kind: Any,
+    *more: P,
+    ulysses: int | None = None,
 ) -> Callable[..., Array]:
     """Rounds query, key and value to the format `kind` and runs an attention function
     of them on each device's own rows and heads.
 
     `more` places what it takes beside query, key and value. Where the mesh spreads
     tokens a device has some of them, and the function communicates
-    (`ResolvedAttention.parallel`).
+    (`ResolvedAttention.parallel`); with `ulysses` it finds these devices as two mesh
+    axes, `seq` and `ulysses`, the last of that size.
 
     A kernel is opaque to XLA's partitioner, which would gather its inputs onto every
     device; inside `shard_map` each device calls it on its part. The barriers keep
@@ -236,7 +267,9 @@ def shard_attention(
     whatever the implementation. Rounding lies before them, where XLA joins it to what
     made the three: behind them it would read FP32 arrays once more.
     """
-    tokens = "seq" if mesh.shape["seq"] > 1 else None
+    tokens: Any = "seq" if mesh.shape["seq"] > 1 else None
+    if ulysses is not None:
+        mesh, tokens = seq_in_two(mesh, ulysses), ("seq", "ulysses")
     spec = P(("data", "fsdp"), tokens, "tensor", None)
     mapped = jax.shard_map(
         attention,

@@ -11,8 +11,15 @@ from typing import Any, Literal
 
 Attention = Literal["pallas", "baseline", "emulated", "reference", "xla", "cudnn"]
 ContextParallel = Literal[
-    "contiguous", "zigzag", "striped", "all-gather", "all-gather+ring", "ulysses"
+    "contiguous",
+    "zigzag",
+    "striped",
+    "all-gather",
+    "all-gather+ring",
+    "ulysses",
+    "ring+ulysses",
 ]
+Width = Literal["fp32", "16-bit"]
 PresetName = Literal["tiny", "small", "small-long", "base", "base-long", "large"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
 Shadow = Literal["none", "reference", "xla", "emulated"]
@@ -104,6 +111,8 @@ class MeshConfig:
     """Devices over which heads and hidden units are spread."""
     seq: int = 1
     """Devices over which tokens are spread (see --context-parallel)."""
+    ulysses: int | None = None
+    """How many of these deal out heads, with ring+ulysses alone; 2 if not given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +177,11 @@ class Config:
     recipe: str | None = None
     """Name of the emulated algorithm, with --attn=emulated; kernels if not given."""
     context_parallel: ContextParallel = "contiguous"
-    """Attention over --mesh.seq devices: a ring on tokens dealt so, or one of three."""
+    """Attention over --mesh.seq devices: a ring on tokens dealt so, or one of four."""
+    partials: Width = "fp32"
+    """What each of those devices' parts hands over; 16-bit to see what that costs."""
+    wire: Width = "fp32"
+    """dK and dV on their way between them; 16-bit: half the bytes, a larger error."""
     precision: Precision = "fp32"
     """Of everything but attention; 16-bit policies but bf16_pure keep fp32 weights."""
     attention_inputs: AttentionInputs = "compute"
@@ -252,6 +265,13 @@ EXTENDABLE = frozenset(
 def head_dim(config: Config) -> int:
     """Width of one attention head."""
     return config.model.width // config.model.heads
+
+
+def ulysses(config: Config) -> int | None:
+    """Devices that deal out heads beside a ring; None where there are not both."""
+    if config.mesh.seq == 1 or config.context_parallel != "ring+ulysses":
+        return None
+    return 2 if config.mesh.ulysses is None else config.mesh.ulysses
 
 
 def image_tokens(config: Config) -> int:

@@ -75,7 +75,7 @@ def sample_run(command: SampleConfig) -> str:
 
 def on_one_device(config: Config) -> Assembly:
     """The parts of a run on the first device, whatever those of the training were."""
-    mesh = dataclasses.replace(config.mesh, data=1, fsdp=1, tensor=1)
+    mesh = dataclasses.replace(config.mesh, data=1, fsdp=1, tensor=1, seq=1)
     config = dataclasses.replace(config, mesh=mesh)
     return assemble(config, devices=jax.devices()[:1])
 

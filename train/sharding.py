@@ -74,6 +74,15 @@ def make_mesh(config: Config, devices: list[Any] | None = None) -> Mesh:
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def seq_in_two(mesh: Mesh, ulysses: int) -> Mesh:
+    """The same devices in the same order, `seq` cut into `seq` and `ulysses`: whoever
+    spreads an array over both has it where `seq` had it."""
+    *others, seq = mesh.devices.shape
+    grid = mesh.devices.reshape(*others, seq // ulysses, ulysses)
+    kinds = (AxisType.Auto,) * grid.ndim
+    return Mesh(grid, (*mesh.axis_names, "ulysses"), axis_types=kinds)
+
+
 def batch_shards(mesh: Mesh) -> int:
     """Parts the batch is cut into."""
     return mesh.shape["data"] * mesh.shape["fsdp"]

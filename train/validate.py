@@ -8,6 +8,7 @@ from train.config import (
     attention_format,
     flatten,
     image_tokens,
+    ulysses,
 )
 
 _SIXTEEN_BIT_ATTENTION = ("pallas", "cudnn")
@@ -93,6 +94,7 @@ def validate(config: Config) -> None:
         )
     if config.optimizer.static_loss_scale is not None and config.precision != "fp16":
         raise UsageError("--optimizer.static-loss-scale needs --precision=fp16")
+    _validate_between_devices(config)
     if mesh.seq > 1:
         _validate_context_parallel(config)
     if model.heads % mesh.tensor:
@@ -158,6 +160,31 @@ def _validate_processes(config: Config) -> None:
     works = 0 <= number < count
     what = f"lie in [0, {count}), --distributed.processes being {count}"
     check_number("distributed.process_id", number, works, what)
+
+
+def _validate_between_devices(config: Config) -> None:
+    """Options of context parallelism that have nothing to say."""
+    devices, how, given = config.mesh.seq, config.context_parallel, config.mesh.ulysses
+    if given is not None:
+        if how != "ring+ulysses":
+            raise UsageError(
+                f"--mesh.ulysses needs --context-parallel=ring+ulysses, not {how}"
+            )
+        check_number("mesh.ulysses", given, given >= 1, "be at least 1")
+    dealt = given or ulysses(config) or 1
+    what = f"divide --mesh.seq {devices}, with --context-parallel=ring+ulysses"
+    check_number("mesh.ulysses", dealt, devices % dealt == 0, what)
+    parts = 1 if how == "ulysses" else devices // dealt
+    for name in ("partials", "wire"):
+        if getattr(config, name) == "fp32" or parts > 1:
+            continue
+        if devices == 1:
+            raise UsageError(f"--{name}=16-bit needs --mesh.seq 2 or more")
+        raise UsageError(
+            f"--{name}=16-bit needs keys that are cut in parts, and --mesh.seq "
+            f"{devices} with --context-parallel={how} cuts none: use "
+            "--context-parallel=contiguous"
+        )
 
 
 def _validate_context_parallel(config: Config) -> None:
