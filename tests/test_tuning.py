@@ -148,6 +148,7 @@ def test_every_entry_is_what_some_call_gets(entry):
         (1024, 1024, Mask(), 4),
         (512, 4096, Mask(), 4),
         (1000, 1024, Mask(), 4),
+        (0, 1024, Mask(), 3),
         # A thirty-third of three stands by; none does; of four more would.
         *((2048, 2048, Mask(), 3), (768, 768, Mask(), 3), (320, 320, Mask(), 3)),
         # Under a causal mask, and with lists, strips have other lengths, or none.

@@ -362,9 +362,8 @@ FORWARD = LONG["forward", False]
 BACKWARD_DQ, BACKWARD_DKV = LONG["backward_dq", None], LONG["backward_dkv", None]
 
 
-# At 512 and 1024 queries and head dim 64 three warpgroups leave a ninth of theirs idle,
-# and four took 0.95 and 0.98 of the time; at 2048 a 33rd, and 1.01 (H200, forward pass;
-# `prototypes/measure_blocks.py`, `results/prototypes/blocks-64-ahead.csv`).
+# Of 512 and 1024 queries, at head dim 64, three warpgroups leave a ninth idle, and four
+# took 0.95 and 0.98 of the time; of 2048 a 33rd, 1.01 (H200; `blocks-64-ahead.csv`).
 MOST_IDLE = 0.1
 
 
@@ -416,11 +415,15 @@ def _plan(target: Architecture, head_dim: int, key_count: int, is_causal: bool) 
     return few if keys_seen(key_count, is_causal=is_causal) <= most else many
 
 
-def idle(tiling: Tiling, query_count: int) -> float:
-    """The share of warpgroups that have no queries in tiles of a sequence."""
-    strips = -(-query_count // tiling.rows)
-    tiles = -(-strips // tiling.warpgroups)
-    return 1 - strips / (tiles * tiling.warpgroups)
+def fills_better(group: Group, query_count: int) -> bool:
+    """Whether the forward tiling for few keys is best for many, too, because the other
+    one leaves warpgroups without queries."""
+    if group[:2] != ("hopper", "forward") or group.is_causal:
+        return False
+    _, few, many = few_and_many(group)
+    strips = [-(-query_count // x.rows) for x in (few, many)]
+    in_few, in_many = (-n % x.warpgroups for n, x in zip(strips, (few, many)))
+    return in_few == 0 and in_many > MOST_IDLE * (strips[1] + in_many)
 
 
 def keys_seen(key_count: int, *, is_causal: bool) -> int:
@@ -449,9 +452,7 @@ def configuration(
     which out leaves by way of K, which lists and windows do not have either: it is for
     tiles whose warpgroups see the same last block. So with parts of a sequence, which
     its blocks do not divide, and with lazy rescaling, in which ptxas moves the wait for
-    P V above the exponentials of so long a block. Without a mask Hopper's forward
-    kernel has the tiling for few keys also where the other one leaves `MOST_IDLE` of
-    its warpgroups without queries, and it none.
+    P V above the exponentials of so long a block. Else, also what `fills_better`.
     """
     seen = keys_seen(key_count, is_causal=is_causal)
     queries = key_count if query_count is None else query_count
@@ -466,8 +467,7 @@ def configuration(
         if getattr(many, "out_by_key", False) and not plain:
             return _without_ahead(few)
         keys = min(seen, window) if window is not None else seen
-        fits = name == "forward" and plain and not is_causal and target == "hopper"
-        if fits and idle(many, queries) > MOST_IDLE and not idle(few, queries):
+        if plain and fills_better(group, queries):
             return few
         return few if keys <= most and (by_itself or not listed) else many
 

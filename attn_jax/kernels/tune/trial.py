@@ -57,7 +57,8 @@ class Problem:
 
     def length_class(self, group: Group) -> LengthClass:
         seen = tuning.keys_seen(self.length, is_causal=self.is_causal)
-        return "few" if seen <= few_keys(group) else "many"
+        few = seen <= few_keys(group) or tuning.fills_better(group, self.length)
+        return "few" if few else "many"
 
 
 # By `Group.is_causal`. By mask on both sides of where the table's entries meet.
