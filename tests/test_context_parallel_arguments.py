@@ -34,6 +34,8 @@ def _call(query=(1, 4, 4, 8), key=(1, 4, 2, 8), shards=2, strategy="ring", **opt
         (dict(strategy="all_gather", head_stride=3), "got 3 under 'all_gather'"),
         (dict(partials="bf16"), "partials must be 'fp32' or '16-bit'"),
         (dict(wire="16-bit", recipe=EXACT_FP32), "wire='16-bit' is for recipes of"),
+        (dict(strategy="ulysses", wire="16-bit"), "wire are for strategies with parts"),
+        (dict(strategy="ulysses", partials="16-bit"), "for strategies with parts"),
         (dict(recipe="flash2"), "recipe must be a Recipe"),
         (dict(scale=float("nan")), "scale must be a finite"),
     ],

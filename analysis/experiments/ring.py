@@ -103,6 +103,8 @@ def variants(options: argparse.Namespace) -> dict[str, Variant]:
         recipe = of_parts(name)
         if merge is not None:
             recipe = dataclasses.replace(recipe, ring_merge=merge)
+        if strategy == "ulysses":  # It has no parts, and sends no sums.
+            parts = wire = "fp32"
         variant = Variant(recipe, strategy, parts, wire, ulysses)
         found[_name(name, variant)] = variant
     return found
@@ -112,7 +114,7 @@ def _name(recipe: str, variant: Variant) -> str:
     way = variant.strategy
     if way == "ring+ulysses":
         way += f" {variant.ulysses}"
-    if way == "ulysses":  # No parts, nothing that is sent as sums.
+    if way == "ulysses":
         return f"{recipe}, {way}"
     narrow = [
         f", 16-bit {what}"

@@ -80,6 +80,11 @@ def checked(
         raise ValueError(
             f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}"
         )
+    if strategy == "ulysses" and "16-bit" in (partials, wire):
+        raise ValueError(
+            "partials and wire are for strategies with parts: under 'ulysses' a device "
+            "has whole sequences of some heads"
+        )
     size = local_window_size
     mask = Mask(
         is_causal=bool(is_causal),
