@@ -2,7 +2,7 @@
 attention over several devices."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -10,11 +10,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from analysis.record import Row
 from attn_jax import context_parallel
 from attn_jax.audit.error import correctly_rounded
 from attn_jax.audit.inputs import FAMILIES, Inputs, Shape, make_inputs
 from attn_jax.formats import BF16
-from attn_jax.reference import Golden
+from attn_jax.mask import Mask
+from attn_jax.reference import Golden, golden
 
 ULYSSES = 2  # devices to which ring+ulysses deals heads
 # Beside those of `audit.inputs`.
@@ -76,6 +78,27 @@ def over_devices(
     return mesh, jax.shard_map(
         attend, mesh=mesh, in_specs=(rows,) * 3, out_specs=(rows, lse)
     )
+
+
+def stacked(draws: Sequence[Inputs]) -> tuple[Inputs, Golden]:
+    """All draws along the batch axis, and their exact results under a causal mask."""
+    inputs = Inputs(*(np.concatenate(x) for x in zip(*draws, strict=True)))
+    return inputs, golden(*inputs, mask=Mask(is_causal=True))
+
+
+def errors_by_seed(results: Sequence, exact: Golden) -> Iterator[Row]:
+    """Columns `seed`, `tensor` and `rms` of each draw of `stacked` ones."""
+    for seed in range(len(exact.out)):
+        of = exact._replace(
+            **{
+                name: x[seed : seed + 1]
+                for name, x in exact._asdict().items()
+                if x is not None
+            }
+        )
+        one = [x[seed : seed + 1] for x in results]
+        for tensor, size in rms_errors(one, of).items():
+            yield {"seed": seed, "tensor": tensor, "rms": size}
 
 
 def rms_errors(results: Sequence, exact: Golden) -> dict[str, float]:

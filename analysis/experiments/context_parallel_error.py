@@ -27,8 +27,6 @@ from attn_jax import context_parallel, dot_product_attention
 from attn_jax.audit.inputs import Inputs
 from attn_jax.context_parallel.arguments import check_heads
 from attn_jax.context_parallel.layouts import check_length
-from attn_jax.mask import Mask
-from attn_jax.reference import golden
 from train.config import UsageError
 
 SUMMARY = "error of context parallelism over the devices of this host, by strategy"
@@ -106,20 +104,9 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         found, same = program(*(way if cell.devices > 1 else ("", "")), cell.devices)(
             inputs
         )
-        for seed in range(seeds):
-            of = exact._replace(
-                **{
-                    name: x[seed : seed + 1]
-                    for name, x in exact._asdict().items()
-                    if x is not None
-                }
-            )
-            one = [x[seed : seed + 1] for x in found]
-            for tensor, off in parallel.rms_errors(one, of).items():
-                yield {
-                    **{"seed": seed, "variant": ", ".join(filter(None, way))},
-                    **{"tensor": tensor, "rms": off, "same_bits": same},
-                }
+        named = {"variant": ", ".join(filter(None, way)), "same_bits": same}
+        for row in parallel.errors_by_seed(found, exact):
+            yield row | named
 
     name = "context-parallel-error"
     return sweep.run(name, cells, measure, report, options, command)
@@ -161,8 +148,7 @@ def _problem(
         drawn = parallel.draw(family, seed, length, head_dim, heads)
         few = slice(None), slice(None), slice(key_heads)
         draws.append(drawn._replace(key=drawn.key[few], value=drawn.value[few]))
-    inputs = Inputs(*(np.concatenate(x) for x in zip(*draws, strict=True)))
-    return inputs, golden(*inputs, mask=Mask(is_causal=True))
+    return parallel.stacked(draws)
 
 
 def _program(strategy: str, layout: str, devices: int, shapes: Inputs):

@@ -26,11 +26,8 @@ from analysis.libraries import RINGS, Variant, of_parts, simulated
 from analysis.record import Row
 from analysis.summary import pivot, summarise
 from attn_jax import context_parallel
-from attn_jax.audit.inputs import Inputs
 from attn_jax.context_parallel.arguments import Strategy, Width
-from attn_jax.mask import Mask
 from attn_jax.recipe import RECIPES, Recipe
-from attn_jax.reference import golden
 from train.config import UsageError
 
 SUMMARY = "error of context parallelism by the number of devices, as libraries round"
@@ -146,17 +143,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             found = jax.device_get(program(*inputs))
         except (ValueError, NotImplementedError) as error:
             raise UsageError(str(error)) from error
-        for seed in range(seeds):
-            one = [x[seed : seed + 1] for x in found]
-            of = exact._replace(
-                **{
-                    name: x[seed : seed + 1]
-                    for name, x in exact._asdict().items()
-                    if x is not None
-                }
-            )
-            for tensor, size in parallel.rms_errors(one, of).items():
-                yield {"seed": seed, "tensor": tensor, "rms": size}
+        yield from parallel.errors_by_seed(found, exact)
 
     to_report = functools.partial(report, layout=options.layout)
     return sweep.run("ring", cells, measure, to_report, options, command)
@@ -165,8 +152,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
 def _problem(family: str, seeds: int, length: int, head_dim: int):
     """All draws, stacked along the batch axis, and their exact results."""
     draws = [parallel.draw(family, seed, length, head_dim) for seed in range(seeds)]
-    inputs = Inputs(*(np.concatenate(x) for x in zip(*draws, strict=True)))
-    return inputs, golden(*inputs, mask=Mask(is_causal=True))
+    return parallel.stacked(draws)
 
 
 @functools.cache
