@@ -52,7 +52,7 @@ def test_every_strategy_that_fits_is_compared_with_one_device(tmp_path, capsys):
     }
     said = capsys.readouterr().err
     assert "left out: strategy 'ulysses' deals heads to 4 devices" in said
-    assert "left out: 'ring+ulysses' takes a multiple of 4 devices, not 2" in said
+    assert "left out: 'ring+ulysses' takes 4 devices or more, not 2" in said
 
 
 def test_one_bit_of_a_second_run_fails_it(tmp_path, monkeypatch):
@@ -75,7 +75,7 @@ def test_one_bit_of_a_second_run_fails_it(tmp_path, monkeypatch):
         (["--devices", "9"], "numbers from 2 to 8"),
         (["--devices", "1"], "numbers from 2 to 8"),
         (["--devices", "4", "--strategies", "ulysses"], "4 devices"),
-        (["--devices", "2", "--strategies", "ring+ulysses"], "multiple of 4"),
+        (["--devices", "2", "--strategies", "ring+ulysses"], "4 devices or more"),
         (["--devices", "3", "--strategies", "ring"], "3"),
         (["--seeds", "0"], "at least 1"),
     ],

@@ -25,7 +25,7 @@ from analysis.record import Row
 from analysis.summary import summarise
 from attn_jax import context_parallel, dot_product_attention
 from attn_jax.audit.inputs import Inputs
-from attn_jax.context_parallel.arguments import check_heads
+from attn_jax.context_parallel.arguments import check_heads, ring_of
 from attn_jax.context_parallel.layouts import check_length
 from train.config import UsageError
 
@@ -127,10 +127,9 @@ def _check(
     """Raises ValueError, one line, for what cannot be dealt to the devices."""
     if devices == 1:
         return
-    if strategy == "ring+ulysses" and devices % (2 * parallel.ULYSSES):
+    if strategy == "ring+ulysses" and ring_of(devices, parallel.ULYSSES) < 2:
         raise ValueError(
-            f"{strategy!r} takes a multiple of {2 * parallel.ULYSSES} devices, not "
-            f"{devices}"
+            f"{strategy!r} takes {2 * parallel.ULYSSES} devices or more, not {devices}"
         )
     to_heads = {"ulysses": devices, "ring+ulysses": parallel.ULYSSES}.get(strategy, 1)
     for name, count in (("query", heads), ("key", key_heads)):
