@@ -213,10 +213,14 @@ def test_shards_that_fill_no_tiles(devices, is_causal):
 
 
 @pytest.mark.usefixtures("in_one_pass")
-@pytest.mark.parametrize("family", ["normal", "sink"])
-def test_no_error_grows_with_the_shards(family):
-    """Against one shard, which is the plain kernels."""
-    inputs = _inputs(family, 128)
+@pytest.mark.parametrize(
+    ("family", "lse_counts"), [("normal", True), ("sink", True), ("sink", False)]
+)
+def test_no_error_grows_with_the_shards(family, lse_counts):
+    """Against one shard, which is the plain kernels. dQ has no dLSE to hide in where
+    LSE has no gradient."""
+    *inputs, dlse = _inputs(family, 128)
+    inputs = *inputs, dlse if lse_counts else np.zeros_like(dlse)
     exact = reference.golden(*inputs, mask=Mask(is_causal=True))
 
     def errors(shards: int) -> list[float]:

@@ -194,6 +194,31 @@ def test_parts_of_any_size_are_carried(order):
     assert not out[0, 2].any() and lse[0, 0, 2] == -np.inf
 
 
+def _alone():
+    """What a row gets that sees one key, for logits that are not whole, and the value
+    of that key."""
+    rng = np.random.default_rng(0)
+    query = jnp.asarray(rng.standard_normal((1, 128, 1, H)), "bfloat16")
+    key, value = (
+        jnp.asarray(rng.standard_normal((1, 1, 1, H)), "bfloat16") for _ in range(2)
+    )
+    with made_for("hopper"), interpreted():
+        state = partial.carry_on(None, query, key, value, scale=0.3)
+        maxima = jax.device_get(state.row_max)
+        assert np.array_equal(maxima, np.round(maxima))
+        return jax.device_get(partial.finished(state)[0]), np.float32(value)
+
+
+def test_a_key_alone_gives_its_value():
+    """Its weight is 1 as an FP16 number, whatever m is rounded to behind P V."""
+    out, value = in_child_process(_alone, seconds=TIME_LIMIT)
+    # As an FP32 number, in l, the weight is off by what its exponent is: m - 15, of
+    # size below 32, is rounded, and its difference to a logit, and m is a place above
+    # (`Softmax.origin`): ln 2 (2^-20 + 2^-21 + 2^-20). A, l and their ratio, too.
+    rtol = math.log(2) * 2.5 * 2.0**-20 + 3 * 2.0**-24
+    np.testing.assert_allclose(out, np.broadcast_to(value, out.shape), rtol=rtol)
+
+
 def _in_place(count: int):
     """The state with some keys added to rows in its middle, those rows by themselves,
     and what there was."""

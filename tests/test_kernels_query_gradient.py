@@ -64,6 +64,27 @@ def test_the_kernel_has_the_bits_of_xla(shape, key_heads, first, dtype, plan):
     assert found.tobytes() == expected.tobytes()
 
 
+def test_what_rows_sum_to_meets_sums_that_lie_apart():
+    """In this process, where shapes are checked against what is declared."""
+    sums, numbers = _arguments((2, 72, 4, 64), 2, 40)
+    rng = np.random.default_rng(1)
+    centre = jnp.asarray(rng.standard_normal((2, 2, 64)), jnp.float32)
+    row_sum = jnp.asarray(rng.standard_normal((2, 4, 72)), jnp.float32)
+    numbers = numbers._replace(centre=centre)
+    found = query_gradient(sums, numbers, row_sum, 0.3, jnp.float32)
+    wide = [np.asarray(x, np.float64) for x in (*sums, *numbers.undone(), centre)]
+    total, later, *powers, centre = wide
+    total[:, 40:] += later
+    factor = np.repeat(powers[0] * powers[1], 2, axis=1)[:, None, :, None]
+    shift = np.asarray(row_sum, np.float64).swapaxes(1, 2)[..., None]
+    shift = shift * np.repeat(centre, 2, axis=1)[:, None]
+    wanted = 0.3 * (total * factor + shift)
+    # Two sums, a product and the scale, which itself is rounded: factors are powers.
+    size = 0.3 * (np.abs(total * factor) + np.abs(shift))
+    size[:, 40:] += 0.3 * np.abs(later * factor)
+    assert (np.abs(found - wanted) <= 5 * 2.0**-24 * size).all()
+
+
 def _compiled(head_dim: int, first: int | None) -> Program:
     shape = 2, 1088, 4, head_dim
     sums = [jax.ShapeDtypeStruct(shape, "float32")]

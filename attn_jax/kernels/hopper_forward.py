@@ -109,7 +109,6 @@ def forward(
     softmax = Softmax(
         *(unit, value.dtype, blind, rescale_threshold, repeated_max_factor),
         log2_scale=0 if unscale is None else LOG2_P_SCALE,
-        whole_maxima=carries,
     )
     form = Form(
         tiling=tiling,

@@ -63,8 +63,9 @@ class Carried(NamedTuple):
         m = max S        l = sum of 2^(S - m)        A = sum of 2^(S - m) V
 
     all FP32, and m rounded to a whole number: what is carried on is multiplied by
-    powers of two alone. Of no keys m is -inf, l and A are 0. In a kernel, where they
-    lie.
+    powers of two alone, where the hardware's exp2 is off by some 2^-22. Rounded only
+    here, behind P V: P of a row's largest logit is to be 1, which 16 bits hold. Of no
+    keys m is -inf, l and A are 0. In a kernel, where they lie.
     """
 
     row_max: Float32[Array, "B N T"]
@@ -106,7 +107,7 @@ class Carried(NamedTuple):
         `unscale`: what the values of `acc` are multiplied by, but for P's scale.
         """
         rows = pl.ds(first_row, acc.shape[0])
-        row_max, undo = softmax.in_log2(state.top, state.origin)
+        row_max, undo = softmax.whole(state)
         self.row_max[b, n, rows] = row_max
         self.row_sum[b, n, rows] = state.row_sum.sum(axis=1) * undo
         self.total[b, rows, n] = acc * along_rows(undo * unscale, acc.shape)
@@ -117,7 +118,7 @@ class Carried(NamedTuple):
         """Adds them to what is here."""
         rows, width = acc.shape
         place = b, n, pl.ds(first_row, rows)
-        row_max, undo = softmax.in_log2(state.top, state.origin)
+        row_max, undo = softmax.whole(state)
         row_sum = state.row_sum.sum(axis=1) * undo
         m, l = (  # noqa: E741
             plgpu.load(of_rows.at[place], layout=ROWS, optimized=False)

@@ -44,7 +44,7 @@ class Plan:
 
 
 def query_gradient(
-    sums: Sequence[Float32[Array, "B Tpad N H"]],
+    sums: Sequence[Float32[Array, "B _ N H"]],
     numbers: Range,
     row_sum: Float32[Array, "B N T"] | None,
     scale: float,
@@ -52,7 +52,7 @@ def query_gradient(
     *,
     wide: bool = False,
     plan: Plan = Plan(),
-) -> Float[Array, "B Tpad N H"]:
+) -> Float[Array, "B _ N H"]:
     """dQ of `sums` over keys of dS K', in `dtype`, or FP32 if `wide`.
 
     A second array of sums is added to the last rows. `row_sum` is what rows of dS sum
@@ -67,12 +67,12 @@ def query_gradient(
 
 
 def by_xla(
-    sums: Sequence[Float32[Array, "B Tpad N H"]],
+    sums: Sequence[Float32[Array, "B _ N H"]],
     numbers: Range,
     row_sum: Float32[Array, "B N T"] | None,
     scale: float,
     dtype,
-) -> Float[Array, "B Tpad N H"]:
+) -> Float[Array, "B _ N H"]:
     """The same, to the bit, in any case."""
     total, *apart = sums
     for part in apart:

@@ -57,9 +57,6 @@ class Softmax(NamedTuple):
       blind_rows: whether a row may have seen nothing so far.
       rescale_threshold, repeated_max_factor: those of `Recipe`.
       log2_scale: log2 of its `probability_scale`, which P and l have.
-      whole_maxima: m is rounded to a whole number, so that every correction of what is
-        summed is a power of two, and exact, where the hardware's exp2 is off by some
-        2^-22. P is at most 2^(1/2) then.
     """
 
     unit: float
@@ -68,7 +65,6 @@ class Softmax(NamedTuple):
     rescale_threshold: float = 0.0
     repeated_max_factor: float | None = None
     log2_scale: int = 0
-    whole_maxima: bool = False
 
     def add(
         self, s: jax.Array, before: State | None, floor: jax.Array | None = None
@@ -120,8 +116,6 @@ class Softmax(NamedTuple):
             # down by 1, P would be 2, and 2^15 P infinite as an FP16 number: so it is
             # from logits of 1e7 on. What is infinite, and NaN here, is far.
             row_max = jnp.abs(row_max) * (1.5 * 2.0**-24) + row_max
-        if self.whole_maxima:
-            row_max = lax.round(row_max, lax.RoundingMethod.TO_NEAREST_EVEN)
         if self.log2_scale:
             row_max = row_max - self.log2_scale
         return jnp.where(self._is_far(top), top * self._coarse, row_max)
@@ -142,6 +136,12 @@ class Softmax(NamedTuple):
         far = self._is_far(top)
         undo = jnp.where(far, 1.0, 2.0**-self.log2_scale)
         return jnp.where(far, top * self.unit, origin + self.log2_scale), undo
+
+    def whole(self, state: State) -> tuple[jax.Array, jax.Array]:
+        """(m rounded to a whole number, what undoes that, too, in P and l)."""
+        row_max, undo = self.in_log2(state.top, state.origin)
+        whole = lax.round(row_max, lax.RoundingMethod.TO_NEAREST_EVEN)
+        return whole, undo * jnp.exp2(row_max - finite(whole))
 
     def _raised(self, s: jax.Array, top: jax.Array, factor: float) -> jax.Array:
         """A block's maxima, those that repeat times the factor or, below 0, as 0."""
