@@ -134,7 +134,7 @@ class HeatMap:
 
     `rows` hold the numbers `x` and the names `y`; a `value` that is None or not finite
     leaves its field empty. Colours run from `least` to `most` (None: of the values),
-    on a logarithmic scale with `log`, where both are above zero.
+    on a logarithmic scale with `log`, where both are above zero. `digits`: of a value.
     """
 
     title: str
@@ -145,6 +145,7 @@ class HeatMap:
     log: bool = False
     least: float | None = None
     most: float | None = None
+    digits: int = 3
 
 
 def plotted(panels: Sequence[Panel]) -> list[Row]:
@@ -382,15 +383,16 @@ def write_heat_maps(maps: Sequence[HeatMap], path: Path) -> None:
         if lines <= _MOST_LINES and len(columns) <= 16:
             for (line, column), value in np.ndenumerate(field):
                 if math.isfinite(value):
-                    _write_on(axes, picture, column, line, value)
+                    text = f"{value:.{one.digits}g}"
+                    _write_on(axes, picture, column, line, value, text)
     figure.savefig(path, dpi=120)
 
 
-def _write_on(axes, picture, column: int, line: int, value: float) -> None:
+def _write_on(axes, picture, column: int, line: int, value: float, text: str) -> None:
     # Yellow fields take black letters, blue ones white.
     dark = picture.norm(value) < 0.6
     axes.text(
-        *(column, line, f"{value:.3g}"),
+        *(column, line, text),
         ha="center",
         va="center",
         fontsize=6,

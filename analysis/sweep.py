@@ -46,7 +46,13 @@ from typing import Any
 
 from analysis import ExperimentError
 from analysis.capture_file import CAPTURE
-from analysis.figures import Panel, plotted, write_figure
+from analysis.figures import (
+    HeatMap,
+    Panel,
+    plotted,
+    write_figure,
+    write_heat_maps,
+)
 from analysis.record import Row, environment, show, write, written
 from analysis.store import Store
 from analysis.summary import plus_minus
@@ -87,12 +93,16 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a sweep shows: tables by title, panels (COLUMNS to a line), claims."""
+    """What a sweep shows: tables by title, panels (COLUMNS to a line), claims.
+
+    `maps`: drawn instead of the panels, whose points are written all the same.
+    """
 
     tables: dict[str, list[Row]]
     panels: list[Panel]
     claims: list[Claim]
     columns: int = 2
+    maps: Sequence[HeatMap] = ()
 
 
 def add_options(
@@ -316,7 +326,10 @@ def _write(
     with written(parquet):
         table.write_parquet(parquet)
     with written(picture):
-        write_figure(found.panels, picture, found.columns)
+        if found.maps:
+            write_heat_maps(found.maps, picture)
+        else:
+            write_figure(found.panels, picture, found.columns)
     return [parquet, *write(plotted(found.panels), described, beside), picture]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from analysis import parallel, sweep
 from analysis.experiments import ring
-from analysis.figures import Panel
+from analysis.figures import HeatMap, Panel
 from analysis.record import Row
 from analysis.summary import summarise
 from attn_jax import context_parallel, dot_product_attention
@@ -243,4 +243,20 @@ def report(rows: Sequence[Row]) -> sweep.Report:
         )
         for tensor in ring.TENSORS
     ]
-    return sweep.Report({title: table}, panels, claims, columns=3)
+    # Strategies differ in the third place: a number tells them apart, a line does not.
+    maps = [
+        HeatMap(
+            f"{tensor}, over one device's",
+            [
+                row | {"of": f"{row['variant']}: {row['family']}"}
+                for row in whole
+                if row["tensor"] == tensor
+            ],
+            *("devices", "of", "rms_ratio"),
+            least=2 - ring.GATE[tensor],
+            most=ring.GATE[tensor],
+            digits=4,
+        )
+        for tensor in ring.TENSORS
+    ]
+    return sweep.Report({title: table}, panels, claims, maps=maps)
