@@ -19,7 +19,7 @@ from attn_jax.audit.inputs import Inputs, Shape, make_inputs
 from attn_jax.centre import centre_of
 from attn_jax.formats import BF16, FP16, NumberFormat
 from attn_jax.kernels import hopper_backward_fused as fused
-from attn_jax.kernels import ring_order
+from attn_jax.kernels import interpreter, ring_order
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.interpreter import interpreted
@@ -38,8 +38,7 @@ TIME_LIMIT = 120  # seconds
 @dataclasses.dataclass(frozen=True)
 class Case:
     """`multiprocessors`: with more than one additions are made as CTAs run. `races`:
-    unordered accesses are an error (two storing warps are ordered by semaphores, of
-    which the detector knows nothing). `power`: of two, that dO and dLSE are multiplied
+    unordered accesses are an error. `power`: of two, that dO and dLSE are multiplied
     by; K is divided by its root and Q multiplied."""
 
     shape: tuple[int, int, int, int, int, int]  # B, T, S, N, K, H
@@ -68,14 +67,22 @@ def _padded(x: np.ndarray) -> np.ndarray:
 
 
 def _rank_as_they_run(ring: ring_order.Ring, tile, head, block):
-    """`Ring.rank` if CTAs run one after the other: a block's first visitor is tile 0
-    or, of short tiles that are apart, the last one that it sees."""
+    """`Ring.rank` if CTAs run one after the other, and each goes through its tiles."""
     del head
-    if not ring.apart:
-        return tile, ring.tiles
-    assert ring.ratio is not None
-    last = jax.lax.div(block, jnp.int32(ring.ratio))
-    return jnp.where(tile < ring.long_tiles, tile, last - tile), ring.tiles
+    members = range(ring.size)
+    order = [
+        int(ring.item(member, i)[0])
+        for member in members
+        for i in range(int(ring.passes(member)))
+    ]
+    last = ring.tiles - 1 if ring.ratio is None else jax.lax.div(block, ring.ratio)
+    place = sum(jnp.where(tile == t, n, 0) for n, t in enumerate(order))
+
+    def adds(t: int):
+        return (t <= last) & (ring.part(t) == ring.part(tile))
+
+    before = sum(jnp.where(adds(t) & (n < place), 1, 0) for n, t in enumerate(order))
+    return before, sum(jnp.where(adds(t), 1, 0) for t in order) - 1
 
 
 def _units(case: Case) -> list[float]:
@@ -175,7 +182,7 @@ CASES = [
     Case((1, 130, 130, 2, 1, 128), True, PLAN, power=60),
     # Rings of several CTAs.
     Case((1, 330, 330, 1, 1, 64), True, APART, family="wide", multiprocessors=2),
-    Case((1, 100, 330, 1, 1, 128), False, TWO, multiprocessors=2),
+    Case((1, 100, 330, 1, 1, 128), False, TWO, multiprocessors=2, races=True),
     # A key head's query heads in two parts.
     Case((1, 136, 136, 4, 1, 128), True, IN_PARTS, family="uniform"),
     # Windows: to the left, on both sides past the end, of fewer keys than a tile has.
@@ -207,6 +214,29 @@ def test_interpreted_gradients_are_as_exact_as_declared(case):
     dq, dk, dv = in_child_process(_units, case, seconds=TIME_LIMIT)
     assert dq < (1.03 if case.dtype == "bfloat16" else 1.8)
     assert max(dk, dv) < 1.7
+
+
+def _failure(name: str) -> str:
+    """What the interpreter says where a count, or a wait for one, is left out."""
+
+    def nothing(token, *_):
+        return token
+
+    case = Case((1, 64, 200, 1, 1, 64), False, TWO, multiprocessors=2, races=True)
+    with (
+        patch.object(interpreter, name, nothing),
+        patch.object(interpreter, "PATIENCE", 1.0),
+        pytest.raises((RuntimeError, ValueError)) as error,
+    ):
+        _units(case)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("_count", "waits for 1 and for ever"), ("_await", "data race")]
+)
+def test_the_interpreter_knows_the_order_of_additions(name, said):
+    assert said in in_child_process(_failure, name, seconds=TIME_LIMIT)
 
 
 @pytest.mark.parametrize(

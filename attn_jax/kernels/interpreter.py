@@ -5,9 +5,11 @@ It leans on the inside of JAX, as `internals` does, and on nothing else there.
 
 import contextlib
 import functools
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -48,10 +50,10 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
     over more than 256 keys a causal mask has a backward pass in two kernels here.
 
     Raises:
-      RuntimeError: with `detect_races`, when accesses to a buffer are not ordered.
+      RuntimeError: a count is awaited that nobody will make; with `detect_races`, when
+        accesses to a buffer are not ordered.
     """
     _copies.clear()
-    _counted.clear()
     race_states = []
 
     def recorded_race_state(**options):
@@ -98,26 +100,36 @@ def _gaps() -> list[tuple[object, str, object]]:
         (custom_partitioning, "__call__", lambda self, *args: self.fun(*args)),
         (callbacks, "api", SimpleNamespace(device_put=_operands)),
         (shared_memory, "_to_int", _to_int),
-        # Semaphores of all CTAs. CTAs run one after the other here, so a kernel is
-        # right if none waits for a later one: where they would, there is to be one.
+        # Semaphores of all CTAs. CTAs run one after the other here, so none may wait
+        # for a later one: where they would, there is to be one.
         (ring_order, "MULTIPROCESSORS", 1),
-        (turns, "semaphores", lambda count: _Semaphores()),
-        (turns, "await_count", lambda *_: plgpu.inline_mgpu()(_await)()),
-        (turns, "await_count_by_all", lambda *_: plgpu.inline_mgpu()(_await)()),
-        (turns, "count_up", lambda *_: plgpu.inline_mgpu()(_count)()),
+        (turns, "semaphores", lambda count: _Semaphores(count)),
+        (turns, "await_count", _on_semaphore(_await)),
+        (turns, "await_count_by_all", _on_semaphore(_await)),
+        (turns, "count_up", _on_semaphore(_count)),
         (turns, "fence", lambda: None),
     ]
 
 
-class _Semaphores:
-    """Told apart by nobody: see `_await`."""
+class _Semaphores(NamedTuple):
+    """`at[index]` is its number: a kernel has one array of them."""
+
+    count: int
 
     @property
-    def at(self):
+    def at(self) -> "_Semaphores":
         return self
 
     def __getitem__(self, index):
-        return self
+        return index
+
+
+def _on_semaphore(function: Callable) -> Callable:
+    def of(*numbers) -> None:
+        types = (plgpu.Layout.WG_SPLAT,) * len(numbers)
+        plgpu.inline_mgpu(arg_types=types)(function)(*map(jnp.int32, numbers))
+
+    return of
 
 
 @contextlib.contextmanager
@@ -142,8 +154,8 @@ _stock_arithmetic = JaxprInterpreter._interpret_arithmetic_primitive
 
 # For each thread, how to land its cp.async copies that nobody waited for yet.
 _copies: dict[object, list[Callable[[], object]]] = {}
-# All clocks of a CTA and that of a thread of it, when it counted.
-_counted: list[tuple[object, Any]] = []
+# Seconds that a count is awaited, when nothing else of the kernel has counted.
+PATIENCE = 20.0
 
 
 def _operands(args, device):
@@ -249,7 +261,9 @@ def _interpret_inline(self: JaxprInterpreter, eqn, token, get_invals):
     function = eqn.params["mgpu_fn"]
     if function in (_count, _await):
         run = gpu_callbacks.fail_on_exception(function)
-        return io_callback(run, gpu_callbacks.TOKEN_SHAPE_DTYPE, token, self.thread), []
+        return io_callback(
+            run, gpu_callbacks.TOKEN_SHAPE_DTYPE, token, self.thread, *get_invals()
+        ), []
     if isinstance(function, ampere_tiles.CtaBarrier):
         token = gpu_callbacks.call_named_barrier(
             *(token, self.mesh_location, self.thread, function.NUMBER),
@@ -283,21 +297,39 @@ def _interpret_inline(self: JaxprInterpreter, eqn, token, get_invals):
     return token, list(get_invals())
 
 
-def _count(token, thread):
-    """`count_up`: all that a thread has done is done before what follows on a wait, be
-    it for this count or another, in CTAs that run later."""
+def _count(token, thread, semaphore):
+    """`count_up`: all that a thread has done is done before what follows on a wait for
+    this count."""
     memory = gpu_callbacks._get_shared_memory()
+    _counted_in(memory)[int(semaphore)].append(memory.get_clock(thread))
+    return token
+
+
+def _await(token, thread, semaphore, count):
+    memory = gpu_callbacks._get_shared_memory()
+    counted = _counted_in(memory)
+    found, seen, since = counted[int(semaphore)], -1, time.monotonic()
+    while len(found) < count:
+        memory.check_failed()
+        if seen != (seen := sum(map(len, list(counted.values())))):
+            since = time.monotonic()
+        if time.monotonic() > since + PATIENCE:
+            raise RuntimeError(
+                f"semaphore {int(semaphore)} is at {len(found)}, and a thread waits "
+                f"for {int(count)} and for ever"
+            )
+        time.sleep(1e-4)
     if memory.detect_races:
-        _counted.append((memory.clocks, memory.get_clock(thread)))
+        for clock in found:
+            memory.clocks[thread].update(clock)
     return token
 
 
-def _await(token, thread):
-    memory = gpu_callbacks._get_shared_memory()
-    # Those of each CTA are made anew.
-    for clock in (x for clocks, x in _counted if clocks is not memory.clocks):
-        memory.clocks[thread].update(clock)
-    return token
+def _counted_in(memory) -> defaultdict[int, list[Any]]:
+    """Of the kernel whose memory it is: each has its own."""
+    if not hasattr(memory, "counted"):
+        memory.counted = defaultdict(list)
+    return memory.counted
 
 
 def _interpret_copy(self: JaxprInterpreter, eqn, token, get_invals):
