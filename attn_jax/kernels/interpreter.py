@@ -155,7 +155,7 @@ _stock_arithmetic = JaxprInterpreter._interpret_arithmetic_primitive
 # For each thread, how to land its cp.async copies that nobody waited for yet.
 _copies: dict[object, list[Callable[[], object]]] = {}
 # Seconds that a count is awaited, when nothing else of the kernel has counted.
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 def _operands(args, device):
@@ -327,9 +327,7 @@ def _await(token, thread, semaphore, count):
 
 def _counted_in(memory) -> defaultdict[int, list[Any]]:
     """Of the kernel whose memory it is: each has its own."""
-    if not hasattr(memory, "counted"):
-        memory.counted = defaultdict(list)
-    return memory.counted
+    return vars(memory).setdefault("counted", defaultdict(list))
 
 
 def _interpret_copy(self: JaxprInterpreter, eqn, token, get_invals):
