@@ -233,10 +233,11 @@ def _failure(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("_count", "waits for 1 and for ever"), ("_await", "data race")]
+    ("name", "said"), [("_count", "waits for 1 and for ever"), ("_await", "race")]
 )
 def test_the_interpreter_knows_the_order_of_additions(name, said):
-    assert said in in_child_process(_failure, name, seconds=TIME_LIMIT)
+    # JAX 0.12 says RACE DETECTED, and that itself.
+    assert said in in_child_process(_failure, name, seconds=TIME_LIMIT).lower()
 
 
 @pytest.mark.parametrize(
