@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -103,7 +103,7 @@ def _gaps() -> list[tuple[object, str, object]]:
         # Semaphores of all CTAs. CTAs run one after the other here, so none may wait
         # for a later one: where they would, there is to be one.
         (ring_order, "MULTIPROCESSORS", 1),
-        (turns, "semaphores", lambda count: _Semaphores(count)),
+        (turns, "semaphores", lambda count: _Semaphores()),
         (turns, "await_count", _on_semaphore(_await)),
         (turns, "await_count_by_all", _on_semaphore(_await)),
         (turns, "count_up", _on_semaphore(_count)),
@@ -111,10 +111,8 @@ def _gaps() -> list[tuple[object, str, object]]:
     ]
 
 
-class _Semaphores(NamedTuple):
+class _Semaphores:
     """`at[index]` is its number: a kernel has one array of them."""
-
-    count: int
 
     @property
     def at(self) -> "_Semaphores":
