@@ -80,9 +80,14 @@ def over_devices(
     )
 
 
-def stacked(draws: Sequence[Inputs]) -> tuple[Inputs, Golden]:
-    """All draws along the batch axis, and their exact results under a causal mask."""
+def stacked(
+    draws: Sequence[Inputs], key_heads: int | None = None
+) -> tuple[Inputs, Golden]:
+    """All draws along the batch axis, with so many of their key heads (None: all), and
+    their exact results under a causal mask."""
     inputs = Inputs(*(np.concatenate(x) for x in zip(*draws, strict=True)))
+    key, value = (x[:, :, :key_heads] for x in (inputs.key, inputs.value))
+    inputs = inputs._replace(key=key, value=value)
     return inputs, golden(*inputs, mask=Mask(is_causal=True))
 
 

@@ -142,12 +142,10 @@ def _problem(
     family: str, seeds: int, length: int, heads: int, key_heads: int, head_dim: int
 ):
     """All draws, stacked along the batch axis, and their exact results."""
-    draws = []
-    for seed in range(seeds):
-        drawn = parallel.draw(family, seed, length, head_dim, heads)
-        few = slice(None), slice(None), slice(key_heads)
-        draws.append(drawn._replace(key=drawn.key[few], value=drawn.value[few]))
-    return parallel.stacked(draws)
+    draws = [
+        parallel.draw(family, seed, length, head_dim, heads) for seed in range(seeds)
+    ]
+    return parallel.stacked(draws, key_heads)
 
 
 def _program(strategy: str, layout: str, devices: int, shapes: Inputs):
@@ -234,11 +232,17 @@ def report(rows: Sequence[Row]) -> sweep.Report:
                 )
             )
     title = "RMS error over that of one device: mean (largest) of the families"
+    named = {
+        tensor: [
+            row | {"of": f"{row['variant']}: {row['family']}"}
+            for row in whole
+            if row["tensor"] == tensor
+        ]
+        for tensor in ring.TENSORS
+    }
     panels = [
         Panel(
-            tensor,
-            [row for row in whole if row["tensor"] == tensor],
-            *("devices", "rms_ratio", "variant", "devices"),
+            *(tensor, named[tensor], "devices", "rms_ratio", "of", "devices"),
             "RMS error over that of one device",
         )
         for tensor in ring.TENSORS
@@ -247,12 +251,7 @@ def report(rows: Sequence[Row]) -> sweep.Report:
     maps = [
         HeatMap(
             f"{tensor}, over one device's",
-            [
-                row | {"of": f"{row['variant']}: {row['family']}"}
-                for row in whole
-                if row["tensor"] == tensor
-            ],
-            *("devices", "of", "rms_ratio"),
+            *(named[tensor], "devices", "of", "rms_ratio"),
             least=2 - ring.GATE[tensor],
             most=ring.GATE[tensor],
             digits=4,
