@@ -9,6 +9,9 @@ at x = -inf and a sink z_n taking part in the softmax as a key whose value is ze
     dy = dx cap'(y)                      dbias = dy, summed over broadcast axes
     dQ = scale dy K                      dK = scale dy^T Q
 
+With c the dP of a row's largest P, dP - delta = dP - c - rowsum(P (dP - c)) + P_z c: so
+it is computed, as delta is c but for what a row that one key dominates has left.
+
 The logits are materialised, one softmax in the compute type, nothing is rounded before
 the end. `exp` and never `exp2`: the latter is off by up to 46 ulp on XLA's CPU backend.
 """
@@ -411,11 +414,16 @@ def _gradients(x: _Grouped, dout, dlse):
     # The LSE of a query that sees nothing is a constant, whatever its cotangent.
     dlse = jnp.where(jnp.isneginf(x.lse), 0.0, dlse).reshape(B, K, G, T)
     dp = _dot("btkgh,bskh->bkgts", dout, x.value)
-    excess = (p * dp).sum(-1) - dlse
-    dx = p * (dp - excess[..., None])
+    likeliest = p.argmax(-1, keepdims=True)
+    of_likeliest = jnp.take_along_axis(dp, likeliest, -1)
+    rest = dp - of_likeliest
+    excess = (p * rest).sum(-1) - dlse
     dsinks = None
     if x.sink_probability is not None:
-        dsinks = -(x.sink_probability * excess).sum((0, 3)).reshape(K * G)
+        p_sink, of_likeliest = x.sink_probability, of_likeliest[..., 0]
+        excess = excess - p_sink * of_likeliest
+        dsinks = -(p_sink * (of_likeliest + excess)).sum((0, 3)).reshape(K * G)
+    dx = p * (rest - excess[..., None])
     if x.slope is not None:
         dx = dx * x.slope
     dbias = x.to_bias(dx)

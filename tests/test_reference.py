@@ -249,3 +249,29 @@ def test_shapes_that_do_not_fit_are_named(change, message):
     arguments_ = dict(query=q, key=k, value=v) | change
     with pytest.raises(ValueError, match=message):
         reference.check_arguments(**arguments_)
+
+
+@pytest.mark.parametrize("by_sink", [False, True])
+def test_golden_keeps_what_a_row_that_one_key_dominates_has_left(by_sink):
+    """dS = P_0 P_1 (dP_0 - dP_1) of two keys, and P_0 P_z dP_0 of a key and a sink:
+    of the size of P_1, P_z, about e^-40 or e^-80, where 1 - P_0 is 0 in FP64."""
+    query, key = normal(0, 1, 2, 1, 4), normal(1, 1, 2, 1, 4)
+    key[:, 0] = query[:, 0] * 40 / (query[0, 0, 0] ** 2).sum()
+    query[:, 1] = query[:, 0] * 2
+    key[:, 1] = 0
+    value, dout = normal(2, 1, 2, 1, 4), normal(3, 1, 2, 1, 4)
+    sinks = None
+    if by_sink:
+        key, value, sinks = key[:, :1], value[:, :1], np.zeros(1, np.float32)
+    found = reference.golden(query, key, value, dout, scale=1.0, sinks=sinks)
+    q, k, v, do = (x[0, :, 0].astype(np.float64) for x in (query, key, value, dout))
+    dp = do @ v.T
+    rest = dp[:, 0] - (0 if by_sink else dp[:, 1])
+    ds = np.exp(-(q @ k[0])) * rest
+    expected = ds[:, None] * k[0]
+    # The logits are sums of 4 products, 40 and 80.
+    np.testing.assert_allclose(found.dquery[0, :, 0], expected, rtol=1e-13)
+    np.testing.assert_allclose(found.dkey[0, 0, 0], ds @ q, rtol=1e-13)
+    if by_sink:
+        dsink = -(np.exp(-(q @ k[0])) * dp[:, 0]).sum()
+        np.testing.assert_allclose(found.dsinks, dsink, rtol=1e-13)

@@ -10,6 +10,8 @@ positive number, and hats on what is computed:
                     beyond max_finite the excess if it saturates, infinity if not
     sum of n terms  e <= sum e_j + ((1 + u)^n - 1) sum |x_j|   in any order [1]
     exp             e <= exp(x) (exp(e_x) - 1) + its own, 4 u
+    s exp(x)        e_x has u |log s| more, as kernels have a power of two s in the
+                    exponent: the scale of P and, in the backward pass, of a head's dS
     x / y           e <= (e_x + |x / y| e_y) / (y - e_y)
     logits          e <= ((1 + 2 u)^H - 1) scale |Q| |K|^T and the steps' roundings;
                     for a scaled_query u |Q'| |K|^T of its own

@@ -270,7 +270,9 @@ def softmax_block(arithmetic: Arithmetic, state: State, y: Ball, visible) -> Sof
     unit = _unit(base, low, high)
 
     argument = y._replace(value=np.where(visible, y.value - reference, 0.0))
-    argument = arithmetic.carried(argument, extra=off)
+    # Kernels multiply P by its scale in the exponent, which is that much larger then.
+    lifted = off + math.log(recipe.probability_scale) / base
+    argument = arithmetic.carried(argument, extra=lifted)
     argument = arithmetic.step("shifted", argument, extra=off)
     p = arithmetic.exp(exponential(argument, base), unit)
     p = arithmetic.step("exponentiated", p, unit)

@@ -29,6 +29,7 @@ from attn_jax.bounds.forward import (
 from attn_jax.bounds.head_scale import on_dlogits
 from attn_jax.bounds.ring import shares
 from attn_jax.bounds.two_parts import high_and_low, with_low_byte
+from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 
 
 class Shared(NamedTuple):
@@ -80,7 +81,7 @@ def rows_of(
     `dq_unit` holds the interval of 1 / r, by which the recipe scales the key head.
     """
     recipe = arithmetic.recipe
-    p, slope, relative = _probability(arithmetic, head, fwd)
+    p, slope, relative = _probability(arithmetic, head, fwd, dq_unit)
     shared = relative.worst * p.value
     as_factor = arithmetic.step("softmax_probability", p, ONE, shared)
     as_operand = arithmetic.step("backward_probability", p, ONE, shared)
@@ -165,8 +166,11 @@ def _sink_rows(
     return row_sum, scaled(share, -1.0)
 
 
-def _probability(arithmetic: Arithmetic, head: Head, fwd: Forward):
-    """P [T, S] with its entries' own errors, a cap's slope, what errors rows share."""
+def _probability(arithmetic: Arithmetic, head: Head, fwd: Forward, dq_unit: Unit):
+    """P [T, S] with its entries' own errors, a cap's slope, what errors rows share.
+
+    Kernels multiply P by r in the exponent, whose roundings are larger by its size.
+    """
     unit = log_unit(arithmetic.recipe)
     y, slope = logits(arithmetic, head)
     if arithmetic.recipe.probability_from == "softmax":
@@ -174,12 +178,14 @@ def _probability(arithmetic: Arithmetic, head: Head, fwd: Forward):
         return p, slope, relative
     seen = head.visible.any(-1, keepdims=True)
     lse = where(seen, fwd.lse, exact(np.zeros(seen.shape)))
-    lse = arithmetic.carried(scaled(lse, unit), 2)
+    ends = np.log(np.maximum((dq_unit.low, dq_unit.high), 2.0**-MOST_HEAD_EXPONENT))
+    lift = unit * float(np.abs(ends).max())
+    lse = arithmetic.carried(scaled(lse, unit), 2, extra=lift)
     if unit != 1:
         lse = arithmetic.step("lse", lse)
     extra = lse.worst
     argument = y._replace(value=np.where(head.visible, y.value - lse.value, 0.0))
-    argument = arithmetic.carried(argument, 1, extra=extra)
+    argument = arithmetic.carried(argument, 1, extra=extra + lift)
     argument = arithmetic.step("shifted", argument, ONE, extra)
     relative = Shared(*(e / unit for e in tuple(lse)[1:]))
     # The error of LSE is in the argument's for the terms of second order alone.

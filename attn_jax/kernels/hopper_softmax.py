@@ -179,12 +179,15 @@ class Softmax(NamedTuple):
             origin = self.origin(top)
         if self.blind_rows:
             origin = finite(origin)
+        in_log2, undo = self.in_log2(top, origin)
         if sink is not None:
             far = self._is_far(top)
             exponent = jnp.where(far, of_sink * self._coarse, sink * LOG2_E)
+            # P's scale as a factor: in the exponent it would cost 4 of its last bits.
+            weight = jnp.exp2(exponent - jnp.where(far, origin, in_log2))
+            weight *= jnp.where(far, 1.0, 2.0**self.log2_scale)
             shrink = jnp.exp2(state.origin - origin)
-            row_sum = row_sum * shrink + jnp.exp2(exponent - origin)
-        in_log2, undo = self.in_log2(top, origin)
+            row_sum = row_sum * shrink + weight
         inverse = shrink / row_sum
         # A raised maximum may leave nothing of a row.
         if self.blind_rows or self.repeated_max_factor is not None:
