@@ -9,8 +9,8 @@ at x = -inf and a sink z_n taking part in the softmax as a key whose value is ze
     dy = dx cap'(y)                      dbias = dy, summed over broadcast axes
     dQ = scale dy K                      dK = scale dy^T Q
 
-With c the dP of a row's largest P, dP - delta = dP - c - rowsum(P (dP - c)) + P_z c: so
-it is computed, as delta is c but for what a row that one key dominates has left.
+With c the dP of a row's largest P, 0 of a sink, dP - delta = dP - c - rowsum(P (dP -
+c)) + P_z c: so it is computed, as that loses nothing of a row that one key dominates.
 
 The logits are materialised, one softmax in the compute type, nothing is rounded before
 the end. `exp` and never `exp2`: the latter is off by up to 46 ulp on XLA's CPU backend.
@@ -414,16 +414,16 @@ def _gradients(x: _Grouped, dout, dlse):
     # The LSE of a query that sees nothing is a constant, whatever its cotangent.
     dlse = jnp.where(jnp.isneginf(x.lse), 0.0, dlse).reshape(B, K, G, T)
     dp = _dot("btkgh,bskh->bkgts", dout, x.value)
-    likeliest = p.argmax(-1, keepdims=True)
-    of_likeliest = jnp.take_along_axis(dp, likeliest, -1)
-    rest = dp - of_likeliest
-    excess = (p * rest).sum(-1) - dlse
-    dsinks = None
+    dsinks, p_sink = None, 0.0
     if x.sink_probability is not None:
-        p_sink, of_likeliest = x.sink_probability, of_likeliest[..., 0]
-        excess = excess - p_sink * of_likeliest
-        dsinks = -(p_sink * (of_likeliest + excess)).sum((0, 3)).reshape(K * G)
-    dx = p * (rest - excess[..., None])
+        excess = (p * dp).sum(-1) - dlse
+        dsinks = -(x.sink_probability * excess).sum((0, 3)).reshape(K * G)
+        p_sink = x.sink_probability[..., None]
+    likeliest = jnp.take_along_axis(dp, p.argmax(-1, keepdims=True), -1)
+    likeliest = jnp.where(p_sink > p.max(-1, keepdims=True), 0.0, likeliest)
+    rest = dp - likeliest
+    mean = (p * rest).sum(-1, keepdims=True) - p_sink * likeliest
+    dx = p * (rest - (mean - dlse[..., None]))
     if x.slope is not None:
         dx = dx * x.slope
     dbias = x.to_bias(dx)

@@ -275,3 +275,22 @@ def test_golden_keeps_what_a_row_that_one_key_dominates_has_left(by_sink):
     if by_sink:
         dsink = -(np.exp(-(q @ k[0])) * dp[:, 0]).sum()
         np.testing.assert_allclose(found.dsinks, dsink, rtol=1e-13)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_golden_loses_nothing_where_a_sink_dominates(hidden):
+    """Of a row's keys, seen or not, one has a dP of 1e18; P is about e^-40 or 0."""
+    query, key = np.zeros((1, 2, 1, 4), np.float32), normal(1, 1, 2, 1, 4)
+    value, dout = normal(2, 1, 2, 1, 4), normal(3, 1, 2, 1, 4)
+    value[:, 0] *= 1e18
+    dlse, sinks = normal(4, 1, 1, 2), np.full(1, 40, np.float32)
+    mask = Mask(key_value_lengths=np.array([0 if hidden else 2], np.int32))
+    found = reference.golden(query, key, value, dout, dlse, mask=mask, sinks=sinks)
+    k, v, do = (x[0, :, 0].astype(np.float64) for x in (key, value, dout))
+    p = 0.0 if hidden else np.exp(-40) / (1 + 2 * np.exp(-40))
+    dp = do @ v.T
+    excess = p * dp.sum(-1, keepdims=True) - dlse[0, 0, :, None]
+    dsink = -((1 - 2 * p) * excess).sum()
+    np.testing.assert_allclose(found.dsinks, dsink, rtol=1e-14)
+    dx = p * (dp - excess)
+    np.testing.assert_allclose(found.dquery[0, :, 0], dx @ k * 0.5, rtol=1e-14)

@@ -178,8 +178,8 @@ def _probability(arithmetic: Arithmetic, head: Head, fwd: Forward, dq_unit: Unit
         return p, slope, relative
     seen = head.visible.any(-1, keepdims=True)
     lse = where(seen, fwd.lse, exact(np.zeros(seen.shape)))
-    ends = np.log(np.maximum((dq_unit.low, dq_unit.high), 2.0**-MOST_HEAD_EXPONENT))
-    lift = unit * float(np.abs(ends).max())
+    ends = [np.log(np.maximum(x, 2.0**-MOST_HEAD_EXPONENT)) for x in dq_unit]
+    lift = unit * float(np.max(np.abs(ends)))
     lse = arithmetic.carried(scaled(lse, unit), 2, extra=lift)
     if unit != 1:
         lse = arithmetic.step("lse", lse)
