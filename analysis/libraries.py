@@ -61,7 +61,7 @@ def of_parts(name: str) -> Recipe:
     recipe = RECIPES[name]
     if not name.startswith("attn_jax"):
         return recipe
-    return dataclasses.replace(recipe, ring_merge="carry")
+    return dataclasses.replace(recipe, ring_merge="carry_whole")
 
 
 _LUCIDRAINS = dataclasses.replace(

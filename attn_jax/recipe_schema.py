@@ -214,6 +214,9 @@ class Recipe:
                     O = ring_accumulator(O + w(LSE_h - L) O_h), from O = 0
         'carry'     no merge: m, l and A go on from hop to hop, and A =
                     ring_accumulator(A) after each hop; ring_partial is not used
+        'carry_whole'  of a hop's own m, l and A with n = m rounded to a whole number:
+                    l = 2^(m_0-m') l_0 + 2^(n-m') (E(m-n) l), m' = max(m_0, n), of A
+                    in the same way, and then as in 'carry'; u = log2(e) and 'once'
     In 'lse' and 'sigmoid' the first hop that sees a key gives, unmerged, L = LSE_h and
     O = ring_accumulator(O_h); one that sees none changes nothing. In 'two_pass' such a
     hop has weight 0.
@@ -305,7 +308,7 @@ class Recipe:
     group_accumulator: Step | None = None
     gradient: Step = _BF16
     ring_size: int = 1
-    ring_merge: Literal["lse", "sigmoid", "two_pass", "carry"] = "lse"
+    ring_merge: Literal["lse", "sigmoid", "two_pass", "carry", "carry_whole"] = "lse"
     ring_partial: Step = _FP32
     ring_accumulator: Step = _FP32
     ring_gradient_partial: Step = _FP32
@@ -359,14 +362,16 @@ class Recipe:
             raise ValueError(
                 "ring_size above 1 needs probability_from='lse': no device has the row"
             )
-        if (
-            self.ring_size > 1
-            and self.ring_merge == "carry"
-            and self.normalise == "before_product"
-        ):
+        of_blocks = self.ring_size == 1 or self.normalise != "before_product"
+        if self.ring_merge == "carry" and not of_blocks:
             raise ValueError(
                 "ring_merge='carry' needs normalise='once' or 'each_step'; merge by "
                 "'lse' instead"
+            )
+        in_base_2 = self.exponential != "exp" and self.normalise == "once"
+        if self.ring_merge == "carry_whole" and not in_base_2:
+            raise ValueError(
+                "ring_merge='carry_whole' needs exponential='exp2' and normalise='once'"
             )
 
     def backward_hops(self, ring_size: int) -> range:

@@ -227,6 +227,8 @@ class ForwardOracle:
             merge = self.merge_partials
             if self.r.ring_size == 1 or self.r.ring_merge == "carry":
                 merge = self.carry_state
+            elif self.r.ring_merge == "carry_whole":
+                merge = self.carry_by_powers
             devices.append(merge(hops))
         return Row(*(concatenate(parts) for parts in zip(*devices)))
 
@@ -238,6 +240,28 @@ class ForwardOracle:
                 rounded = (self.a.round(x, self.r.ring_accumulator) for x in state[2:])
                 state = _State(*state[:2], *rounded)
         return self.finish(state)
+
+    def carry_by_powers(self, hops) -> Row:
+        """Of maxima that are no whole number and a half, within their intervals."""
+        a, states = self.a, []
+        for q, *keys in hops:
+            m, *sums = self.visit(self.start(*q.lo.shape), q, *keys)
+            seen, n = np.isfinite(m.lo), np.rint(m.lo)
+            assert (n == np.rint(m.hi)).all()
+            undo = self.exact_exponential(
+                a.sub(where(seen, m, a.point(0)), a.point(np.where(seen, n, 0)))
+            )
+            sums = [a.mul(undo, x) for x in sums]
+            if states:
+                before, top = states[-1], np.maximum(n, states[-1].row_max.lo)
+                base = np.where(np.isfinite(top), top, 0)
+                old, new = (a.point(2.0 ** (x - base)) for x in (before.row_max.lo, n))
+                pairs = zip(before[1:], sums)
+                sums = [a.add(a.mul(old, x), a.mul(new, y)) for x, y in pairs]
+                n = top
+            kept = (a.round(x, self.r.ring_accumulator) for x in sums[1:])
+            states.append(_State(a.point(n), sums[0], *kept))
+        return self.finish(states[-1])
 
     def merge_partials(self, hops) -> Row:
         a, r = self.a, self.r

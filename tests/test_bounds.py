@@ -79,7 +79,7 @@ KNOBS: dict[str, list] = {
     "rowsum_accumulator": [_WIDE, _BF16, Step(FP16)],
     "dot_chunk": [None, 1, 4],
     "ring_size": [1, 2],
-    "ring_merge": ["lse", "sigmoid", "two_pass", "carry"],
+    "ring_merge": ["lse", "sigmoid", "two_pass", "carry", "carry_whole"],
     "ring_partial": [_WIDE, _BF16],
     "ring_accumulator": [_WIDE, _BF16],
     "ring_gradient_accumulator": [_WIDE, _BF16],

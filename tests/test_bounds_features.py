@@ -13,7 +13,13 @@ from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.bounds import bound
 from attn_jax.formats import BF16, FP16
 from attn_jax.mask import Mask
-from attn_jax.recipe import ATTN_JAX, EAGER_BF16, FLASH2_OP_BY_OP, TE_RING
+from attn_jax.recipe import (
+    ATTN_JAX,
+    ATTN_JAX_HOPPER,
+    EAGER_BF16,
+    FLASH2_OP_BY_OP,
+    TE_RING,
+)
 from attn_jax.recipe_schema import Recipe, Step
 from tests.bounds_outcome import errors, excess
 
@@ -110,11 +116,27 @@ def test_a_sink_of_minus_infinity_is_none():
     assert not limits.dsinks.any()
 
 
-@pytest.mark.parametrize("merge", ["lse", "carry"])
+@pytest.mark.parametrize("merge", ["lse", "carry", "carry_whole"])
 def test_a_soft_cap_in_a_ring_is_bounded(merge):
-    recipe = dataclasses.replace(TE_RING, ring_size=2, ring_merge=merge)
+    recipe = dataclasses.replace(
+        TE_RING, ring_size=2, ring_merge=merge, exponential="exp2"
+    )
     worst = shares(recipe, recipe, "wide", 5.0, None)
     assert max(worst.values()) <= 1, worst
+
+
+@pytest.mark.parametrize("family", ["normal", "wide", "lse+150"])
+def test_whole_maxima_in_a_ring_are_bounded(family):
+    recipe = dataclasses.replace(
+        ATTN_JAX_HOPPER,
+        ring_size=4,
+        ring_merge="carry_whole",
+        block_kv=4,
+        backward_block_kv=4,
+    )
+    worst = shares(recipe, recipe, family, None, None)
+    assert max(worst.values()) <= 1, worst
+    assert worst["out"] > 0.05 and worst["dvalue"] > 0.05, worst
 
 
 def test_sinks_in_a_ring_are_refused():

@@ -122,6 +122,7 @@ def test_a_simulation_has_the_devices_bits(strategy, layout, shards):
         pytest.param("ring_flash_attn", {}, marks=pytest.mark.thorough),
         ("te_ring", {}),
         ("flash2", dict(ring_merge="carry", ring_accumulator=Step(BF16))),
+        ("attn_jax", dict(ring_merge="carry_whole")),
     ],
 )
 def test_a_simulation_has_the_bits_of_the_emulators_ring(name, changes):

@@ -85,26 +85,25 @@ def test_by_default_lse_does_not_grow_either():
 @pytest.mark.parametrize(
     "family", ["normal", pytest.param(CANCELLING, marks=pytest.mark.thorough)]
 )
-def test_by_default_lse_grows_where_shards_are_smaller_than_a_block(family):
+def test_by_default_lse_does_not_grow_where_shards_are_smaller_than_a_block(family):
     """64 shards of 8 keys, each in two runs, of which a block has 128: l is the sum of
-    as many more blocks, and the bar of LSE is missed by what they cost one device."""
+    as many more blocks. Where what scales it is rounded, too, the bar is missed."""
     found = growth(family, 64, **DEFAULT)
-    assert {k: v for k, v in GATE.items() if found[k] > v} == {}
-    assert found["lse"] > 1.05
-    one = errors(family, 1, recipe=dataclasses.replace(ATTN_JAX, block_kv=8))
-    assert errors(family, 64, **DEFAULT)["lse"] <= 1.05 * one["lse"]
+    assert {k: v for k, v in found.items() if v > GATE.get(k, 1.05)} == {}
+    carried = dataclasses.replace(ATTN_JAX, ring_merge="carry")
+    assert growth(family, 64, recipe=carried)["lse"] > 1.05
 
 
 @pytest.mark.parametrize("shards", [8, pytest.param(64, marks=pytest.mark.thorough)])
 def test_keys_that_are_centred_hold_the_gate(shards):
     """As the kernels for Hopper have them: dS in FP16, K less the mean of all keys."""
-    recipe = dataclasses.replace(ATTN_JAX_HOPPER, ring_merge="carry")
+    recipe = dataclasses.replace(ATTN_JAX_HOPPER, ring_merge="carry_whole")
     alone, found = (errors(CANCELLING, n, recipe=recipe) for n in (1, shards))
     assert {k: v for k, v in GATE.items() if found[k] > v * alone[k]} == {}
 
 
 def test_by_default_delta_is_of_the_merged_output_unrounded():
-    carrying = dataclasses.replace(ATTN_JAX, ring_merge="carry")
+    carrying = dataclasses.replace(ATTN_JAX, ring_merge="carry_whole")
     whole = dataclasses.replace(carrying, delta_source="o_f32")
     found = errors("normal", 4, **DEFAULT)
     assert found == errors("normal", 4, recipe=whole)

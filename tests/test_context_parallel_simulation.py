@@ -86,7 +86,7 @@ def test_one_centre_for_the_keys_of_all_devices(strategy, layout, x64):
 def test_keys_that_are_centred_give_dq_as_the_emulators_ring_does(name, given):
     """dS and K' of a part are scaled by powers of two of its own, as kernels have them,
     which changes no bit of numbers in range, and none of sums of whole numbers."""
-    recipe = of(name, ring_merge="carry")
+    recipe = of(name, ring_merge="carry_whole")
     options = dict(is_causal=True, recipe=recipe)
     got = both_passes(simulated(W, "ring", "contiguous", **options))(*given)
     devices = both_passes(sharded(W, "ring", "contiguous", **options))(*given)

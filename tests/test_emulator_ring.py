@@ -13,13 +13,13 @@ from jax.extend.core import jaxprs_in_params
 from attn_jax import emulator, reference
 from attn_jax.audit.error import correctly_rounded
 from attn_jax.audit.inputs import Shape, make_inputs
+from attn_jax.emulator.forward import State, joined
 from attn_jax.formats import BF16, FP32
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX, EXACT_FP32, FLASH2, RING_FLASH_ATTN, TE_RING, Step
 
 B, T, S, N, K, H = 2, 8, 12, 4, 2, 8
 W = 4
-MERGES = ("lse", "sigmoid", "two_pass", "carry")
 E5M2ISH = Step(dataclasses.replace(BF16, name="coarse", mantissa_bits=2))
 
 
@@ -71,6 +71,11 @@ CASES = [
     ("two_pass", "segments", True, dict(dq_centre="keys", delta_source="o_f32")),
     ("carry", "causal", True, dict(normalise="each_step", dq_centre="row")),
     ("carry", "segments", False, dict(rescale_threshold=8.0, probability_scale=4.0)),
+    ("carry_whole", "dense", True, dict(exponential="exp2", dq_centre="row")),
+    (
+        *("carry_whole", "segments", False),
+        dict(exponential="exp2", scale_at="exponent", probability_scale=4.0),
+    ),
 ]
 
 
@@ -121,6 +126,25 @@ def test_a_carried_ring_is_one_device_on_keys_in_the_order_of_the_visits():
         want = alone(q[:, rows], k[:, order], v[:, order])
         np.testing.assert_array_equal(out[:, rows], want[0])
         np.testing.assert_array_equal(lse[:, :, rows], want[1])
+
+
+def test_states_with_whole_maxima_are_joined_by_powers_of_two():
+    """A maximum of no key is -inf, and others lie further apart than FP32 reaches."""
+    maxima = np.float32([-np.inf, -np.inf, -np.inf, 7, 7, -300, 3000])
+    others = np.float32([-np.inf, 5, -3000, -np.inf, 5, 300, -3000])
+    seen, met = np.isfinite(maxima), np.isfinite(others)
+    states = (
+        State(jnp.asarray(m), *(jnp.asarray(np.where(s, x, 0)) for x in sums))
+        for m, s, *sums in ((maxima, seen, 1.5, -2.25), (others, met, 1.25, 3.5))
+    )
+    found = joined(*states)
+    top = np.maximum(maxima, others)
+    base = np.where(np.isfinite(top), top, 0)
+    a, b = (2.0 ** (x - base) for x in (maxima, others))
+    np.testing.assert_array_equal(found.row_max, top)
+    # 2^-600 and less is 0 in FP32.
+    np.testing.assert_array_equal(found.row_sum, seen * a * 1.5 + met * b * 1.25)
+    np.testing.assert_array_equal(found.total, met * b * 3.5 - seen * a * 2.25)
 
 
 def bf16(x):

@@ -87,10 +87,10 @@ def test_what_the_kernels_do_may_be_asked_for_and_heads_dealt(measured):
     )
     gate = gates(claims)
     assert set(gate) == {
-        "attn_jax_hopper, ring, carry",
-        "attn_jax_hopper, ring+ulysses 2, carry",
+        "attn_jax_hopper, ring, carry_whole",
+        "attn_jax_hopper, ring+ulysses 2, carry_whole",
     }
-    dealt = gate["attn_jax_hopper, ring+ulysses 2, carry"]["found"]
+    dealt = gate["attn_jax_hopper, ring+ulysses 2, carry_whole"]["found"]
     assert dealt.endswith("out 1.000, lse 1.000, dq 1.000, dk 1.000, dv 1.000")
 
 
@@ -114,7 +114,7 @@ def test_a_row_s_name_says_what_was_chosen_and_a_name_means_one_thing():
     assert narrow.recipe.ring_merge == "two_pass"
     assert chosen["flash2, ring, carry, 16-bit wire"].partials == "fp32"
     plain = ring.variants(options("--recipes", "attn_jax", "flash2"))
-    assert plain["attn_jax, ring, carry"] == default
+    assert plain["attn_jax, ring, carry_whole"] == default
     assert plain["flash2, ring, lse"] == ring.variants(options())["flash2"]
 
 

@@ -143,6 +143,17 @@ KNOBS: dict[str, tuple[Mask, dict]] = {
             ring_gradient_partial=_BF16,
         ),
     ),
+    "ring, carry_whole": (
+        _CAUSAL,
+        dict(
+            ring_size=4,
+            ring_merge="carry_whole",
+            exponential="exp2",
+            probability_scale=2.0**15,
+            ring_accumulator=_BF16,
+            ring_gradient_partial=_BF16,
+        ),
+    ),
     "ring, two_pass": (
         _OPEN,
         dict(

@@ -146,6 +146,9 @@ def test_contradictions_are_refused():
             ring_size=2,
             ring_merge="carry",
         )
+    for changes in (dict(exponential="exp"), dict(normalise="each_step")):
+        with pytest.raises(ValueError, match="ring_merge='carry_whole' needs"):
+            dataclasses.replace(ATTN_JAX, ring_merge="carry_whole", **changes)
 
 
 @pytest.mark.usefixtures("as_users_call_it")

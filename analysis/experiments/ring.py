@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--strategies", nargs="+", choices=ways, help="of --recipes (default ring)")
     help = "devices that deal out heads under ring+ulysses (default 2)"
     add("--ulysses", type=int, help=help)
-    help = "how parts are merged (default: carry for ours, else the recipe's way)"
+    help = "how parts are merged (default: carry_whole for ours, else the recipe's way)"
     add("--merges", nargs="+", choices=_MERGES, help=f"of --recipes: {help}")
     widths, help = get_args(Width), "of --recipes (default fp32)"
     add("--partials", nargs="+", choices=widths, help=f"parts {help}")

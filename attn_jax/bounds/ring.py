@@ -6,7 +6,7 @@ outputs by exp(LSE_h - LSE), whose relative error is that of the exponent.
 
 import numpy as np
 
-from attn_jax.bounds.arithmetic import Arithmetic, Ball, exact, plus, where
+from attn_jax.bounds.arithmetic import Arithmetic, Ball, exact, plus, scaled, where
 from attn_jax.bounds.forward import (
     Forward,
     Head,
@@ -15,6 +15,7 @@ from attn_jax.bounds.forward import (
     add_keys,
     completed,
     finish,
+    log_unit,
     start,
 )
 
@@ -38,7 +39,7 @@ def forward(arithmetic: Arithmetic, head: Head, columns: np.ndarray) -> Forward:
             )
             for hop in range(W)
         ]
-        if arithmetic.recipe.ring_merge == "carry":
+        if arithmetic.recipe.ring_merge in ("carry", "carry_whole"):
             out = _carried_on(arithmetic, met)
         else:
             out = _merged(arithmetic, met)
@@ -67,12 +68,54 @@ def _share(head: Head, rows: slice, keys: slice) -> Head:
 def _carried_on(arithmetic: Arithmetic, met) -> tuple[Ball, Ball]:
     head, columns = met[0]
     state = start(arithmetic, head, head.value.shape[-1] + columns.shape[-1])
+    nothing = state
     for head, columns in met:
-        state: State = add_keys(arithmetic, head, columns, state)
+        if arithmetic.recipe.ring_merge == "carry_whole":
+            own = add_keys(arithmetic, head, columns, nothing)
+            state = _joined(arithmetic, state, _with_whole_max(arithmetic, own))
+        else:
+            state = add_keys(arithmetic, head, columns, state)
         unit = accumulator_unit(arithmetic.recipe, state)
         total = arithmetic.step("ring_accumulator", state.accumulator, unit)
         state = state._replace(accumulator=total)
     return finish(arithmetic, state)
+
+
+def _with_whole_max(arithmetic: Arithmetic, state: State) -> State:
+    """E(m - n) and a product with it; m - n is exact, and moves m by 1/2 at most."""
+    half = 0.5 * np.isfinite(state.maximum)
+    state = state._replace(low=state.low - half, high=state.high + half)
+    unit = accumulator_unit(arithmetic.recipe, state)
+    sums = (
+        arithmetic.carried(arithmetic.function(x, unit), 1, unit)
+        for x in (state.row_sum, state.accumulator)
+    )
+    return State(*state[:3], *sums)
+
+
+def _joined(arithmetic: Arithmetic, a: State, b: State) -> State:
+    maximum = np.maximum(a.maximum, b.maximum)
+    reference = np.where(np.isfinite(maximum), maximum, 0.0)
+    low, high = (
+        np.where(
+            np.isfinite(maximum),
+            np.maximum(a.maximum + of_a, b.maximum + of_b) - reference,
+            0.0,
+        )
+        for of_a, of_b in ((a.low, b.low), (a.high, b.high))
+    )
+    state = State(maximum, low, high, *a[3:])
+    unit = accumulator_unit(arithmetic.recipe, state)
+    base = 1 / log_unit(arithmetic.recipe)
+    shares = (np.exp(base * (x.maximum - reference)) for x in (a, b))
+    (l, total), (more, addend) = (  # noqa: E741
+        [scaled(x, share) for x in part[3:]] for part, share in zip((a, b), shares)
+    )
+    # Products with powers of two are rounded below the normal range.
+    sums = (
+        arithmetic.carried(plus(x, y), 3, unit) for x, y in ((l, more), (total, addend))
+    )
+    return State(maximum, low, high, *sums)
 
 
 def _merged(arithmetic: Arithmetic, met) -> tuple[Ball, Ball]:

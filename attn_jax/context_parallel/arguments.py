@@ -102,7 +102,7 @@ def checked(
         # The merged O is there in FP32.
         of_parts = {"delta_source": "o_f32"}
         if partials != "16-bit":  # Which is of the O that parts have.
-            recipe = dataclasses.replace(recipe, ring_merge="carry")
+            recipe = dataclasses.replace(recipe, ring_merge="carry_whole")
     recipe = _recipe(recipe, partials)
     return Checked(
         kind(recipe, scale),

@@ -111,9 +111,9 @@ class Block(Protocol):
         nothing: bool,
         first: int,
     ) -> tuple[Array, ...]:
-        """(m, l, A) with these keys, for ring_merge 'carry', of rows of which the query
-        is those from the `first` on; of no keys (-inf, 0, 0), and `nothing` where it is
-        known that the state is that."""
+        """(m, l, A) with these keys, for a ring_merge that carries them on, of rows of
+        which the query is those from the `first` on; of no keys (-inf, 0, 0), and
+        `nothing` where it is known that the state is that."""
         ...
 
     def carry_on_some(

@@ -6,6 +6,7 @@ With O and L so far and O_h, L_h of the next part (recipe_schema, A RING):
     'sigmoid'   O' = O - s(L_h - L) (O - O_h)        L' = L - log s(L - L_h)
     'two_pass'  L over all parts first; then O' = O + e^(L_h - L) O_h
     'carry'     no merge: the running maximum and sum, and A, go on from part to part
+    'carry_whole'  the same by powers of two: the maximum goes on as a whole number
 
 Every exponent is at most 0: an LSE may exceed another by any number. A part that a
 query sees nothing of (L_h = -inf) changes nothing, whatever came before, and the first
@@ -58,7 +59,7 @@ def over_parts(
     recipe = block.recipe
     nothing = nothing_yet(query, value.shape[-1], carrier(block))
     (out, lse), _ = varying_alike(nothing, like)
-    if recipe.ring_merge == "carry":
+    if recipe.ring_merge in ("carry", "carry_whole"):
         # m = -inf, l = 0, A = 0.
         start = lse, jnp.zeros_like(lse), out
         start, _ = varying_alike(start, like)

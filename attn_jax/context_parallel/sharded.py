@@ -85,8 +85,9 @@ def attention(
 
     Where it rounds: as `recipe` says of one device, and between parts as its `ring_*`
     fields do, by default not at all: the running maximum, sum and weighted sum go on
-    from part to part in FP32 (ring_merge 'carry'; 'lse' rounds LSE at each merge, 2.4
-    times one device's error at W = 64, some 1e-6), delta is taken from the finished O
+    from part to part in FP32, the maximum as a whole number of log2, so that they are
+    scaled exactly (ring_merge 'carry_whole'; 'lse' rounds LSE at each merge, 2.4 times
+    one device's error at W = 64, some 1e-6), delta is taken from the finished O
     in FP32, dQ, and dK and dV on their way, are summed in FP32 and rounded once. The
     centre that the cure of dQ takes (`dq_centre` "mean") is the mean over the keys of
     all shards that a query can see, for "keys" that over all keys; the powers of two of
@@ -107,7 +108,7 @@ def attention(
         dq_centre 'keys', of all keys, hidden or not; `emulated`, a recipe in
         plain JAX, any device. A named one runs or raises. None: `pallas` where it can
         run and no recipe is given.
-      recipe: of `emulated`; `ATTN_JAX` with ring_merge 'carry' and, of parts,
+      recipe: of `emulated`; `ATTN_JAX` with ring_merge 'carry_whole' and, of parts,
         delta_source 'o_f32' if None. Its ring_size is ignored: the mesh has it.
       partials: "16-bit" rounds what a part hands over, O, dQ, dK and dV, to the
         inputs' format, as kernels do that return nothing else: the error grows by one

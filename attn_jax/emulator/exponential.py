@@ -47,10 +47,10 @@ def exp2(x: Float[Array, "..."]) -> Float[Array, "..."]:
     to 32 ulp in float32 and 46 in float64. Below the smallest normal number the result
     is what the carrier's arithmetic makes of it (XLA on a CPU: 0); -inf gives 0.
     """
-    x = _clip(x)
+    x = clipped(x)
     power = jnp.exp((x - jnp.round(x)) * math.log(2))
     # 1.4 (2^f - 1) is within 0.1 of f for all |f| <= 1/2.
-    return _times_power_of_two(power, _whole_part(x, 1.4 * (power - 1.0)))
+    return times_power_of_two(power, _whole_part(x, 1.4 * (power - 1.0)))
 
 
 def exp2_polynomial(x: Float[Array, "..."], degree: int) -> Float[Array, "..."]:
@@ -58,13 +58,13 @@ def exp2_polynomial(x: Float[Array, "..."], degree: int) -> Float[Array, "..."]:
 
     Whether one step c + f p rounds once or twice is the compiler's choice.
     """
-    x = _clip(x)
+    x = clipped(x)
     fraction = x - jnp.floor(x)
     p = jnp.zeros_like(x)
     for coefficient in POLYNOMIALS[degree][::-1]:
         p = (p + coefficient) * fraction
     # p is still without its 1, and within 0.1 of f for all f in [0, 1].
-    return _times_power_of_two(p + 1.0, _whole_part(x, p))
+    return times_power_of_two(p + 1.0, _whole_part(x, p))
 
 
 def _whole_part(x, about):
@@ -77,14 +77,15 @@ def _whole_part(x, about):
     return jnp.round(x - about)
 
 
-def _clip(x):
+def clipped(x):
     """Where 2^x is 0 or infinite anyway, so that x - n stays finite for infinite x."""
     bias = _LAYOUT[x.dtype][1]
     return jnp.clip(x, 2.0 - 2 * bias, 2.0 * bias)
 
 
-def _times_power_of_two(x, whole):
-    """x 2^whole in two exact factors, since one may lie outside the carrier's range."""
+def times_power_of_two(x, whole):
+    """x 2^whole in two exact factors, since one may lie outside the carrier's range:
+    |whole| is at most about twice its largest exponent."""
     position, bias, integer = _LAYOUT[x.dtype]
     n = whole.astype(integer)
     half = n >> 1

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from attn_jax.emulator.exponential import clipped, times_power_of_two
 from attn_jax.emulator.sums import read, walk
 from attn_jax.emulator.tiles import Operands, divide_or_zero, finite_shift
 from attn_jax.varying import varying_alike
@@ -56,6 +57,26 @@ def finish(x: Operands, state: State):
     lse = finite_shift(m) / x.static.log_unit + jnp.log(l / scale)
     out = divide_or_zero(total, l) if x.recipe.normalise == "once" else total
     return out, x.round(lse, "lse")
+
+
+def with_whole_max(x: Operands, state: State) -> State:
+    """The same with m rounded to a whole number, the even one of two equally near."""
+    m, l, total = state  # noqa: E741
+    whole = jnp.round(m)
+    undo = x.exp(finite_shift(m) - finite_shift(whole))
+    return State(whole, undo * l, undo * total)
+
+
+def joined(a: State, b: State) -> State:
+    """Of the keys of both, whose maxima are whole numbers or -inf."""
+    m = jnp.maximum(a.row_max, b.row_max)
+    shift = finite_shift(m)
+
+    (l, total), (more, addend) = (  # noqa: E741
+        [times_power_of_two(z, clipped(part.row_max - shift)) for z in part[1:]]
+        for part in (a, b)
+    )
+    return State(m, l + more, total + addend)
 
 
 def softmax_block(x: Operands, logits, m, l, *at):  # noqa: E741

@@ -75,16 +75,20 @@ def carry_on(
     bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
 ) -> Carried:
-    """(m, l, A) after these keys too, for ring_merge 'carry'; A is rounded to
-    `ring_accumulator`. None stands for no key so far."""
+    """(m, l, A) after these keys too, for ring_merge 'carry' and 'carry_whole'; A is
+    rounded to `ring_accumulator`. None stands for no key so far."""
     x = Operands(Static(recipe, scale, None, None), query, key, value, bias, None, mask)
     B, K, G, T, _ = x.shape
-    before = blocks.start(x, value.shape[-1])
+    nothing = before = blocks.start(x, value.shape[-1])
     if state is not None:
         m, l, total = state  # noqa: E741
         m, l = (y.reshape(B, K, G, T, 1) for y in (m, l))  # noqa: E741
         before = blocks.State(m, l, x.group(total))
-    after = blocks.add_keys(x, before)
+    if recipe.ring_merge == "carry_whole":
+        own = blocks.with_whole_max(x, blocks.add_keys(x, nothing))
+        after = blocks.joined(before, own)
+    else:
+        after = blocks.add_keys(x, before)
     total = rounded(after.total, recipe.ring_accumulator)
     m, l = (y.reshape(B, K * G, T) for y in after[:2])  # noqa: E741
     return m, l, x.ungroup(total)

@@ -28,7 +28,7 @@ def over_hops(x: Operands, step, carry, first: int = 0):
 def forward(x: Operands):
     """O [B, K, G, T, D or more] before its last rounding and LSE [B, K, G, T, 1]."""
     columns = blocks.values_and_keys(x).shape[-1]
-    if x.recipe.ring_merge == "carry":
+    if x.recipe.ring_merge in ("carry", "carry_whole"):
         return _forward_carried(x, columns)
     B, K, G, T, _ = x.shape
     lse = jnp.full((B, K, G, T, 1), -jnp.inf, x.static.carrier)
@@ -41,15 +41,23 @@ def forward(x: Operands):
 
 
 def _forward_carried(x: Operands, columns: int):
+    in_whole_numbers = x.recipe.ring_merge == "carry_whole"
+
     def hop(whole: State, share: Operands):
         queries = 3, share.origin[0]
         state = State(*(read(part, *queries, share.shape[3]) for part in whole))
-        state = blocks.add_keys(share, state)
+        if in_whole_numbers:
+            own = blocks.start(share, columns, with_sink=share.hop == 0)
+            own = blocks.with_whole_max(share, blocks.add_keys(share, own))
+            state = blocks.joined(state, own)
+        else:
+            state = blocks.add_keys(share, state)
         kept = share.round(state.total, "ring_accumulator")
         state = state._replace(total=kept)
         return State(*(write(old, new, *queries) for old, new in zip(whole, state)))
 
-    state = over_hops(x, hop, blocks.start(x, columns))
+    first = blocks.start(x, columns, with_sink=not in_whole_numbers)
+    state = over_hops(x, hop, first)
     return blocks.finish(x, state)
 
 
