@@ -214,9 +214,9 @@ class Recipe:
                     O = ring_accumulator(O + w(LSE_h - L) O_h), from O = 0
         'carry'     no merge: m, l and A go on from hop to hop, and A =
                     ring_accumulator(A) after each hop; ring_partial is not used
-        'carry_whole'  of a hop's own m, l and A with n = m rounded to a whole number:
-                    l = 2^(m_0-m') l_0 + 2^(n-m') (E(m-n) l), m' = max(m_0, n), of A
-                    in the same way, and then as in 'carry'; u = log2(e) and 'once'
+        'carry_whole'  with a hop's own M, l_h, A_h, n the (even) whole number next to M
+                    and m' = max(m, n): l' = 2^(m-m') l + 2^(n-m') (E(M-n) l_h), of A
+                    in the same way, then as in 'carry'; u = log2(e), normalise 'once'
     In 'lse' and 'sigmoid' the first hop that sees a key gives, unmerged, L = LSE_h and
     O = ring_accumulator(O_h); one that sees none changes nothing. In 'two_pass' such a
     hop has weight 0.
@@ -371,7 +371,7 @@ class Recipe:
         in_base_2 = self.exponential != "exp" and self.normalise == "once"
         if self.ring_merge == "carry_whole" and not in_base_2:
             raise ValueError(
-                "ring_merge='carry_whole' needs exponential='exp2' and normalise='once'"
+                "ring_merge='carry_whole' needs base 2, normalise='once': use 'carry'"
             )
 
     def backward_hops(self, ring_size: int) -> range:

@@ -369,8 +369,11 @@ class _Grouped:
             x = x + self.group_heads(bias)
         self.slope = None
         if static.soft_cap is not None:
-            tanh = jnp.tanh(x / static.soft_cap)
-            x, self.slope = static.soft_cap * tanh, 1 - tanh * tanh
+            x = x / static.soft_cap
+            # 1 - tanh^2 as 1 / cosh^2, which is not lost where tanh rounds to 1.
+            decay = jnp.exp(-2 * jnp.abs(x))
+            self.slope = 4 * decay / (1 + decay) ** 2
+            x = static.soft_cap * jnp.tanh(x)
         visible = mask.materialise(T, S)
         if visible is not None:
             x = jnp.where(self.group_heads(visible), x, -jnp.inf)
@@ -414,6 +417,8 @@ def _gradients(x: _Grouped, dout, dlse):
     # The LSE of a query that sees nothing is a constant, whatever its cotangent.
     dlse = jnp.where(jnp.isneginf(x.lse), 0.0, dlse).reshape(B, K, G, T)
     dp = _dot("btkgh,bskh->bkgts", dout, x.value)
+    # What has no weight is in no difference that might overflow.
+    dp = jnp.where((p == 0) & jnp.isfinite(dp), 0.0, dp)
     dsinks, p_sink = None, 0.0
     if x.sink_probability is not None:
         excess = (p * dp).sum(-1) - dlse
@@ -421,6 +426,9 @@ def _gradients(x: _Grouped, dout, dlse):
         p_sink = x.sink_probability[..., None]
     likeliest = jnp.take_along_axis(dp, p.argmax(-1, keepdims=True), -1)
     likeliest = jnp.where(p_sink > p.max(-1, keepdims=True), 0.0, likeliest)
+    # Of two keys so far apart that their difference overflows neither stands out.
+    fits = jnp.isfinite(dp - likeliest).all(-1, keepdims=True)
+    likeliest = jnp.where(fits, likeliest, 0.0)
     rest = dp - likeliest
     mean = (p * rest).sum(-1, keepdims=True) - p_sink * likeliest
     dx = p * (rest - (mean - dlse[..., None]))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from attn_jax import context_parallel, emulator
+from attn_jax.formats import BF16
 from attn_jax.mask import Mask
-from attn_jax.recipe import ATTN_JAX, EXACT_FP64, RECIPES
+from attn_jax.recipe import ATTN_JAX, EXACT_FP64, RECIPES, Step
 from tests.parallel_runs import ULYSSES, arrays, both_passes, exact, sharded, simulated
 
 B, S, N, K, H = 2, 32, 4, 2, 4
@@ -80,6 +81,24 @@ def test_one_centre_for_the_keys_of_all_devices(strategy, layout, x64):
     want = exact(given, is_causal=True)
     # Terms of dQ and dK are ten times as large as of keys without a mean.
     chex.assert_trees_all_close(run(*given), want, rtol=10 * BOUND, atol=10 * BOUND)
+
+
+def test_queries_of_two_devices_have_no_centre_together(x64):
+    """A share has 8, fewer than a block: what rounding dS leaves is about its mean."""
+    q, k, v, dout, dlse = arrays(QUERY, KEY, jnp.float64)
+    given = q, k + 8, v, dout, dlse
+    recipe = dataclasses.replace(
+        EXACT_FP64, dq_centre="mean", dlogits=Step(BF16), backward_block_q=64, **SMALL
+    )
+    options = dict(is_causal=True, recipe=recipe)
+    got = both_passes(simulated(W, "ring", "contiguous", **options))(*given)
+    attend = functools.partial(
+        emulator.attention,
+        recipe=dataclasses.replace(recipe, ring_size=W),
+        mask=Mask(is_causal=True),
+    )
+    want = both_passes(attend)(*given)
+    chex.assert_trees_all_close(got[2], want[2], rtol=BOUND, atol=10 * BOUND)
 
 
 @pytest.mark.parametrize("name", ["attn_jax_hopper", "attn_jax_ampere"])

@@ -135,16 +135,18 @@ def test_states_with_whole_maxima_are_joined_by_powers_of_two():
     seen, met = np.isfinite(maxima), np.isfinite(others)
     states = (
         State(jnp.asarray(m), *(jnp.asarray(np.where(s, x, 0)) for x in sums))
-        for m, s, *sums in ((maxima, seen, 1.5, -2.25), (others, met, 1.25, 3.5))
+        for m, s, *sums in ((maxima, seen, 1.5, -2.25e38), (others, met, 1.25, 3.5))
     )
     found = joined(*states)
     top = np.maximum(maxima, others)
     base = np.where(np.isfinite(top), top, 0)
     a, b = (2.0 ** (x - base) for x in (maxima, others))
     np.testing.assert_array_equal(found.row_max, top)
-    # 2^-600 and less is 0 in FP32.
+    # 2^-600 and less is 0 in FP32, whatever it is multiplied by.
     np.testing.assert_array_equal(found.row_sum, seen * a * 1.5 + met * b * 1.25)
-    np.testing.assert_array_equal(found.total, met * b * 3.5 - seen * a * 2.25)
+    np.testing.assert_array_equal(
+        found.total, met * b * 3.5 - seen * a * np.float32(2.25e38)
+    )
 
 
 def bf16(x):

@@ -147,7 +147,7 @@ def test_contradictions_are_refused():
             ring_merge="carry",
         )
     for changes in (dict(exponential="exp"), dict(normalise="each_step")):
-        with pytest.raises(ValueError, match="ring_merge='carry_whole' needs"):
+        with pytest.raises(ValueError, match="ring_merge='carry_whole' needs base 2"):
             dataclasses.replace(ATTN_JAX, ring_merge="carry_whole", **changes)
 
 

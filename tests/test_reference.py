@@ -294,3 +294,31 @@ def test_golden_loses_nothing_where_a_sink_dominates(hidden):
     np.testing.assert_allclose(found.dsinks, dsink, rtol=1e-14)
     dx = p * (dp - excess)
     np.testing.assert_allclose(found.dquery[0, :, 0], dx @ k * 0.5, rtol=1e-14)
+
+
+def test_keys_whose_difference_overflows_leave_finite_gradients():
+    """In FP32, of which dP reaches nearly all: hidden, or seen alike."""
+    query = key = jnp.ones((1, 2, 1, 1), jnp.bfloat16)
+    value = jnp.array([3e38, -3e38], jnp.bfloat16).reshape(1, 2, 1, 1)
+    dout, dlse = jnp.ones_like(value), jnp.zeros((1, 1, 2))
+    # Of length 2 P is 1/2 and delta 0: dS = +-1.5e38 and dK so many times Q.
+    for length, dkey in ((0, [0, 0]), (1, [0, 0]), (2, [3e38, -3e38])):
+        mask = Mask(key_value_lengths=jnp.array([length], jnp.int32))
+        _, pullback = jax.vjp(
+            lambda *x: reference.attention(*x, mask=mask), query, key, value
+        )
+        found = pullback((dout, dlse))
+        assert not np.isnan(np.asarray(found[0], np.float32)).any()
+        got = np.asarray(found[1], np.float32).ravel()
+        np.testing.assert_allclose(got, dkey, rtol=2**-7)
+
+
+def test_golden_keeps_the_slope_of_a_soft_cap_that_is_reached():
+    """Two logits of 17 and 18 times the cap: 1 - tanh^2 is 4 e^-34, and 0 in FP64 when
+    it is subtracted."""
+    query, key = np.ones((1, 1, 1, 1)), np.array([340.0, 360]).reshape(1, 2, 1, 1)
+    value, dout = np.array([0.0, 1]).reshape(1, 2, 1, 1), np.ones((1, 1, 1, 1))
+    found = reference.golden(query, key, value, dout, scale=1.0, soft_cap=20.0)
+    # Both are at the cap, so P is 1/2 of each and dS -1/4 and 1/4.
+    slope = 4 * np.exp(-2 * key.ravel() / 20)
+    np.testing.assert_allclose(found.dkey.ravel(), [-0.25, 0.25] * slope, rtol=1e-13)

@@ -41,7 +41,12 @@ def centre_of(
     T, S = head.visible.shape
     seen = head.visible.astype(np.float64)
     if interval:
-        for rows in blocks(T, recipe.backward_block_q):
+        share = T // recipe.ring_size
+        for rows in (
+            rows
+            for first in range(0, T, share)
+            for rows in blocks(share, recipe.backward_block_q, first=first)
+        ):
             columns = np.flatnonzero(head.visible[rows].any(0))
             seen[rows] = 0.0
             if len(columns):

@@ -1,12 +1,14 @@
 """Bounds of the forward pass of a ring of devices, whose partial results are merged.
 
 One device's queries meet the keys of every device, its own first. A merge weighs two
-outputs by exp(LSE_h - LSE), whose relative error is that of the exponent.
+outputs by exp(LSE_h - LSE), whose relative error is that of the exponent. Where a whole
+maximum is carried on, a part is multiplied by E(m - n), with that function's error, and
+two sums by powers of two, exactly but for those below the normal range, which may be 0.
 """
 
 import numpy as np
 
-from attn_jax.bounds.arithmetic import Arithmetic, Ball, exact, plus, scaled, where
+from attn_jax.bounds.arithmetic import Arithmetic, Ball, exact, plus, times, where
 from attn_jax.bounds.forward import (
     Forward,
     Head,
@@ -107,9 +109,16 @@ def _joined(arithmetic: Arithmetic, a: State, b: State) -> State:
     state = State(maximum, low, high, *a[3:])
     unit = accumulator_unit(arithmetic.recipe, state)
     base = 1 / log_unit(arithmetic.recipe)
-    shares = (np.exp(base * (x.maximum - reference)) for x in (a, b))
+
+    def power(part: State) -> Ball:
+        share = exact(np.exp(base * (part.maximum - reference)))
+        # The maxima's intervals are at most 2 wide or so.
+        lost = 8 * arithmetic.recipe.carrier.min_normal
+        off = np.where(share.value < lost, share.value, 0.0)
+        return share._replace(worst=off, fixed=off)
+
     (l, total), (more, addend) = (  # noqa: E741
-        [scaled(x, share) for x in part[3:]] for part, share in zip((a, b), shares)
+        [times(x, power(part)) for x in part[3:]] for part in (a, b)
     )
     # Products with powers of two are rounded below the normal range.
     sums = (

@@ -188,6 +188,8 @@ def _kernels_refusal(query, key, value, scale: float) -> str | None:
 
 def _recipe(recipe: Recipe, partials: str) -> Recipe:
     check_is_recipe(recipe)
+    # The mesh has it, and parts have queries of one device.
+    recipe = dataclasses.replace(recipe, ring_size=1)
     if not _narrow("partials", partials, recipe):
         return recipe
     step = Step(recipe.inputs)

@@ -8,7 +8,8 @@ With O and L so far and O_h, L_h of the next part (recipe_schema, A RING):
     'carry'     no merge: the running maximum and sum, and A, go on from part to part
     'carry_whole'  the same by powers of two: the maximum goes on as a whole number
 
-Every exponent is at most 0: an LSE may exceed another by any number. A part that a
+No exponent of these is above 0, or 1/2 where a maximum becomes a whole number: an LSE
+may exceed another by any number. A part that a
 query sees nothing of (L_h = -inf) changes nothing, whatever came before, and the first
 that it sees something of is taken as it is.
 """

@@ -84,10 +84,10 @@ def attention(
         the sequence is sharded over both, in that order, and laid out for the first.
 
     Where it rounds: as `recipe` says of one device, and between parts as its `ring_*`
-    fields do, by default not at all: the running maximum, sum and weighted sum go on
-    from part to part in FP32, the maximum as a whole number of log2, so that they are
-    scaled exactly (ring_merge 'carry_whole'; 'lse' rounds LSE at each merge, 2.4 times
-    one device's error at W = 64, some 1e-6), delta is taken from the finished O
+    fields do, by default to FP32 alone: the running maximum, sum and weighted sum go on
+    from part to part, the maximum as a whole number of log2, so that what is carried on
+    is scaled exactly (ring_merge 'carry_whole'; 'lse' rounds LSE at each merge, 2.4
+    times one device's error at W = 64, some 1e-6), delta is taken from the finished O
     in FP32, dQ, and dK and dV on their way, are summed in FP32 and rounded once. The
     centre that the cure of dQ takes (`dq_centre` "mean") is the mean over the keys of
     all shards that a query can see, for "keys" that over all keys; the powers of two of
@@ -113,7 +113,7 @@ def attention(
       partials: "16-bit" rounds what a part hands over, O, dQ, dK and dV, to the
         inputs' format, as kernels do that return nothing else: the error grows by one
         step, more where parts cancel. For comparison. Parts are then merged by 'lse'
-        where nothing else is asked for.
+        where nothing else is asked for; a recipe that carries sums on hands over no O.
       wire: "16-bit" sends the sums of dK and dV in the inputs' format: half of the
         bytes, an error that grows as sqrt(W).
       head_stride: of `all_gather` passes, how many key heads are gathered at once; all

@@ -87,22 +87,31 @@ def seen_keys(x: Operands) -> tuple[Array, Array]:
 def _seen_in_intervals(x: Operands):
     """The same for all of a block of queries, of the keys that any of them sees."""
     B, K, G, T, H = x.shape
-    block = min(x.recipe.backward_block_q or T, T)
+    # Blocks are cut within shares.
+    share = T // x.recipe.ring_size
+    block = min(x.recipe.backward_block_q or share, share)
     start, stop = x.mask.interval(T, x.key_length)
     seen = start < stop
-    pad = ((0, 0), (0, -T % block))
-    start = jnp.pad(
-        jnp.where(seen, start, x.key_length), pad, constant_values=x.key_length
-    )
-    stop = jnp.pad(jnp.where(seen, stop, 0), pad)
-    start = start.reshape(start.shape[0], -1, block).min(-1)
-    stop = stop.reshape(stop.shape[0], -1, block).max(-1)
+
+    def in_blocks(bound, of_nothing):
+        """Rows as [..., blocks of all shares, a block's rows]."""
+        bound = jnp.where(seen, bound, of_nothing).reshape(len(bound), -1, share)
+        pad = ((0, 0), (0, 0), (0, -share % block))
+        bound = jnp.pad(bound, pad, constant_values=of_nothing)
+        return bound.reshape(len(bound), -1, block)
+
+    start = in_blocks(start, x.key_length).min(-1)
+    stop = in_blocks(stop, 0).max(-1)
     start = jnp.minimum(start, stop)
     sums = jnp.pad(x.key.cumsum(2), ((0, 0), (0, 0), (1, 0), (0, 0)))
     index = jnp.stack([start, stop])[:, :, None, :, None]
     low, high = (jnp.take_along_axis(sums, i, 2) for i in index)
     count = (stop - start).astype(x.static.carrier)[:, None, :, None]
-    total, count = (
-        jnp.repeat(x, block, 2)[:, :, None, :T] for x in (high - low, count)
-    )
-    return total, count
+
+    def of_rows(of_blocks):
+        rows = jnp.repeat(of_blocks, block, 2)
+        rows = rows.reshape(*rows.shape[:2], T // share, -1, rows.shape[-1])
+        rows = rows[..., :share, :]
+        return rows.reshape(*rows.shape[:2], 1, T, rows.shape[-1])
+
+    return of_rows(high - low), of_rows(count)

@@ -68,13 +68,17 @@ def with_whole_max(x: Operands, state: State) -> State:
 
 
 def joined(a: State, b: State) -> State:
-    """Of the keys of both, whose maxima are whole numbers or -inf."""
+    """Of the keys of both, whose maxima are whole numbers or -inf.
+
+    A power of two is a number of the carrier, 0 below its normal range.
+    """
     m = jnp.maximum(a.row_max, b.row_max)
     shift = finite_shift(m)
 
     (l, total), (more, addend) = (  # noqa: E741
-        [times_power_of_two(z, clipped(part.row_max - shift)) for z in part[1:]]
+        [power * z for z in part[1:]]
         for part in (a, b)
+        for power in [times_power_of_two(jnp.ones_like(m), clipped(part[0] - shift))]
     )
     return State(m, l + more, total + addend)
 
