@@ -345,9 +345,8 @@ def _compute_type():
 
 
 def _grouped(static, arrays, mask) -> "_Grouped":
-    wide = [None if a is None else a.astype(_compute_type()) for a in arrays]
-    query, key, value, bias, sinks = wide
-    return _Grouped(static, query, key, value, bias, sinks, mask)
+    wide = (None if a is None else a.astype(_compute_type()) for a in arrays)
+    return _Grouped(static, *wide, mask)
 
 
 def _dot(subscripts: str, x, y):
@@ -430,15 +429,14 @@ def _gradients(x: _Grouped, dout, dlse):
     fits = jnp.isfinite(dp - likeliest).all(-1, keepdims=True)
     likeliest = jnp.where(fits, likeliest, 0.0)
     rest = dp - likeliest
-    mean = (p * rest).sum(-1, keepdims=True) - p_sink * likeliest
-    dx = p * (rest - (mean - dlse[..., None]))
+    mean = (p * rest).sum(-1) - (p_sink * likeliest)[..., 0]
+    dx = p * (rest - (mean - dlse)[..., None])
     if x.slope is not None:
         dx = dx * x.slope
-    dbias = x.to_bias(dx)
     dquery = x.ungroup(scale * _dot("bkgts,bskh->btkgh", dx, x.key))
     dkey = scale * _dot("bkgts,btkgh->bskh", dx, x.query)
     dvalue = _dot("bkgts,btkgh->bskh", p, dout)
-    return dquery, dkey, dvalue, dbias, dsinks
+    return dquery, dkey, dvalue, x.to_bias(dx), dsinks
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=RUN_ONCE)
