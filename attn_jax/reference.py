@@ -158,8 +158,7 @@ _PAIRS = 2**20
 
 
 def _entries(B: int, T: int, S: int) -> int:
-    """How many entries of a batch it takes at a time: a divisor of B, so that there is
-    one program."""
+    """Entries of a batch at a time: a divisor of B, so that there is one program."""
     most = max(1, _PAIRS // (T * S))
     return max(n for n in range(1, max(B, 1) + 1) if n <= most and B % n == 0)
 
@@ -345,8 +344,9 @@ def _compute_type():
 
 
 def _grouped(static, arrays, mask) -> "_Grouped":
-    wide = (None if a is None else a.astype(_compute_type()) for a in arrays)
-    return _Grouped(static, *wide, mask)
+    wide = [None if a is None else a.astype(_compute_type()) for a in arrays]
+    query, key, value, bias, sinks = wide
+    return _Grouped(static, query, key, value, bias, sinks, mask)
 
 
 def _dot(subscripts: str, x, y):
