@@ -75,12 +75,12 @@ def joined(a: State, b: State) -> State:
     m = jnp.maximum(a.row_max, b.row_max)
     shift = finite_shift(m)
 
-    (l, total), (more, addend) = (  # noqa: E741
-        [power * z for z in part[1:]]
-        for part in (a, b)
-        for power in [times_power_of_two(jnp.ones_like(m), clipped(part[0] - shift))]
-    )
-    return State(m, l + more, total + addend)
+    def scaled(part: State):
+        power = times_power_of_two(jnp.ones_like(m), clipped(part.row_max - shift))
+        return power * part.row_sum, power * part.total
+
+    sums = (x + y for x, y in zip(scaled(a), scaled(b), strict=True))
+    return State(m, *sums)
 
 
 def softmax_block(x: Operands, logits, m, l, *at):  # noqa: E741
