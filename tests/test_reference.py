@@ -293,6 +293,7 @@ def test_golden_loses_nothing_where_a_sink_dominates(hidden):
     dsink = -((1 - 2 * p) * excess).sum()
     np.testing.assert_allclose(found.dsinks, dsink, rtol=1e-14)
     dx = p * (dp - excess)
+    # Some ten roundings of 2^-53.
     np.testing.assert_allclose(found.dquery[0, :, 0], dx @ k * 0.5, rtol=1e-14)
 
 

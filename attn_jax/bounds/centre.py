@@ -1,6 +1,7 @@
 """What dQ is centred at, and how far from it the computed centre may be."""
 
 import dataclasses
+import itertools
 import math
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from attn_jax.bounds.arithmetic import (
     where,
 )
 from attn_jax.bounds.forward import Forward, Head, blocks
+from attn_jax.bounds.ring import shares
 from attn_jax.formats import FP32, NumberFormat
 from attn_jax.recipe_schema import MOST_HEAD_EXPONENT, Recipe
 
@@ -41,12 +43,12 @@ def centre_of(
     T, S = head.visible.shape
     seen = head.visible.astype(np.float64)
     if interval:
-        share = T // recipe.ring_size
-        for rows in (
-            rows
-            for first in range(0, T, share)
-            for rows in blocks(share, recipe.backward_block_q, first=first)
-        ):
+        size = T // recipe.ring_size
+        within = [
+            blocks(size, recipe.backward_block_q, first=share.start)
+            for share in shares(T, recipe.ring_size)
+        ]
+        for rows in itertools.chain(*within):
             columns = np.flatnonzero(head.visible[rows].any(0))
             seen[rows] = 0.0
             if len(columns):

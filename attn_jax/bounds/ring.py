@@ -112,8 +112,9 @@ def _joined(arithmetic: Arithmetic, a: State, b: State) -> State:
 
     def power(part: State) -> Ball:
         share = exact(np.exp(base * (part.maximum - reference)))
-        # The maxima's intervals are at most 2 wide or so.
-        lost = 8 * arithmetic.recipe.carrier.min_normal
+        # The computed one is that times E of how much further off the part's m is than
+        # the new one, and 0 below the normal range.
+        lost = arithmetic.recipe.carrier.min_normal * np.exp(base * (high - part.low))
         off = np.where(share.value < lost, share.value, 0.0)
         return share._replace(worst=off, fixed=off)
 

@@ -59,6 +59,14 @@ def finish(x: Operands, state: State):
     return out, x.round(lse, "lse")
 
 
+def carried_on(x: Operands, state: State, nothing: State) -> State:
+    """The state with these keys, as ring_merge 'carry' or 'carry_whole' adds them;
+    `nothing` is that before any key."""
+    if x.recipe.ring_merge == "carry":
+        return add_keys(x, state)
+    return joined(state, with_whole_max(x, add_keys(x, nothing)))
+
+
 def with_whole_max(x: Operands, state: State) -> State:
     """The same with m rounded to a whole number, the even one of two equally near."""
     m, l, total = state  # noqa: E741

@@ -84,11 +84,7 @@ def carry_on(
         m, l, total = state  # noqa: E741
         m, l = (y.reshape(B, K, G, T, 1) for y in (m, l))  # noqa: E741
         before = blocks.State(m, l, x.group(total))
-    if recipe.ring_merge == "carry_whole":
-        own = blocks.with_whole_max(x, blocks.add_keys(x, nothing))
-        after = blocks.joined(before, own)
-    else:
-        after = blocks.add_keys(x, before)
+    after = blocks.carried_on(x, before, nothing)
     total = rounded(after.total, recipe.ring_accumulator)
     m, l = (y.reshape(B, K * G, T) for y in after[:2])  # noqa: E741
     return m, l, x.ungroup(total)

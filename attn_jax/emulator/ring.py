@@ -41,22 +41,17 @@ def forward(x: Operands):
 
 
 def _forward_carried(x: Operands, columns: int):
-    in_whole_numbers = x.recipe.ring_merge == "carry_whole"
-
     def hop(whole: State, share: Operands):
         queries = 3, share.origin[0]
         state = State(*(read(part, *queries, share.shape[3]) for part in whole))
-        if in_whole_numbers:
-            own = blocks.start(share, columns, with_sink=share.hop == 0)
-            own = blocks.with_whole_max(share, blocks.add_keys(share, own))
-            state = blocks.joined(state, own)
-        else:
-            state = blocks.add_keys(share, state)
+        nothing = blocks.start(share, columns, with_sink=share.hop == 0)
+        state = blocks.carried_on(share, state, nothing)
         kept = share.round(state.total, "ring_accumulator")
         state = state._replace(total=kept)
         return State(*(write(old, new, *queries) for old, new in zip(whole, state)))
 
-    first = blocks.start(x, columns, with_sink=not in_whole_numbers)
+    # With whole maxima the sink is among the first hop's own keys.
+    first = blocks.start(x, columns, with_sink=x.recipe.ring_merge == "carry")
     state = over_hops(x, hop, first)
     return blocks.finish(x, state)
 
