@@ -273,15 +273,17 @@ class StepCase:
         def search(name: str, less: int, held: int) -> int:
             """From what the device holds at half the batch, and at all of it."""
             each = (held - less) / (batch - half)
-            size = max(batch, batch + math.floor((usable - held) / each))
-            while size > batch:
+            runs, size = batch, batch + math.floor((usable - held) / each)
+            over = size + 1
+            while size > runs:
                 program = step(name, size)
                 with device:
-                    if self._runs(program, usable):
-                        break
-                over = max(program.bytes - usable, 0.01 * self._limit)
-                size = max(batch, size - math.ceil(over / each))
-            return size
+                    ran = self._runs(program, usable)
+                runs, over = (size, over) if ran else (runs, size)
+                # Below what bytes say; else, where a gap was lacking, halfway.
+                less = math.ceil((program.bytes - usable) / each)
+                size = max(over - less if less > 0 else (runs + over) // 2, runs)
+            return runs
 
         with _pool() as pool:
             pairs = [(name, size) for name in names for size in (half, batch)]

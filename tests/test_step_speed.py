@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -199,6 +200,25 @@ def test_what_does_not_fit_is_tried_with_less(monkeypatch):
     monkeypatch.setattr(StepCase, "_held", 1.5)
     rows = StepCase(config, names, ["step"], 0.01, largest=True).rows()
     assert [row["largest_batch"] for row in rows] == [17, 16]
+    # A gap may be lacking though the bytes would do: not one batch is tried after the
+    # other, each of which takes the allocator ten seconds to refuse.
+    monkeypatch.setattr(StepCase, "_limit", 200.0)
+    monkeypatch.setattr(StepCase, "_held", 0.0)
+    tried = []
+
+    def without_gaps(program, state):
+        tried.append(program.assembly.config.batch_size)
+        if tried[-1] > 100:
+            raise JaxRuntimeError("RESOURCE_EXHAUSTED: no room for one large array")
+        return Instant(program, state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "Runner", without_gaps)
+        rows = list(StepCase(config, ["xla"], ["step"], 0.0, largest=True).rows())
+    assert rows[0]["largest_batch"] == 100
+    assert tried[0] == 194 and len(tried) <= 1 + math.log2(194 - 16) + 1
+    monkeypatch.setattr(StepCase, "_limit", 20.0)
+    monkeypatch.setattr(StepCase, "_held", 1.5)
     # So, too, where nothing is timed; XLA then tries nothing out.
     compiled.clear()
     rows = list(StepCase(config, names, ["step"], 0.0, largest=True).rows())
