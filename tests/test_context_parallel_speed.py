@@ -8,7 +8,7 @@ import pytest
 from analysis import device_trace
 from analysis.__main__ import main
 from analysis.experiments import context_parallel_speed as module
-from analysis.experiments.context_parallel_speed import ONE, Cell, Heads, compared
+from analysis.experiments.context_parallel_speed import EACH, ONE, Cell, Heads, compared
 from attn_jax.timing import Event
 
 COMMAND = [
@@ -28,22 +28,24 @@ def test_it_times_each_strategy_once(tmp_path, capsys, monkeypatch):
     command += ["--strategies", "ring", "ulysses", "--out", str(tmp_path)]
     assert main(command) == 0
     rows = _rows(tmp_path)
-    assert [row["strategy"] for row in rows] == [ONE, "ring", "ulysses"]
+    assert [row["strategy"] for row in rows] == [ONE, EACH, "ring", "ulysses"]
     for row in rows:
         assert float(row["ms"]) > 0 and not row["refused"]
         # Of query, key, value, dO, out and three gradients of 32 tokens on a device.
         least = 32 * 8 * (4 * 4 + 2 * 4) * 2 / 2**20
-        assert float(row["megabytes"]) >= least * (1 + (row["strategy"] == ONE))
-    one, ring, _ = rows
-    share = float(one["ms"]) / (2 * float(ring["ms"]))
-    assert float(ring["share"]) == pytest.approx(share, rel=1e-3)
-    assert float(one["share"]) == 1
+        whole = row["strategy"] in (ONE, EACH)
+        assert float(row["megabytes"]) >= least * (1 + whole)
+    one, each, ring, _ = rows
+    for name, alone in (("share", one), ("of_each", each)):
+        share = float(alone["ms"]) / (2 * float(ring["ms"]))
+        assert float(ring[name]) == pytest.approx(share, rel=1e-3)
+        assert float(alone[name]) == 1
     capsys.readouterr()
     # What is there is not measured again.
     monkeypatch.setattr(module, "_compiled", None)
     assert main(command) == 0
     assert _rows(tmp_path) == rows
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 3
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 4
 
 
 def test_a_strategy_that_cannot_be_says_why(tmp_path):
@@ -70,18 +72,28 @@ def test_bad_numbers_are_one_line(arguments, says, tmp_path, capsys):
 
 
 def test_shares_and_rates():
-    row = dict.fromkeys(("ms", "megabytes", "tflops", "share", "over_one"))
+    names = "ms", "megabytes", "tflops", "share", "of_each", "over_one"
+    row = dict.fromkeys(names)
     rows = [
         {**row, "strategy": ONE, "ms": 8.0, "megabytes": 100.0},
+        {**row, "strategy": EACH, "ms": 9.0, "megabytes": 100.0},
         {**row, "strategy": "ring", "ms": 2.5, "megabytes": 50.0},
         {**row, "strategy": "ulysses"},
     ]
-    one, ring, none = compared(rows, Cell(100, 4, ONE, "", "both"), Heads(8, 2, 64))
+    cell = Cell(100, 4, ONE, "", "both")
+    one, each, ring, none = compared(rows, cell, Heads(8, 2, 64))
     assert ring["share"] == 8 / (4 * 2.5) and ring["over_one"] == 0.5
+    # Of what the cards do by themselves when all are at work.
+    assert ring["of_each"] == 9 / (4 * 2.5) and one["of_each"] is None
+    assert each["share"] == 8 / 9 and each["of_each"] == 1
+    # Nothing is timed where all is compiled for other devices.
+    (_, apart, _) = compared([rows[0], *rows[2:]], cell, Heads(8, 2, 64))
+    assert apart["share"] == ring["share"] and apart["of_each"] is None
     # Seven products of 400 * 401 / 2 pairs, two operations each.
     flops = 7 * 2 * (400 * 401 / 2) * 8 * 64
     assert one["tflops"] == pytest.approx(flops / 8e-3 / 1e12)
     assert ring["tflops"] == pytest.approx(flops / 4 / 2.5e-3 / 1e12)
+    assert each["tflops"] == pytest.approx(flops / 9e-3 / 1e12)
     assert none["share"] is None and none["tflops"] is None
 
 
@@ -118,6 +130,7 @@ def test_kernels_are_named_once(tmp_path, monkeypatch):
     assert main(command) == 0
     (path,) = tmp_path.glob("*-kernels.csv")
     rows = list(csv.DictReader(path.open()))
-    assert len(rows) == 2 * len(seen["kernels"])  # one device, and a ring
+    # One device, each by itself, and a ring.
+    assert len(rows) == 3 * len(seen["kernels"])
     assert {row["device"] for row in rows} == {"0", "1"}
     assert rows[-1]["strategy"] == "ring" and float(rows[-1]["ms"]) == 2.0

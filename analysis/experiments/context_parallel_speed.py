@@ -8,7 +8,10 @@ what the plain kernel does on one device they keep, each of them,
     share = (milliseconds of one device with all tokens) / (devices * milliseconds)
 
 and `tflops` is the rate of one of them, of the products that the mask leaves. The rows
-`one device` are the plain kernel's, for the same whole sequence.
+`one device` are the plain kernel's, for the same whole sequence, on the first device.
+In `each by itself` all devices do that at the same time: no card is like another, under
+the load of all of them, and strategies go at the pace of the slowest. `of_each` is
+their share of that row's rate.
 
 `megabytes` (2^20 bytes) is what the compiled program holds on a device while it runs:
 arguments, results and, `beside` them, what XLA allocates for all that is between; not
@@ -60,17 +63,18 @@ from train.config import UsageError
 
 SUMMARY = "speed, memory and hidden messages of context parallelism, by strategy"
 PASSES = "forward", "both"
-ONE = "one device"
+ONE, EACH = "one device", "each by itself"
 _TRACED = 2
 _ROW, _LEAST_RUNS = 0.1, 3
 _COLUMNS = (
-    *("ms", "ms_25", "ms_75", "rounds", "tflops", "share", "megabytes", "beside"),
-    *("over_one", *device_trace.COLUMNS, "compile_seconds", "sm_mhz", "watts"),
+    *("ms", "ms_25", "ms_75", "rounds", "tflops", "share", "of_each", "megabytes"),
+    *("beside", "over_one", *device_trace.COLUMNS, "compile_seconds"),
+    *("sm_mhz", "watts"),
     "refused",
 )
 _SHOWN = (
     *("tokens", "devices", "strategy", "layout", "pass", "ms", "tflops", "share"),
-    *(*device_trace.COLUMNS, "megabytes", "over_one"),
+    *("of_each", *device_trace.COLUMNS, "megabytes", "over_one"),
 )
 
 
@@ -163,7 +167,9 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         **{"compile_for": target, "kernels": options.kernels},
     }
     tables = {
-        (tokens, count, of): list(_cells(tokens, count, of, strategies, layouts))
+        (tokens, count, of): list(
+            _cells(tokens, count, of, strategies, layouts, timed=target is None)
+        )
         for tokens in sizes
         for count in counts
         for of in options.passes
@@ -198,7 +204,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     files += _figure(rows, stem.with_suffix(".png"))
     show([{k: row[k] for k in _SHOWN} for row in rows], "Context parallelism, causal")
     said = "ms" if target is None else "megabytes"
-    ran = [r for r in rows if r[said] is not None and r["strategy"] != ONE]
+    alone = ONE, EACH
+    ran = [r for r in rows if r[said] is not None and r["strategy"] not in alone]
     if not ran:
         raise ExperimentError(f"nothing ran: {rows[-1]['refused']}")
     return {"rows": len(rows), "files": [str(path) for path in files]}
@@ -220,8 +227,12 @@ def _cells(
     of: str,
     strategies: Sequence[str],
     layouts: Sequence[str],
+    *,
+    timed: bool,
 ) -> Iterator[Cell]:
     yield Cell(tokens, devices, ONE, "", of)
+    if timed:
+        yield Cell(tokens, devices, EACH, "", of)
     for strategy in strategies:
         if strategy == "ring+ulysses" and devices < 4:
             continue
@@ -280,7 +291,7 @@ def _compiled_together(
 
 def _check(cell: Cell, heads: Heads) -> None:
     """Raises ValueError, one line, for what cannot be dealt to the devices."""
-    if cell.strategy == ONE:
+    if cell.strategy in (ONE, EACH):
         return
     dealt = {"ulysses": cell.devices, "ring+ulysses": parallel.ULYSSES}.get(
         cell.strategy, 1
@@ -364,9 +375,11 @@ def _seen(devices: Sequence[Sequence[Event]], *, kernels: bool) -> Row:
 
 def _compiled(cell: Cell, heads: Heads, devices: Sequence[Any]) -> Built:
     mesh, attend = _attention(cell, devices)
-    shape = 1, cell.tokens * cell.devices
+    each = cell.strategy == EACH
+    shape = cell.devices if each else 1, cell.tokens * cell.devices
     counts = heads.query, heads.key, heads.key, heads.query
-    sharding = NamedSharding(mesh, P(None, mesh.axis_names))
+    spec = P(mesh.axis_names) if each else P(None, mesh.axis_names)
+    sharding = NamedSharding(mesh, spec)
     shapes = [
         jax.ShapeDtypeStruct((*shape, n, heads.dim), jnp.bfloat16, sharding=sharding)
         for n in counts[: 3 if cell.of == "forward" else 4]
@@ -394,12 +407,17 @@ def _normal(shape: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
 
 def _attention(cell: Cell, there: Sequence[Any]) -> tuple[Mesh, Callable]:
     """The devices, and attention of arrays that lie on them in the layout's order."""
+
+    def plain(query, key, value):
+        return dot_product_attention(query, key, value, is_causal=True)
+
     if cell.strategy == ONE:
-
-        def plain(query, key, value):
-            return dot_product_attention(query, key, value, is_causal=True)
-
         return Mesh(np.asarray(there[:1]), ("seq",)), plain
+    if cell.strategy == EACH:
+        mesh, own = Mesh(np.asarray(there[: cell.devices]), ("seq",)), P("seq")
+        return mesh, jax.shard_map(
+            plain, mesh=mesh, in_specs=own, out_specs=own, check_vma=False
+        )
     mesh, attend = parallel.over_devices(
         there[: cell.devices], cast(Strategy, cell.strategy), cast(Layout, cell.layout)
     )
@@ -416,10 +434,12 @@ def _milliseconds(run: Callable[[], object], runs: int) -> float:
 
 
 def compared(rows: Sequence[Row], cell: Cell, heads: Heads) -> list[Row]:
-    """The rows with `tflops`, `share` and `over_one`; the first is one device's."""
+    """The rows with `tflops`, `share`, `of_each` and `over_one`; the first is one
+    device's."""
     one, found = rows[0], []
+    of_each = [row["ms"] for row in rows if row["strategy"] == EACH]
     for row in rows:
-        count = 1 if row is one else cell.devices
+        count = 1 if row["strategy"] in (ONE, EACH) else cell.devices
         if row["ms"] is not None:
             length = cell.tokens * cell.devices
             # Two products of T (T + 1) / 2 pairs; five more in the backward pass.
@@ -428,6 +448,8 @@ def compared(rows: Sequence[Row], cell: Cell, heads: Heads) -> list[Row]:
             row = row | {"tflops": flops / count / row["ms"] / 1e9}
             if one["ms"] is not None:
                 row |= {"share": one["ms"] / (count * row["ms"])}
+            if row["strategy"] != ONE and of_each[:1] not in ([], [None]):
+                row |= {"of_each": of_each[0] / (count * row["ms"])}
         if row["megabytes"] is not None and one["megabytes"] is not None:
             row = row | {"over_one": row["megabytes"] / one["megabytes"]}
         found.append(row)
@@ -444,7 +466,7 @@ def _figure(rows: Sequence[Row], path: Path) -> list[Path]:
                 if row["pass"] == of
                 and row["tokens"] == tokens
                 and row["share"] is not None
-                and row["strategy"] != ONE
+                and row["strategy"] not in (ONE, EACH)
             ]
             if shown:
                 panels.append(
