@@ -256,3 +256,15 @@ def test_the_command_times_parts(tmp_path, capsys):
 def test_what_cannot_be_is_said(options, words, tmp_path, capsys):
     assert main(["step-speed", *options, "--out", str(tmp_path)]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", ["false", "False", "0"])
+def test_the_largest_batch_wants_memory_in_one_piece(
+    said, tmp_path, capsys, monkeypatch
+):
+    """Taken bit by bit, XLA's allocator refused batches that fit, ten seconds each."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", said)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert main(["step-speed", "--largest", "--out", str(tmp_path)]) == 2
+    assert "unset XLA_PYTHON_CLIENT_PREALLOCATE" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

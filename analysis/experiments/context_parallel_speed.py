@@ -63,7 +63,7 @@ from train.config import UsageError
 
 SUMMARY = "speed, memory and hidden messages of context parallelism, by strategy"
 PASSES = "forward", "both"
-ONE, EACH = "one device", "each by itself"
+ONE, EACH = ALONE = "one device", "each by itself"
 _TRACED = 2
 _ROW, _LEAST_RUNS = 0.1, 3
 _COLUMNS = (
@@ -204,8 +204,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     files += _figure(rows, stem.with_suffix(".png"))
     show([{k: row[k] for k in _SHOWN} for row in rows], "Context parallelism, causal")
     said = "ms" if target is None else "megabytes"
-    alone = ONE, EACH
-    ran = [r for r in rows if r[said] is not None and r["strategy"] not in alone]
+    ran = [r for r in rows if r[said] is not None and r["strategy"] not in ALONE]
     if not ran:
         raise ExperimentError(f"nothing ran: {rows[-1]['refused']}")
     return {"rows": len(rows), "files": [str(path) for path in files]}
@@ -291,7 +290,7 @@ def _compiled_together(
 
 def _check(cell: Cell, heads: Heads) -> None:
     """Raises ValueError, one line, for what cannot be dealt to the devices."""
-    if cell.strategy in (ONE, EACH):
+    if cell.strategy in ALONE:
         return
     dealt = {"ulysses": cell.devices, "ring+ulysses": parallel.ULYSSES}.get(
         cell.strategy, 1
@@ -437,9 +436,9 @@ def compared(rows: Sequence[Row], cell: Cell, heads: Heads) -> list[Row]:
     """The rows with `tflops`, `share`, `of_each` and `over_one`; the first is one
     device's."""
     one, found = rows[0], []
-    of_each = [row["ms"] for row in rows if row["strategy"] == EACH]
+    each = next((row["ms"] for row in rows if row["strategy"] == EACH), None)
     for row in rows:
-        count = 1 if row["strategy"] in (ONE, EACH) else cell.devices
+        count = 1 if row["strategy"] in ALONE else cell.devices
         if row["ms"] is not None:
             length = cell.tokens * cell.devices
             # Two products of T (T + 1) / 2 pairs; five more in the backward pass.
@@ -448,8 +447,8 @@ def compared(rows: Sequence[Row], cell: Cell, heads: Heads) -> list[Row]:
             row = row | {"tflops": flops / count / row["ms"] / 1e9}
             if one["ms"] is not None:
                 row |= {"share": one["ms"] / (count * row["ms"])}
-            if row["strategy"] != ONE and of_each[:1] not in ([], [None]):
-                row |= {"of_each": of_each[0] / (count * row["ms"])}
+            if each is not None and row["strategy"] != ONE:
+                row |= {"of_each": each / (count * row["ms"])}
         if row["megabytes"] is not None and one["megabytes"] is not None:
             row = row | {"over_one": row["megabytes"] / one["megabytes"]}
         found.append(row)
@@ -466,7 +465,7 @@ def _figure(rows: Sequence[Row], path: Path) -> list[Path]:
                 if row["pass"] == of
                 and row["tokens"] == tokens
                 and row["share"] is not None
-                and row["strategy"] not in (ONE, EACH)
+                and row["strategy"] not in ALONE
             ]
             if shown:
                 panels.append(

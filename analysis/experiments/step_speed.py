@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -115,6 +116,10 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     names = options.implementations or _NAMES[: 3 if gpu else 2]
     if options.kernels and not gpu:
         raise UsageError("--kernels needs an NVIDIA GPU")
+    if options.largest and gpu and not _taken_at_once():
+        raise UsageError(
+            "--largest wants memory in one piece: unset XLA_PYTHON_CLIENT_PREALLOCATE"
+        )
     parts: list[Part] = [part for part in PARTS if part in options.parts]
     described = environment(command)
     stem = options.out / str(described["device"]).lower().replace(" ", "-")
@@ -165,6 +170,12 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         if all(row["refused"] is not None for row in own):
             raise ExperimentError(f"{name} ran nowhere: {own[0]['refused']}")
     return {"rows": len(times), "files": [str(path) for path in files]}
+
+
+def _taken_at_once() -> bool:
+    """Whether XLA's allocator takes its memory when it begins, as XLA reads it."""
+    said = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    return said.lower() not in ("false", "0")
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
