@@ -7,6 +7,7 @@ LSE and delta of whole rows backward.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -25,41 +26,54 @@ from attn_jax.pairwise import pairwise_mean
 from attn_jax.recipe_schema import Recipe
 from attn_jax.span import Span
 
+# What each device has [...], of all devices [W, ...], in their order.
+Gather = Callable[[Array], Array]
 
-class OverDevices(NamedTuple):
-    """Of what each device has: the mean and the largest over all of them."""
 
-    mean: Callable[[Array], Array]
-    largest: Callable[[Array], Array]
+def gather_over(axis: str) -> Gather:
+    """Over the devices of a mesh axis."""
+    return functools.partial(lax.all_gather, axis_name=axis)
 
-    @classmethod
-    def of_axis(cls, axis: str) -> "OverDevices":
-        """Those of a mesh axis."""
-        return cls(
-            functools.partial(lax.pmean, axis_name=axis),
-            functools.partial(lax.pmax, axis_name=axis),
-        )
 
-    @classmethod
-    def here(cls) -> "OverDevices":
-        """One device has it all."""
-        return cls(lambda x: x, lambda x: x)
+def gather_here(x: Array) -> Array:
+    """One device has it all."""
+    return x[None]
+
+
+class AllKeys(NamedTuple):
+    """What the backward pass knows of the keys and values of all devices, be they
+    hidden or not.
+
+    Attributes:
+      centre: c of dq_centre 'keys', or None.
+      key_largest, value_largest: the largest |K| and |V| of each column, for the powers
+        of two of K' and dS; or None where these have none.
+    """
+
+    centre: Float[Array, "B K H"] | None = None
+    key_largest: Float[Array, "B K H"] | None = None
+    value_largest: Float[Array, "B K D"] | None = None
 
 
 class WholeRows(NamedTuple):
-    """What the backward pass knows of whole rows."""
+    """What the backward pass knows of whole rows.
+
+    Attributes:
+      excess: delta - dLSE.
+      keys: what there is besides the keys that rows meet.
+      ranges: of `Block.ranges`, for all rows of this device.
+    """
 
     dout: Float[Array, "B T N D"]
     lse: Float[Array, "B N T"]
-    excess: Float[Array, "B N T"]  # delta - dLSE
-    dout_norm: Float[Array, "B N T"] | None = None  # as `Block.row_sums` gives them
-    centre: Float[Array, "B K H"] | None = None  # of all keys, as the block wants it
+    excess: Float[Array, "B N T"]
+    keys: AllKeys
+    ranges: Any
 
     def of(self, take: Callable[[Array], Array]) -> "WholeRows":
-        """What `take` takes of each array of rows, and the centre as it is."""
-        norm = None if self.dout_norm is None else take(self.dout_norm)
+        """What `take` takes of each array of rows, and the rest as it is."""
         of_rows = take(self.dout), take(self.lse), take(self.excess)
-        return WholeRows(*of_rows, norm, self.centre)
+        return WholeRows(*of_rows, self.keys, self.ranges)
 
 
 @runtime_checkable
@@ -137,12 +151,18 @@ class Block(Protocol):
         self, dout: Array, out: Array, query: Array
     ) -> tuple[Array, Array | None]:
         """delta of whole rows, from the O that `partial.kept_for_delta` kept, and the
-        norm of each row of dO, if `backward` wants them."""
+        norm of each row of dO, if `ranges` wants them."""
         ...
 
-    def of_keys(self, key: Array, value: Array, rows: WholeRows) -> Any:
-        """What `backward` has to know of keys, of which it then takes some, and of
-        rows."""
+    def of_all(self, key: Array, value: Array, gather: Gather) -> AllKeys:
+        """What `backward` has to know of all keys, from this device's."""
+        ...
+
+    def ranges(
+        self, dout: Array, excess: Array, norm: Array | None, keys: AllKeys
+    ) -> Any:
+        """The powers of two of dS and K', one for all parts of these whole rows, so
+        that what is added up is in the same units."""
         ...
 
     def backward(
@@ -151,7 +171,6 @@ class Block(Protocol):
         key: Array,
         value: Array,
         rows: WholeRows,
-        of_keys: Any,
         mask: Mask,
         bias: Array | None = None,
     ) -> Partial:
@@ -162,11 +181,7 @@ class Block(Protocol):
         """What no keys bring to them."""
         ...
 
-    def centre(self, key: Array, over: OverDevices) -> Array | None:
-        """What `backward` has to know of all keys, from this device's."""
-        ...
-
-    def dquery(self, total: Partial, dlse: Array, centre: Array | None) -> Array:
+    def dquery(self, total: Partial, dlse: Array, keys: AllKeys) -> Array:
         """dQ of whole rows, before its last rounding. `total` is the sum of their
         parts, `dlse` is 0 where LSE is -inf."""
         ...
@@ -222,18 +237,31 @@ class Emulated:
         del query
         return partial.delta(dout, out, self.recipe), None
 
-    def of_keys(self, key, value, rows):
-        del key, value, rows
+    def of_all(self, key, value, gather):
+        """c is None unless of dq_centre 'keys': those that a query sees are counted as
+        they come."""
+        key, value = (
+            round_to(x.astype(carrier(self)), self.recipe.inputs) for x in (key, value)
+        )
+        scaled = self.recipe.scales_heads
+        return _of_all(key, value, self.recipe, gather, scaled=scaled)
 
-    def backward(self, query, key, value, rows, of_keys, mask, bias=None):
-        del of_keys
+    def ranges(self, dout, excess, norm, keys):
+        del norm
+        return partial.head_scale(
+            *(dout, excess, keys.value_largest), recipe=self._alone, scale=self.scale
+        )
+
+    def backward(self, query, key, value, rows, mask, bias=None):
         return partial.backward(
             *(query, key, value, rows.dout, rows.lse, rows.excess),
             recipe=self._alone,
             scale=self.scale,
             bias=bias,
             mask=mask,
-            centre=rows.centre,
+            centre=rows.keys.centre,
+            key_largest=rows.keys.key_largest,
+            head_scale=rows.ranges,
         )
 
     def nothing(self, query, key, value):
@@ -246,17 +274,9 @@ class Emulated:
             key_count=jnp.zeros((B, T), dtype),
         )
 
-    def centre(self, key, over):
-        """c of dq_centre 'keys'; else None: the keys that a query sees are counted as
-        they come."""
-        if self.recipe.dq_centre != "keys":
-            return None
-        wide = round_to(key.astype(jnp.float32), self.recipe.inputs)
-        return _centre_of_all(wide, self.recipe, over)
-
-    def dquery(self, total, dlse, centre):
+    def dquery(self, total, dlse, keys):
         return partial.corrected_dquery(
-            total, dlse, recipe=self.recipe, scale=self.scale, centre=centre
+            total, dlse, recipe=self.recipe, scale=self.scale, centre=keys.centre
         )
 
     @property
@@ -330,18 +350,25 @@ class Kernels:
 
         return kernels.row_sums(dout.astype(query.dtype), out)
 
-    def of_keys(self, key, value, rows):
+    def of_all(self, key, value, gather):
         from attn_jax.kernels import partial as kernels
 
-        assert rows.dout_norm is not None and rows.centre is not None
-        return kernels.ranges(*(key, value, rows.excess, rows.dout_norm, rows.centre))
+        scaled = kernels.scaled(key)
+        key, value = (x.astype(jnp.float32) for x in (key, value))
+        return _of_all(key, value, self.recipe, gather, scaled=scaled, finite=True)
 
-    def backward(self, query, key, value, rows, of_keys, mask, bias=None):
+    def ranges(self, dout, excess, norm, keys):
+        from attn_jax.kernels import partial as kernels
+
+        return kernels.ranges(
+            *(keys.centre, keys.key_largest, keys.value_largest, excess, norm)
+        )
+
+    def backward(self, query, key, value, rows, mask, bias=None):
         from attn_jax.kernels import partial as kernels
 
         found = kernels.backward(
-            *(query, key, value, rows.dout, rows.lse, rows.excess),
-            *(rows.centre, of_keys),
+            *(query, key, value, rows.dout, rows.lse, rows.excess, rows.ranges),
             scale=self.scale,
             bias=bias,
             mask=mask,
@@ -353,28 +380,58 @@ class Kernels:
         dquery, dkey, dvalue = _zeros(self, query, key, value)
         return Partial(dquery, dkey, dvalue, None, None, None)
 
-    def centre(self, key, over):
-        """c of dq_centre 'keys'."""
-        return _centre_of_all(key, self.recipe, over)
-
-    def dquery(self, total, dlse, centre):
+    def dquery(self, total, dlse, keys):
         # Rows of dS sum to dLSE, and that much too much has been subtracted.
+        centre = keys.centre
         group = total.dquery.shape[2] // centre.shape[1]
         own = jnp.repeat(centre, group, axis=1)[:, None]
         return total.dquery + self.scale * dlse.swapaxes(1, 2)[..., None] * own
 
 
-def _centre_of_all(
-    key: Float[Array, "B S K H"], recipe: Recipe, over: OverDevices
-) -> Float[Array, "B K H"]:
-    """c of dq_centre 'keys', of all keys on whatever device, in one message."""
-    wide = key.astype(jnp.float32)
-    sums = [pairwise_mean(x, 1) for x in (wide, jnp.square(wide))]
-    mean, square = over.mean(jnp.stack(sums))
-    largest = jnp.zeros_like(mean)
-    if counts_largest(recipe.inputs):  # Which alone might not hold K - c.
-        largest = over.largest(jnp.abs(wide).max(axis=1))
-    return centre_from(mean, square, largest, recipe.inputs)
+def _of_all(
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+    recipe: Recipe,
+    gather: Gather,
+    *,
+    scaled: bool,
+    finite: bool = False,
+) -> AllKeys:
+    """Of all keys on whatever device, in one message. `finite`: what is not has no
+    say."""
+    wants_centre, widths, columns = recipe.dq_centre == "keys", [], []
+
+    def add(x: Array) -> None:
+        widths.append(x.shape[-1])
+        columns.append(x.astype(key.dtype))
+
+    def largest(x: Array) -> Array:
+        x = jnp.abs(x)
+        return (jnp.where(jnp.isfinite(x), x, 0.0) if finite else x).max(axis=1)
+
+    if wants_centre:
+        wide = key.astype(jnp.float32)
+        add(pairwise_mean(wide, 1))
+        add(pairwise_mean(jnp.square(wide), 1))
+        if counts_largest(recipe.inputs):  # Which alone might not hold K - c.
+            add(jnp.abs(key).max(axis=1))
+    if scaled:
+        add(largest(key))
+        add(largest(value))
+    if not columns:
+        return AllKeys()
+    ends = list(itertools.accumulate(widths))[:-1]
+    found = jnp.split(gather(jnp.concatenate(columns, axis=-1)), ends, axis=-1)
+    centre, most = None, (None, None)
+    if wants_centre:
+        mean, square = (x.astype(jnp.float32).mean(axis=0) for x in found[:2])
+        most_key = jnp.zeros_like(mean)
+        if counts_largest(recipe.inputs):
+            most_key = found[2].max(axis=0)
+        centre = centre_from(mean, square, most_key, recipe.inputs)
+    if scaled:
+        most = tuple(x.max(axis=0) for x in found[-2:])
+    return AllKeys(centre, *most)
 
 
 def rows_axis(x: Array) -> int:

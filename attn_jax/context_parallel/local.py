@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from attn_jax.context_parallel.blocks import Block, WholeRows
+from attn_jax.context_parallel.blocks import AllKeys, Block, WholeRows
 from attn_jax.context_parallel.layouts import Layout
 from attn_jax.context_parallel.meeting import Arriving, pairs_of
 from attn_jax.context_parallel.schedule import Schedule, schedule
@@ -90,13 +90,15 @@ def returned(static: Static, out: Array) -> Array:
 
 
 def rows_of(
-    block: Block, dout, dlse, lse, for_delta, query, centre: Array | None
+    block: Block, dout, dlse, lse, for_delta, query, keys: AllKeys
 ) -> tuple[WholeRows, Array]:
     """What the backward pass knows of rows, and dLSE without that of empty ones."""
     # The LSE of a query that sees nothing is a constant, whatever its cotangent.
     dlse = jnp.where(jnp.isneginf(lse), 0.0, dlse.astype(lse.dtype))
     delta, norm = block.row_sums(dout, for_delta, query)
-    return WholeRows(dout, lse, delta - dlse, norm, centre), dlse
+    excess = delta - dlse
+    ranges = block.ranges(dout, excess, norm, keys)
+    return WholeRows(dout, lse, excess, keys, ranges), dlse
 
 
 def gradients(
@@ -104,7 +106,7 @@ def gradients(
 ) -> tuple[Array | None, ...]:
     """dQ, dK and dV of the summed parts, each rounded once as `gradient` says, and
     dbias, which is rounded to its type by who widened the bias."""
-    dquery = block.dquery(total, dlse, rows.centre)
+    dquery = block.dquery(total, dlse, rows.keys)
     found = dquery, total.dkey, total.dvalue
     *inputs, bias = inputs
     dbias = total.dbias

@@ -190,16 +190,12 @@ def add_backward(
         new = kept(read(total, axis, start, part.shape[axis]) + part, step)
         return write(total, new, axis, start)
 
-    # Not in the branches of a `lax.switch`, which begin when a host has been asked.
-    of_keys = block.of_keys(*shard.keys(0, shard.key_count), rows)
-
     def run(
         plan: tuple[Call, ...],
         offset,
         so_far: Partial,
         shard,
         rows: WholeRows,
-        of_keys: Any,
     ):
         dkey, dvalue = (
             jnp.zeros(shape, so_far.dquery.dtype) for shape in _shapes(shard)
@@ -213,7 +209,7 @@ def add_backward(
                 return read(x, rows_axis(x), *entries)
 
             mine = rows.of(of_rows)
-            found = block.backward(query, key, value, mine, of_keys, mask, bias)
+            found = block.backward(query, key, value, mine, mask, bias)
             first, size = call.query
             sums = {"dquery": add(so_far.dquery, found.dquery, 1, first, step)}
             for name in ("row_sum", "key_sum", "key_count"):
@@ -228,7 +224,7 @@ def add_backward(
             dbias = with_pairs(dbias, found.dbias, first, call.key[0])
         return so_far, dkey, dvalue, dbias
 
-    operands = so_far, shard, rows, of_keys
+    operands = so_far, shard, rows
     return _choose(schedule, run, operands, rank, source, hop, made)
 
 

@@ -73,14 +73,14 @@ def forward(static: Static, x: Local) -> Rows:
 
 
 def backward(
-    static: Static, x: Local, lse: Array, for_delta, centre, dout: Array, dlse: Array
+    static: Static, x: Local, lse: Array, for_delta, keys, dout: Array, dlse: Array
 ) -> tuple[Array | None, ...]:
     """dQ, dK, dV and dbias of this device's arrays, rounded once."""
     block, shards = static.block, static.shards
     recipe = block.recipe
     meetings = static.schedule(x.query, x.key)
     rank = lax.axis_index(static.axis)
-    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, centre)
+    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, keys)
     nothing = block.nothing(x.query, x.key, x.value), no_dbias(block, x.bias)
     (total, dbias), _ = varying_alike(nothing, x)
     hops = meetings.live_hops(recipe.backward_hops(shards))

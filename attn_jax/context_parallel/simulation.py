@@ -25,7 +25,7 @@ from attn_jax.context_parallel.arguments import (
     checked,
     ring_of,
 )
-from attn_jax.context_parallel.blocks import OverDevices, rows_axis
+from attn_jax.context_parallel.blocks import gather_here, rows_axis
 from attn_jax.context_parallel.layouts import (
     Layout,
     check_length,
@@ -162,8 +162,8 @@ def _simulated_bwd(static: Static, residuals, cotangents):
     block, recipe = static.block, static.block.recipe
     hops = recipe.backward_hops(static.shards)
     meetings = _Meetings.of(static, x, static.backward_by, hops)
-    centre = block.centre(x.key, OverDevices.here())
-    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, centre)
+    keys = block.of_all(x.key, x.value, gather_here)
+    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, keys)
     zero = block.nothing(x.query, x.key, x.value)
     # Own keys' part travels, too, but for that of the last hop, which is at home.
     stay = meetings.ring and static.shards in hops

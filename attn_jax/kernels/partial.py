@@ -28,7 +28,7 @@ from attn_jax.kernels import (
     visibility,
 )
 from attn_jax.kernels.attention import unsupported as unsupported_whole
-from attn_jax.kernels.hopper_key_numbers import key_numbers
+from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.hopper_outputs import Carried
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.options import Options
@@ -37,6 +37,7 @@ from attn_jax.kernels.tiles import LN_2
 from attn_jax.kernels.tuning import Plan
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
+from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 from attn_jax.varying import varying_alike
 
 _OPTIONS = Options("mean", delta_source="o", half_weights=True)
@@ -178,7 +179,6 @@ def backward(
     dout: Float[Array, "B T N D"],
     lse: Float32[Array, "B N T"],
     excess: Float32[Array, "B N T"],
-    centre: Float32[Array, "B K H"],
     ranges: Ranges,
     *,
     scale: float,
@@ -193,10 +193,10 @@ def backward(
     """What these keys bring to dQ, what dK and dV of them are, and dbias if there is a
     bias.
 
-    `lse` and `excess` (delta - dLSE) are those of whole rows, and `ranges` are of these
-    keys and rows or more. Each part of dQ is less rowsum(rounded dS) * centre, which
-    over all keys comes to dLSE * centre in exact arithmetic: whoever adds them up adds
-    scale * dLSE * centre.
+    `lse` and `excess` (delta - dLSE) are those of whole rows, and `ranges` are of all
+    keys, and of these rows or more. Each part of dQ is less rowsum(rounded dS) *
+    centre, which over all keys comes to dLSE * centre in exact arithmetic: whoever adds
+    them up adds scale * dLSE * centre.
     """
     static, rules = _static(query, key, value, scale, mask, bias)
     bias = _as_read(bias)
@@ -213,14 +213,14 @@ def backward(
     dout = dout.astype(query.dtype)
     query, key, value, dout = map(local.pad_sequence, (query, key, value, dout))
     operands = query, key, value, dout, lse, excess
-    scaled = _scaled(key)
+    dq_dtype = jnp.dtype(jnp.float16) if scaled(key) else query.dtype
     if made == "fused":
         plan = static.tilings.backward_fused
         assert isinstance(plan, Plan)
         gradients = hopper_backward_fused.backward_fused(
             *(*operands, None, ranges.centred),
             plan=plan,
-            dq_dtype=jnp.dtype(jnp.float16) if scaled else query.dtype,
+            dq_dtype=dq_dtype,
             wide=True,
             **options,
         )
@@ -232,9 +232,9 @@ def backward(
             shape = *bias.shape[:2], query_count, key_count
             options["bias"] = jnp.broadcast_to(bias, shape)
         dquery = hopper_backward_dq.backward_dq(
-            *(*operands, jnp.zeros_like(excess), centre[:, :, None]),
+            *(*operands, jnp.zeros_like(excess), ranges.centred.centre[:, :, None]),
             tiling=static.tilings.backward_dq,
-            numbers=ranges.plain if scaled else None,
+            numbers=ranges.plain if scaled(key) else None,
             wide=True,
             **options,
         )
@@ -257,34 +257,42 @@ def _as_read(bias: Array | None) -> Array | None:
 
 
 def ranges(
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K D"],
+    centre: Float32[Array, "B K H"],
+    key_largest: Float32[Array, "B K H"] | None,
+    value_largest: Float32[Array, "B K D"] | None,
     excess: Float32[Array, "B N T"],
     dout_norm: Float32[Array, "B N T"],
-    centre: Float32[Array, "B K H"],
 ) -> Ranges:
-    """Of keys and of whole rows (`row_sums`), for `backward`: powers of two for
-    |dS| <= |dO| |V| + |excess|, by norms."""
-    scaled, numbers = _scaled(key), None
-    if scaled:
-        inputs = local.INPUTS[jnp.dtype(key.dtype)]
-        padded, values = map(local.pad_sequence, (key, value))
-        numbers, _ = key_numbers(padded, values, key.shape[1], inputs, half=False)
-    plain = range_of(numbers, dout_norm, excess, key, centred=False, scaled=scaled)
-    centred = plain._replace(centre=centre)
-    if not scaled:
-        return Ranges(plain, centred)
-    # w brings max |K| below 2^14; the centre's is as large, at most.
-    largest = jnp.abs(centre).max(axis=-1, keepdims=True)
-    exponent = FP16.max_exponent - 1 - jnp.frexp(largest)[1]
-    limit = jnp.ldexp(jnp.ones_like(largest), jnp.minimum(exponent, 100))
-    factor = jnp.where(
-        largest > 0, jnp.minimum(plain.key_factor, limit), plain.key_factor
+    """Of all keys and these whole rows (`row_sums`), for `backward`: powers of two for
+    |dS| <= |dO| |V| + |excess|, by norms, and for |K - c| <= 2 |K|. By columns, c and
+    the largest |K| and |V|; None where there are no such powers."""
+    is_scaled = key_largest is not None
+    numbers = None
+    if key_largest is not None:
+        assert value_largest is not None
+        largest = key_largest.max(axis=-1, keepdims=True)
+        # Of twice the largest, which may overflow.
+        exponent = FP16.max_exponent - (jnp.frexp(largest)[1] + 1)
+        exponent = jnp.clip(exponent, -MOST_HEAD_EXPONENT, MOST_HEAD_EXPONENT)
+        factor = jnp.ldexp(jnp.ones_like(centre), jnp.where(largest > 0, exponent, 0))
+        norm = jnp.broadcast_to(_norm(value_largest), value_largest.shape)
+        numbers = KeyNumbers(centre, factor, norm, jnp.ones_like(value_largest))
+    plain = range_of(
+        *(numbers, dout_norm, excess, centre[:, None]),
+        centred=False,
+        scaled=is_scaled,
     )
-    return Ranges(plain, centred._replace(key_factor=factor))
+    return Ranges(plain, plain._replace(centre=centre))
 
 
-def _scaled(key: Array) -> bool:
+def _norm(x: Float32[Array, "*rows D"]) -> Float32[Array, "*rows 1"]:
+    """Over the last axis; squares stay in FP32's range."""
+    _, exponent = jnp.frexp(x.max(-1, keepdims=True))
+    squares = jnp.square(jnp.ldexp(x, -exponent)).sum(-1, keepdims=True)
+    return jnp.ldexp(jnp.sqrt(squares), exponent)
+
+
+def scaled(key: Array) -> bool:
     """Whether dQ's product has powers of two."""
     inputs = local.INPUTS[jnp.dtype(key.dtype)]
     return _OPTIONS.halves_dq(inputs, "hopper", "two_kernels")
