@@ -6,53 +6,22 @@ LSE and delta of whole rows backward.
 """
 
 import dataclasses
-import functools
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from attn_jax import emulator
-from attn_jax.centre import centre_from, counts_largest
+from attn_jax.context_parallel.all_keys import AllKeys, Gather, of_all
+from attn_jax.context_parallel.schedule import Call
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
 from attn_jax.emulator.sums import read, write
-from attn_jax.formats import carrier_dtype, round_to
+from attn_jax.formats import FP32, carrier_dtype, round_to
 from attn_jax.mask import Mask
-from attn_jax.pairwise import pairwise_mean
 from attn_jax.recipe_schema import Recipe
 from attn_jax.span import Span
-
-# What each device has [...], of all devices [W, ...], in their order.
-Gather = Callable[[Array], Array]
-
-
-def gather_over(axis: str) -> Gather:
-    """Over the devices of a mesh axis."""
-    return functools.partial(lax.all_gather, axis_name=axis)
-
-
-def gather_here(x: Array) -> Array:
-    """One device has it all."""
-    return x[None]
-
-
-class AllKeys(NamedTuple):
-    """What the backward pass knows of the keys and values of all devices, be they
-    hidden or not.
-
-    Attributes:
-      centre: c of dq_centre 'keys', or None.
-      key_largest, value_largest: the largest |K| and |V| of each column, for the powers
-        of two of K' and dS; or None where these have none.
-    """
-
-    centre: Float[Array, "B K H"] | None = None
-    key_largest: Float[Array, "B K H"] | None = None
-    value_largest: Float[Array, "B K D"] | None = None
 
 
 class WholeRows(NamedTuple):
@@ -181,9 +150,29 @@ class Block(Protocol):
         """What no keys bring to them."""
         ...
 
-    def dquery(self, total: Partial, dlse: Array, keys: AllKeys) -> Array:
+    def adds_in_place(self, query: Array, value: Array, calls: Sequence[Call]) -> bool:
+        """Whether `backward_in_place` makes the gradients of all these calls."""
+        ...
+
+    def backward_in_place(
+        self,
+        sums: Array,
+        query: Array,
+        key: Array,
+        value: Array,
+        rows: WholeRows,
+        call: Call,
+    ) -> tuple[Array, Array, Array]:
+        """(`sums` with what these keys bring to the rows of a call, dK, dV), of all
+        rows; sums of no keys are 0, and of all they are `dquery`'s `in_place`."""
+        ...
+
+    def dquery(
+        self, total: Partial, dlse: Array, rows: WholeRows, *, in_place: bool
+    ) -> Array:
         """dQ of whole rows, before its last rounding. `total` is the sum of their
-        parts, `dlse` is 0 where LSE is -inf."""
+        parts, `dlse` is 0 where LSE is -inf. `in_place`: that of `backward_in_place`.
+        """
         ...
 
 
@@ -243,8 +232,12 @@ class Emulated:
         key, value = (
             round_to(x.astype(carrier(self)), self.recipe.inputs) for x in (key, value)
         )
-        scaled = self.recipe.scales_heads
-        return _of_all(key, value, self.recipe, gather, scaled=scaled)
+        recipe = self.recipe
+        return of_all(
+            *(key, value, recipe.inputs, gather),
+            centred=recipe.dq_centre == "keys",
+            scaled=recipe.scales_heads,
+        )
 
     def ranges(self, dout, excess, norm, keys):
         del norm
@@ -274,9 +267,17 @@ class Emulated:
             key_count=jnp.zeros((B, T), dtype),
         )
 
-    def dquery(self, total, dlse, keys):
+    def adds_in_place(self, query, value, calls):
+        del query, value, calls
+        return False
+
+    def backward_in_place(self, sums, query, key, value, rows, call):
+        raise NotImplementedError
+
+    def dquery(self, total, dlse, rows, *, in_place):
+        assert not in_place
         return partial.corrected_dquery(
-            total, dlse, recipe=self.recipe, scale=self.scale, centre=keys.centre
+            total, dlse, recipe=self.recipe, scale=self.scale, centre=rows.keys.centre
         )
 
     @property
@@ -355,7 +356,12 @@ class Kernels:
 
         scaled = kernels.scaled(key)
         key, value = (x.astype(jnp.float32) for x in (key, value))
-        return _of_all(key, value, self.recipe, gather, scaled=scaled, finite=True)
+        return of_all(
+            *(key, value, self.recipe.inputs, gather),
+            centred=True,
+            scaled=scaled,
+            finite=True,
+        )
 
     def ranges(self, dout, excess, norm, keys):
         from attn_jax.kernels import partial as kernels
@@ -380,58 +386,45 @@ class Kernels:
         dquery, dkey, dvalue = _zeros(self, query, key, value)
         return Partial(dquery, dkey, dvalue, None, None, None)
 
-    def dquery(self, total, dlse, keys):
+    def adds_in_place(self, query, value, calls):
+        from attn_jax.kernels import partial as kernels
+
+        recipe = self.recipe
+        steps = recipe.ring_gradient_partial, recipe.ring_gradient_accumulator
+        if any(step.format != FP32 for step in steps):
+            return False
+
+        batch, _, *of_heads = value.shape
+        return all(
+            not call.shifted
+            and call.window is None
+            and kernels.adds_in_place(
+                *(query.shape, (batch, call.key[1], *of_heads), *call.query),
+                is_causal=call.is_causal,
+            )
+            for call in calls
+        )
+
+    def backward_in_place(self, sums, query, key, value, rows, call):
+        from attn_jax.kernels import partial as kernels
+
+        return kernels.backward_in_place(
+            *(sums, query, key, value, rows.dout, rows.lse, rows.excess, rows.ranges),
+            *call.query,
+            scale=self.scale,
+            is_causal=call.is_causal,
+        )
+
+    def dquery(self, total, dlse, rows, *, in_place):
+        if in_place:
+            from attn_jax.kernels import partial as kernels
+
+            return kernels.dquery(total.dquery, dlse, rows.ranges, self.scale)
         # Rows of dS sum to dLSE, and that much too much has been subtracted.
-        centre = keys.centre
+        centre = rows.keys.centre
         group = total.dquery.shape[2] // centre.shape[1]
         own = jnp.repeat(centre, group, axis=1)[:, None]
         return total.dquery + self.scale * dlse.swapaxes(1, 2)[..., None] * own
-
-
-def _of_all(
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K D"],
-    recipe: Recipe,
-    gather: Gather,
-    *,
-    scaled: bool,
-    finite: bool = False,
-) -> AllKeys:
-    """Of all keys on whatever device, in one message. `finite`: what is not has no
-    say."""
-    wants_centre, widths, columns = recipe.dq_centre == "keys", [], []
-
-    def add(x: Array) -> None:
-        widths.append(x.shape[-1])
-        columns.append(x.astype(key.dtype))
-
-    def largest(x: Array) -> Array:
-        x = jnp.abs(x)
-        return (jnp.where(jnp.isfinite(x), x, 0.0) if finite else x).max(axis=1)
-
-    if wants_centre:
-        wide = key.astype(jnp.float32)
-        add(pairwise_mean(wide, 1))
-        add(pairwise_mean(jnp.square(wide), 1))
-        if counts_largest(recipe.inputs):  # Which alone might not hold K - c.
-            add(jnp.abs(key).max(axis=1))
-    if scaled:
-        add(largest(key))
-        add(largest(value))
-    if not columns:
-        return AllKeys()
-    ends = list(itertools.accumulate(widths))[:-1]
-    found = jnp.split(gather(jnp.concatenate(columns, axis=-1)), ends, axis=-1)
-    centre, most = None, (None, None)
-    if wants_centre:
-        mean, square = (x.astype(jnp.float32).mean(axis=0) for x in found[:2])
-        most_key = jnp.zeros_like(mean)
-        if counts_largest(recipe.inputs):
-            most_key = found[2].max(axis=0)
-        centre = centre_from(mean, square, most_key, recipe.inputs)
-    if scaled:
-        most = tuple(x.max(axis=0) for x in found[-2:])
-    return AllKeys(centre, *most)
 
 
 def rows_axis(x: Array) -> int:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from attn_jax.context_parallel.blocks import AllKeys, Block, WholeRows
+from attn_jax.context_parallel.all_keys import AllKeys
+from attn_jax.context_parallel.blocks import Block, WholeRows
 from attn_jax.context_parallel.layouts import Layout
 from attn_jax.context_parallel.meeting import Arriving, pairs_of
 from attn_jax.context_parallel.schedule import Schedule, schedule
@@ -102,11 +103,17 @@ def rows_of(
 
 
 def gradients(
-    block: Block, total: Partial, rows: WholeRows, dlse: Array, inputs
+    block: Block,
+    total: Partial,
+    rows: WholeRows,
+    dlse: Array,
+    inputs,
+    *,
+    in_place: bool = False,
 ) -> tuple[Array | None, ...]:
     """dQ, dK and dV of the summed parts, each rounded once as `gradient` says, and
     dbias, which is rounded to its type by who widened the bias."""
-    dquery = block.dquery(total, dlse, rows.keys)
+    dquery = block.dquery(total, dlse, rows, in_place=in_place)
     found = dquery, total.dkey, total.dvalue
     *inputs, bias = inputs
     dbias = total.dbias

@@ -5,7 +5,7 @@ communicated: `ring`, `gather` and `simulation` bring the arrays together.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -169,6 +169,7 @@ def add_backward(
     source,
     hop: int | None = None,
     *,
+    in_place: bool = False,
     made: Made | None = None,
 ) -> tuple[
     Partial,
@@ -181,7 +182,8 @@ def add_backward(
 
     The queries' sums are all of `so_far` but dkey, dvalue and dbias, which stay as they
     are. Rounds each part to `ring_gradient_partial` and dQ to
-    `ring_gradient_accumulator`; dbias is not rounded.
+    `ring_gradient_accumulator`; dbias is not rounded. `in_place`: the block adds to dQ
+    by itself.
     """
     recipe = block.recipe
 
@@ -203,6 +205,17 @@ def add_backward(
         dbias = no_dbias(block, shard.bias)
         step = recipe.ring_gradient_accumulator
         for number, call in enumerate(plan):
+            if in_place:
+                key, value = shard.keys(*call.key)
+                dquery, *of_keys = block.backward_in_place(
+                    so_far.dquery, shard.query, key, value, rows, call
+                )
+                so_far = so_far._replace(dquery=dquery)
+                dkey, dvalue = (
+                    add(x, part, 1, call.key[0], step)
+                    for x, part in zip((dkey, dvalue), of_keys, strict=True)
+                )
+                continue
             query, key, value, mask, bias = _part(shard, call, offset[number])
 
             def of_rows(x: Array, entries=call.query) -> Array:
@@ -226,6 +239,18 @@ def add_backward(
 
     operands = so_far, shard, rows
     return _choose(schedule, run, operands, rank, source, hop, made)
+
+
+def adds_in_place(
+    block: Block, schedule: Schedule, x: Any, hops: Iterable[int]
+) -> bool:
+    """Whether the block adds to dQ by itself wherever queries and keys of `x` (of one
+    device) meet at these hops."""
+    if x.bias is not None or x.query_ids is not None:
+        return False
+    used = np.unique([schedule.at_hop(hop) for hop in hops])
+    calls = [call for number in used for call in schedule.plans[number]]
+    return block.adds_in_place(x.query, x.value, calls)
 
 
 def _shapes(shard: Shard | Arriving) -> list[tuple[int, ...]]:

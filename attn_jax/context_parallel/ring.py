@@ -27,6 +27,7 @@ from attn_jax.context_parallel.meeting import (
     Made,
     add_backward,
     add_forward,
+    adds_in_place,
     no_dbias,
     with_pairs,
 )
@@ -84,6 +85,7 @@ def backward(
     nothing = block.nothing(x.query, x.key, x.value), no_dbias(block, x.bias)
     (total, dbias), _ = varying_alike(nothing, x)
     hops = meetings.live_hops(recipe.backward_hops(shards))
+    in_place = adds_in_place(block, meetings, x, hops)
     own = stacked(x.key, x.value)
     both, sums, made = own, None, Made()
     if hops and hops[0] < shards:
@@ -97,6 +99,7 @@ def backward(
         shard = x.meets(both, source)
         total, *part, of_bias = add_backward(
             *(block, meetings, total, shard, rows, rank, source, hop % shards),
+            in_place=in_place,
             made=made,
         )
         if after < shards:
@@ -117,7 +120,8 @@ def backward(
         dkey, dvalue = unpacked(sums, x.key.shape[-1])
         total = total._replace(dkey=dkey, dvalue=dvalue)
     total = total._replace(dbias=dbias)
-    return gradients(block, total, rows, dlse, (x.query, x.key, x.value, x.bias))
+    inputs = x.query, x.key, x.value, x.bias
+    return gradients(block, total, rows, dlse, inputs, in_place=in_place)
 
 
 def _moved(x: Array, static: Static, steps: int) -> Array:

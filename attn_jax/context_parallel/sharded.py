@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from attn_jax.context_parallel import gather, ring
+from attn_jax.context_parallel.all_keys import AllKeys, gather_over
 from attn_jax.context_parallel.arguments import (
     Checked,
     Implementation,
@@ -20,7 +21,6 @@ from attn_jax.context_parallel.arguments import (
     check_parts,
     checked,
 )
-from attn_jax.context_parallel.blocks import AllKeys, gather_over
 from attn_jax.context_parallel.layouts import (
     Layout,
     check_length,

@@ -39,7 +39,8 @@ def load(
             plgpu.barrier_wait(free.at[now])
 
         head, _index, block = work.block_of(item, turn)
-        span = pl.ds(block * block_size, block_size)
+        first = work.shapes.first_query + block * block_size
+        span = pl.ds(first, block_size)
         plgpu.copy_gmem_to_smem(
             matrix.at[item.b, span, head], target.at[now], ready.at[now]
         )
@@ -94,10 +95,12 @@ def load(
     plgpu.barrier_wait(barriers.v_free)
 
 
-def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs) -> None:
+def store(
+    work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs, *, begun: bool
+) -> None:
     """The storing warpgroup: adds tiles of dQ to `dqs`, in global memory, in turn: one
     array, or one for each part of the ring (`Ring.part`), the second without the
-    queries that see no short tile."""
+    queries that see no short tile. `begun`: something is there already."""
     shapes, storers = work.shapes, plan.storers
     i32 = jnp.int32
     blocks_in_all = shapes.batch * shapes.query_heads * shapes.blocks
@@ -109,6 +112,7 @@ def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs) -> None
         head, _index, block = work.block_of(item, turn)
         for piece in range(WARPGROUPS):
             row, column = block * shapes.queries - first_row, piece * 64
+            row += shapes.first_query
             if shapes.head_dim == 64:
                 row, column = row + column, 0
             target = (item.b, pl.ds(row, 64), head, pl.ds(column, 64))
@@ -147,6 +151,9 @@ def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs) -> None
 
     def put_in_turn(item, turn):
         _semaphore, rank, _last = turn_of(item, turn)
+        if begun:
+            put(item, turn, "add")
+            return
         pl.when(rank == 0)(lambda: put(item, turn, None))
         pl.when(rank > 0)(lambda: put(item, turn, "add"))
 

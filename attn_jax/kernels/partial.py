@@ -22,6 +22,7 @@ from attn_jax.kernels import (
     hopper_backward_dkv,
     hopper_backward_dq,
     hopper_backward_fused,
+    hopper_backward_parts,
     hopper_row_sums,
     local,
     tuning,
@@ -30,6 +31,7 @@ from attn_jax.kernels import (
 from attn_jax.kernels.attention import unsupported as unsupported_whole
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.hopper_outputs import Carried
+from attn_jax.kernels.hopper_query_gradient import by_xla
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.options import Options
 from attn_jax.kernels.schedule import Chosen
@@ -208,19 +210,17 @@ def backward(
     )
     lengths = {"query_count": query_count, "key_count": key_count}
     options: dict = {"scale": scale, "is_causal": static.is_causal, **lengths}
-    # P = exp(S - LSE) of rows that see nothing is to be 0.
-    lse = local.raised_lse(jnp.where(jnp.isneginf(lse), jnp.inf, lse))
+    lse = _of_seen(lse)
     dout = dout.astype(query.dtype)
     query, key, value, dout = map(local.pad_sequence, (query, key, value, dout))
     operands = query, key, value, dout, lse, excess
-    dq_dtype = jnp.dtype(jnp.float16) if scaled(key) else query.dtype
     if made == "fused":
         plan = static.tilings.backward_fused
         assert isinstance(plan, Plan)
         gradients = hopper_backward_fused.backward_fused(
             *(*operands, None, ranges.centred),
             plan=plan,
-            dq_dtype=dq_dtype,
+            dq_dtype=_dq_dtype(key),
             wide=True,
             **options,
         )
@@ -250,6 +250,78 @@ def backward(
         )
     found = varying_alike(*gradients, dbias, query)
     return found[0], found[1], found[2], found[3]
+
+
+def adds_in_place(
+    query_shape: tuple[int, ...],
+    value_shape: tuple[int, ...],
+    first: int,
+    query_count: int,
+    *,
+    is_causal: bool,
+) -> bool:
+    """Whether `backward_in_place` takes keys and values like [B, S, K, D] and, of the
+    queries [B, T, N, H], so many."""
+    batch, rows, *of_heads = query_shape
+    made = design.backward_of(
+        (batch, query_count, *of_heads), value_shape, "hopper", is_causal=is_causal
+    )
+    return (
+        made == "fused"
+        and value_shape[1] % local.SEQUENCE_MULTIPLE == 0
+        and hopper_backward_parts.added_in_place(of_heads[1], first, query_count, rows)
+    )
+
+
+def backward_in_place(
+    sums: Float32[Array, "B T N H"],
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+    dout: Float[Array, "B T N D"],
+    lse: Float32[Array, "B N T"],
+    excess: Float32[Array, "B N T"],
+    ranges: Ranges,
+    first: int,
+    query_count: int,
+    *,
+    scale: float,
+    is_causal: bool,
+) -> tuple[
+    Float32[Array, "B T N H"], Float32[Array, "B S K H"], Float32[Array, "B S K D"]
+]:
+    """(`sums` with these keys, for `query_count` rows from the first on, dK, dV), as of
+    `backward`; of all keys `dquery` is dQ."""
+    found = hopper_backward_parts.add_to(
+        *(sums, query, key, value, dout.astype(query.dtype), _of_seen(lse), excess),
+        ranges.centred,
+        first_query=first,
+        query_count=query_count,
+        scale=scale,
+        is_causal=is_causal,
+        dq_dtype=_dq_dtype(key),
+    )
+    found = varying_alike(*found, query)
+    return found[0], found[1], found[2]
+
+
+def dquery(
+    sums: Float32[Array, "B T N H"],
+    dlse: Float32[Array, "B N T"],
+    ranges: Ranges,
+    scale: float,
+) -> Float32[Array, "B T N H"]:
+    """dQ of the sums that `backward_in_place` leaves when it has seen all keys."""
+    return by_xla([sums], ranges.centred, dlse, scale, jnp.float32)
+
+
+def _of_seen(lse: Float32[Array, "B N T"]) -> Float32[Array, "B N T"]:
+    """For P = exp(S - LSE), which of rows that see nothing is to be 0."""
+    return local.raised_lse(jnp.where(jnp.isneginf(lse), jnp.inf, lse))
+
+
+def _dq_dtype(key: Array) -> jnp.dtype:
+    return jnp.dtype(jnp.float16) if scaled(key) else key.dtype
 
 
 def _as_read(bias: Array | None) -> Array | None:
