@@ -107,9 +107,11 @@ class Block(Protocol):
         value: Array,
         spans: tuple[Span, ...],
         which: Array,
+        planes: Array | None,
     ) -> tuple[Array, ...] | None:
         """The same of one of some spans, without a mask, which is known on a device
-        alone; None if the block cannot tell them apart there."""
+        alone; None if the block cannot tell them apart there. `planes`: a message whose
+        first two are these keys and values."""
         ...
 
     def finished(self, state: tuple[Array, ...], query: Array) -> tuple[Array, Array]:
@@ -162,9 +164,11 @@ class Block(Protocol):
         value: Array,
         rows: WholeRows,
         call: Call,
+        planes: Array | None,
     ) -> tuple[Array, Array, Array]:
-        """(`sums` with what these keys bring to the rows of a call, dK, dV), of all
-        rows; sums of no keys are 0, and of all they are `dquery`'s `in_place`."""
+        """(`sums` with what a call's keys bring to its rows, dK, dV), where rows, and
+        queries, are all there are; sums of no keys are 0, and of all they are
+        `dquery`'s `in_place`. `planes`: as of `carry_on_some`, with more keys."""
         ...
 
     def dquery(
@@ -213,8 +217,8 @@ class Emulated:
         )
         return with_rows(state, rows, first)
 
-    def carry_on_some(self, state, query, key, value, spans, which):
-        del state, query, key, value, spans, which
+    def carry_on_some(self, state, query, key, value, spans, which, planes):
+        del state, query, key, value, spans, which, planes
 
     def finished(self, state, query):
         m, l, total = state  # noqa: E741
@@ -271,7 +275,7 @@ class Emulated:
         del query, value, calls
         return False
 
-    def backward_in_place(self, sums, query, key, value, rows, call):
+    def backward_in_place(self, sums, query, key, value, rows, call, planes):
         raise NotImplementedError
 
     def dquery(self, total, dlse, rows, *, in_place):
@@ -328,7 +332,7 @@ class Kernels:
         )
         return tuple(found)  # As where a plan has no calls.
 
-    def carry_on_some(self, state, query, key, value, spans, which):
+    def carry_on_some(self, state, query, key, value, spans, which, planes):
         from attn_jax.kernels import partial as kernels
         from attn_jax.kernels.schedule import Chosen
 
@@ -336,7 +340,10 @@ class Kernels:
         if not kernels.takes(query, key, value, chosen):
             return None
         found = kernels.carry_on(
-            *(state, query, key, value), scale=self.scale, chosen=chosen
+            *(state, query, key, value),
+            scale=self.scale,
+            chosen=chosen,
+            planes=planes,
         )
         return tuple(found)
 
@@ -394,23 +401,23 @@ class Kernels:
         if any(step.format != FP32 for step in steps):
             return False
 
-        batch, _, *of_heads = value.shape
+        shapes = query.shape, value.shape
         return all(
             not call.shifted
             and call.window is None
             and kernels.adds_in_place(
-                *(query.shape, (batch, call.key[1], *of_heads), *call.query),
-                is_causal=call.is_causal,
+                *(*shapes, call.query, call.key), is_causal=call.is_causal
             )
             for call in calls
         )
 
-    def backward_in_place(self, sums, query, key, value, rows, call):
+    def backward_in_place(self, sums, query, key, value, rows, call, planes):
         from attn_jax.kernels import partial as kernels
 
+        keys = kernels.Keys(key, value, call.key[0], planes)
         return kernels.backward_in_place(
-            *(sums, query, key, value, rows.dout, rows.lse, rows.excess, rows.ranges),
-            *call.query,
+            *(sums, query, keys, rows.dout, rows.lse, rows.excess, rows.ranges),
+            call.query,
             scale=self.scale,
             is_causal=call.is_causal,
         )

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from attn_jax.context_parallel.all_keys import AllKeys
 from attn_jax.context_parallel.blocks import Block, WholeRows
 from attn_jax.context_parallel.layouts import Layout
-from attn_jax.context_parallel.meeting import Arriving, pairs_of
+from attn_jax.context_parallel.meeting import Arriving, Shard, pairs_of
 from attn_jax.context_parallel.schedule import Schedule, schedule
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
@@ -74,12 +74,15 @@ class Local(NamedTuple):
     key_ids: Int[Array, "W B S"] | None
     bias: Float[Array, "#B #N #T #L"] | None
 
-    def meets(self, both: Array, source) -> Arriving:
-        """This device's queries and the keys of a shard, as a message has them."""
+    def meets(self, both: Array | None, source) -> Arriving | Shard:
+        """This device's queries and the keys of a shard, as a message has them, or
+        (None) its own."""
         ids = None if self.key_ids is None else self.key_ids[source]
         bias, (T, S) = self.bias, (x.shape[1] for x in (self.query, self.key))
         if bias is not None:
             bias = pairs_of(bias, (0, T), (source * S, S))
+        if both is None:
+            return Shard(self.query, self.key, self.value, self.query_ids, ids, bias)
         return Arriving(self.query, both, self.query_ids, ids, bias)
 
 

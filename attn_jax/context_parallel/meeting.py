@@ -46,6 +46,11 @@ class Shard(NamedTuple):
     def key_count(self) -> int:
         return self.key.shape[1]
 
+    @property
+    def planes(self) -> None:
+        """What keys and values are planes of."""
+        return None
+
     def keys(self, first: int, count: int) -> tuple[Array, Array]:
         """So many of the keys and values."""
         return read(self.key, 1, first, count), read(self.value, 1, first, count)
@@ -53,8 +58,8 @@ class Shard(NamedTuple):
 
 class Arriving(NamedTuple):
     """The same, but that keys and values are `both` in a message, which is opened where
-    kernels are called: XLA then hands a part of it to those that only read, and copies
-    no more than the others need."""
+    kernels are called: XLA then hands a part of it to those that only read, and those
+    that write in place take it whole, or a copy."""
 
     query: Float[Array, "B T N H"]
     both: Array
@@ -65,6 +70,11 @@ class Arriving(NamedTuple):
     @property
     def key_count(self) -> int:
         return self.both.shape[-3]
+
+    @property
+    def planes(self) -> Array | None:
+        """What keys and values are planes of."""
+        return self.both if self.both.ndim == 5 else None
 
     def keys(self, first: int, count: int) -> tuple[Array, Array]:
         """So many of the keys and values."""
@@ -146,7 +156,9 @@ def _carried(
 
     def run(so_far, shard: Shard | Arriving, which):
         key, value = shard.keys(0, shard.key_count)
-        return block.carry_on_some(so_far, shard.query, key, value, spans, which)
+        return block.carry_on_some(
+            so_far, shard.query, key, value, spans, which, shard.planes
+        )
 
     if spans not in made:
         made[spans] = jax.jit(run)
@@ -208,7 +220,7 @@ def add_backward(
             if in_place:
                 key, value = shard.keys(*call.key)
                 dquery, *of_keys = block.backward_in_place(
-                    so_far.dquery, shard.query, key, value, rows, call
+                    so_far.dquery, shard.query, key, value, rows, call, shard.planes
                 )
                 so_far = so_far._replace(dquery=dquery)
                 dkey, dvalue = (

@@ -29,7 +29,7 @@ def stacked(key: Array, value: Array) -> Array:
 def unpacked(
     both: Array, key_columns: int, keys: slice = slice(None)
 ) -> tuple[Array, Array]:
-    """The inverse of either, of some keys."""
+    """The inverse of either, of some keys; there may be more planes."""
     if both.ndim == 5:
         return both[0, :, keys], both[1, :, keys]
     return both[:, keys, :, :key_columns], both[:, keys, :, key_columns:]
@@ -37,17 +37,26 @@ def unpacked(
 
 def fit(keys: Array, sums: Array) -> bool:
     """Whether `together` takes them."""
-    return keys.shape[-1] * keys.dtype.itemsize % sums.dtype.itemsize == 0
+    a, b = sums.dtype.itemsize, keys.dtype.itemsize
+    return a % b == 0 if keys.ndim == 5 else keys.shape[-1] * b % a == 0
 
 
 def together(keys: Array, sums: Array) -> Array:
-    """Arrays of two types as one, bit for bit."""
+    """Arrays of two types as one, bit for bit: sums as more planes of stacked keys, or
+    one behind the other."""
+    if keys.ndim == 5:
+        words = _WORDS[keys.dtype.itemsize]
+        of_sums = sums.view(words).reshape(-1, *keys.shape[1:])
+        return jnp.concatenate([keys[:2].view(words), of_sums])
     words = _WORDS[sums.dtype.itemsize]
     return jnp.concatenate([x.view(words).reshape(-1) for x in (keys, sums)])
 
 
 def apart(message: Array, keys: Array, sums: Array) -> tuple[Array, Array]:
-    """The inverse, for arrays of these shapes and types."""
+    """The inverse, for arrays of these shapes and types; planes of keys may be those of
+    the message, of which only the first two are."""
+    if keys.ndim == 5:
+        return message.view(keys.dtype), _seen_as(message[2:], sums)
     count = math.prod(keys.shape) * keys.dtype.itemsize // sums.dtype.itemsize
     return _seen_as(message[:count], keys), _seen_as(message[count:], sums)
 

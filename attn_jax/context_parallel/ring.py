@@ -58,7 +58,7 @@ def forward(static: Static, x: Local) -> Rows:
             assert hop is not None
             ahead = None if after is None else _moved(both, static, after - hop)
             source = (rank - hop) % shards
-            shard = x.meets(both, source)
+            shard = x.meets(both if hop % shards else None, source)
             first = hop == hops[0]
             so_far = add_forward(
                 *(meetings, add, so_far, shard, rank, source, hop),
@@ -96,7 +96,7 @@ def backward(
         onward = after - hop if after < shards else 0
         message, opened = _exchanged(static, both, onward, sums, hop - before)
         source = (rank - hop) % shards
-        shard = x.meets(both, source)
+        shard = x.meets(both if hop % shards else None, source)
         total, *part, of_bias = add_backward(
             *(block, meetings, total, shard, rows, rank, source, hop % shards),
             in_place=in_place,
@@ -143,6 +143,8 @@ def _exchanged(
 ) -> tuple[Any, Callable[[Any], tuple[Array, Array | None]]]:
     """What comes when keys go onward and sums go some steps, in one message if it can
     be, and how to open it: (keys, sums)."""
+    if both.ndim == 5:  # Sums that came with these keys stay.
+        both = both[:2]
     if sums is None:
         return _moved(both, static, onward), lambda ahead: (ahead, None)
     wire = sent(static, sums)

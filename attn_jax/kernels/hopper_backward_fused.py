@@ -147,15 +147,16 @@ def sums_over_keys(
     query, key, value, dout, lse2, delta, numbers: Range, before=None,
     *, query_count: int, key_count: int, scale: float, is_causal: bool,
     window: Band | None, plan: tuning.Plan, dq_dtype: jnp.dtype, wide: bool,
-    first_query: int = 0,
+    first_query: int = 0, first_key: int = 0,
 ):  # fmt: skip
     """(sums over keys of dS K' in FP32, scaled, dK, dV), padded: of all keys, or of
     long tiles and, for the last queries, of short ones. `lse2` is LSE in units of log2,
-    less log2 of what dS is scaled by. `before`: sums that these are added to."""
+    less log2 of what dS is scaled by. `before`: sums that these are added to. Keys and
+    values may be the first two of some planes, which the `key` is then."""
     batch, rows_in_all, query_heads, head_dim = query.shape
     dtype = query.dtype
-    shapes = Shapes(batch, query_count, key_count, query_heads, key.shape[2], head_dim)
-    shapes = shapes._replace(first_query=first_query)
+    shapes = Shapes(batch, query_count, key_count, query_heads, key.shape[-2], head_dim)
+    shapes = shapes._replace(first_query=first_query, first_key=first_key)
     shapes = shapes.in_parts(plan, is_causal=is_causal, window=window)
     in_fp32 = wide or shapes.parts > 1  # dK and dV
     queries = shapes.queries
@@ -176,6 +177,9 @@ def sums_over_keys(
         key_factor, row_divisor, before_gmem, *results,
     ):  # fmt: skip
         del before_gmem  # Lies where dQ does.
+        keys_at, values_at = (k_gmem, ()), (v_gmem, ())
+        if value is None:
+            keys_at, values_at = (k_gmem, (0,)), (k_gmem, (1,))
         *dq_gmem, dk_gmem, dv_gmem, smem, barriers = results
         i32 = jnp.int32
         work = Work.of(lax.axis_index("cta"), shapes, ring)
@@ -421,7 +425,7 @@ def sums_over_keys(
         def produce():
             plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
             load(
-                *(work, smem, barriers, k_gmem, (centre_gmem, key_factor), v_gmem),
+                *(work, smem, barriers, keys_at, (centre_gmem, key_factor), values_at),
                 (q_gmem, lse_gmem),
                 (dout_gmem, delta_gmem),
             )

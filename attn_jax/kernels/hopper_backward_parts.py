@@ -8,28 +8,53 @@ to the sum of all before it, in FP32.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import tuning
 from attn_jax.kernels.hopper_backward_fused import sums_over_keys
-from attn_jax.kernels.hopper_fused_work import QUERIES
+from attn_jax.kernels.hopper_fused_work import KEY_TILE, QUERIES
 from attn_jax.kernels.hopper_range import Range
 from attn_jax.kernels.tiles import LOG2_E
 
+# TMA reads 16-bit tiles in groups of 8 rows.
+SEQUENCE_MULTIPLE = 8
 
-def added_in_place(head_dim: int, first: int, count: int, rows: int) -> bool:
-    """Whether `add_to` takes these of so many rows: whole blocks."""
+
+class Keys(NamedTuple):
+    """Some keys and values. With `planes` they are those of its first two planes, from
+    the `first` on, and kernels read them there."""
+
+    key: Float[Array, "B s K H"]
+    value: Float[Array, "B s K D"]
+    first: int = 0
+    planes: Float[Array, "P B S K H"] | None = None
+
+
+def added_in_place(
+    head_dim: int,
+    queries: tuple[int, int],
+    keys: tuple[int, int],
+    query_length: int,
+    key_length: int,
+) -> bool:
+    """Whether `add_to` takes (first, number of) queries and keys of arrays so long:
+    whole blocks, beyond which it would read what is others'."""
     block = QUERIES[head_dim]
-    return first % block == 0 and count % block == 0 and rows % block == 0
+    of_queries = *queries, query_length
+    (first, count), multiple = keys, SEQUENCE_MULTIPLE
+    to_the_end = first + count == key_length and key_length % multiple == 0
+    return all(x % block == 0 for x in of_queries) and (
+        to_the_end or count % KEY_TILE == 0
+    )
 
 
 def add_to(
     sums: Float32[Array, "B T N H"],
     query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    keys: Keys,
     dout: Float[Array, "B T N H"],
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
@@ -41,7 +66,7 @@ def add_to(
     is_causal: bool,
     dq_dtype: jnp.dtype = jnp.dtype(jnp.float16),
 ) -> tuple[
-    Float32[Array, "B T N H"], Float32[Array, "B S K H"], Float32[Array, "B S K H"]
+    Float32[Array, "B T N H"], Float32[Array, "B s K H"], Float32[Array, "B s K H"]
 ]:
     """(`sums`, dK, dV): to the sums of dS K' of `query_count` rows from the first on,
     which `added_in_place` says it takes, those over these keys are added where they
@@ -50,8 +75,12 @@ def add_to(
     Raises:
       NotImplementedError: `reason_against` has one.
     """
-    plan = tuning.fused(query.shape[3], key.shape[1], is_causal=is_causal)
-    group = query.shape[2] // key.shape[2]
+    key, value, first_key, planes = keys
+    _, key_count, key_heads, _ = key.shape
+    if planes is not None:
+        key, value = planes, None
+    plan = tuning.fused(query.shape[3], key_count, is_causal=is_causal)
+    group = query.shape[2] // key_heads
     exponent = jnp.repeat(numbers.row_exponent, group, axis=1)[..., None]
     (sums,), dk, dv = sums_over_keys(
         *(query, key, value, dout, lse * LOG2_E - exponent, delta),
@@ -59,7 +88,8 @@ def add_to(
         sums,
         first_query=first_query,
         query_count=query_count,
-        key_count=key.shape[1],
+        first_key=first_key if planes is not None else 0,
+        key_count=key_count,
         scale=scale,
         is_causal=is_causal,
         window=None,

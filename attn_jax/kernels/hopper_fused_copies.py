@@ -26,7 +26,8 @@ def load(
     work: Work, smem: Memory, barriers: Barriers, keys, columns, values, queries, douts
 ) -> None:
     """The loading warpgroup. `queries` and `douts` are a matrix and its rows' LSE or
-    delta, `columns` two arrays of a number for each column of a head's K, in global
+    delta, `keys` and `values` an array and the index of a leading axis, if it has one,
+    `columns` two arrays of a number for each column of a head's K, in global
     memory."""
     block_size = work.shapes.queries
 
@@ -53,10 +54,12 @@ def load(
         def _():
             plgpu.barrier_wait(free)
 
+        gmem, plane = source
+        first_key = work.shapes.first_key + item.tile * KEY_TILE
         for w in range(WARPGROUPS):
-            span = pl.ds(item.tile * KEY_TILE + w * KEYS, KEYS)
+            place = item.b, pl.ds(first_key + w * KEYS, KEYS), item.kv_head
             plgpu.copy_gmem_to_smem(
-                source.at[item.b, span, item.kv_head], target.at[w], barriers.tile_ready
+                gmem.at[(*plane, *place)], target.at[w], barriers.tile_ready
             )
 
     def load_item(item, first, number):

@@ -46,8 +46,8 @@ class Shapes(NamedTuple):
     """Sizes that the kernel is compiled for; lengths as they are, not padded.
 
     `parts`: the query heads of a key head are dealt to so many CTAs, each of which has
-    sums of its own for dK and dV. `first_query`: where the queries begin in arrays of
-    more.
+    sums of its own for dK and dV. `first_query`, `first_key`: where these begin in
+    arrays of more.
     """
 
     batch: int
@@ -58,6 +58,7 @@ class Shapes(NamedTuple):
     head_dim: int
     parts: int = 1
     first_query: int = 0
+    first_key: int = 0
 
     @classmethod
     def of(cls, query: tuple[int, ...], key: tuple[int, ...]) -> "Shapes":

@@ -123,11 +123,13 @@ def forward(
     static: Static,
     more,
     residual,
+    planes=None,
     **carrying,
 ):
     """(out, out_low if kept, LSE, `KeyNumbers` if kept) of one device's arrays.
 
-    `residual`: for a backward pass. `carrying`: arguments of `hopper_forward`, and what
+    `residual`: for a backward pass. `planes`: an array whose first plane the keys are,
+    for kernels to read them there. `carrying`: arguments of `hopper_forward`, and what
     it returns then."""
     rules, sinks, bias = _unpacked(more, arrays)
     target = static.target
@@ -152,7 +154,7 @@ def forward(
         if half_value is not None:
             value, options["unscale"] = half_value, numbers.unscale
     found = _FORWARD[target].forward(
-        *(query, key, value),
+        *(query, key if planes is None else planes, value),
         query_count=query_count,
         key_count=key_count,
         scale=static.scale,

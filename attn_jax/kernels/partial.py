@@ -29,6 +29,7 @@ from attn_jax.kernels import (
     visibility,
 )
 from attn_jax.kernels.attention import unsupported as unsupported_whole
+from attn_jax.kernels.hopper_backward_parts import Keys
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.hopper_outputs import Carried
 from attn_jax.kernels.hopper_query_gradient import by_xla
@@ -91,6 +92,7 @@ def carry_on(
     mask: Mask = Mask(),
     first: int = 0,
     chosen: Chosen | None = None,
+    planes: Float[Array, "P B S K H"] | None = None,
 ) -> Carried:
     """The state with these keys, too, of the rows from the `first` on that the query
     is; others stay. With logits S in units of log2, all FP32,
@@ -102,7 +104,9 @@ def carry_on(
     (None) m is -inf, l and A are 0. The sums over these keys are made as ever, from
     their own maximum, and added to what was there in the end; the kernel does it where
     the state lies, which XLA copies only if somebody else reads it, too. If something
-    is `chosen`, which the kernels are to take (`takes`), then only that.
+    is `chosen`, which the kernels are to take (`takes`), then only that. `planes`: an
+    array whose first plane the keys are, which kernels then read there; a part of an
+    array is copied for those that write in place.
     """
     static, rules = _static(query, key, value, scale, mask, bias)
     count, more = query.shape[1], -query.shape[1] % static.tilings.forward.tile
@@ -114,6 +118,7 @@ def carry_on(
             before=before,
             first_row=first,
             chosen=chosen,
+            planes=planes if key.shape[1] % local.SEQUENCE_MULTIPLE == 0 else None,
         )
         m, l, total, _ = varying_alike(*found, query)  # noqa: E741
         return Carried(m, l, total)
@@ -255,51 +260,49 @@ def backward(
 def adds_in_place(
     query_shape: tuple[int, ...],
     value_shape: tuple[int, ...],
-    first: int,
-    query_count: int,
+    queries: tuple[int, int],
+    keys: tuple[int, int],
     *,
     is_causal: bool,
 ) -> bool:
-    """Whether `backward_in_place` takes keys and values like [B, S, K, D] and, of the
-    queries [B, T, N, H], so many."""
-    batch, rows, *of_heads = query_shape
-    made = design.backward_of(
-        (batch, query_count, *of_heads), value_shape, "hopper", is_causal=is_causal
+    """Whether `backward_in_place` takes (first, number of) those of [B, T, N, H] and of
+    keys and values like [B, S, K, D]."""
+    used = (
+        (x[0], count, *x[2:])
+        for x, (_, count) in ((query_shape, queries), (value_shape, keys))
     )
-    return (
-        made == "fused"
-        and value_shape[1] % local.SEQUENCE_MULTIPLE == 0
-        and hopper_backward_parts.added_in_place(of_heads[1], first, query_count, rows)
+    made = design.backward_of(next(used), next(used), "hopper", is_causal=is_causal)
+    lengths = query_shape[1], value_shape[1]
+    return made == "fused" and hopper_backward_parts.added_in_place(
+        query_shape[3], queries, keys, *lengths
     )
 
 
 def backward_in_place(
     sums: Float32[Array, "B T N H"],
     query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K D"],
+    keys: Keys,
     dout: Float[Array, "B T N D"],
     lse: Float32[Array, "B N T"],
     excess: Float32[Array, "B N T"],
     ranges: Ranges,
-    first: int,
-    query_count: int,
+    queries: tuple[int, int],
     *,
     scale: float,
     is_causal: bool,
 ) -> tuple[
-    Float32[Array, "B T N H"], Float32[Array, "B S K H"], Float32[Array, "B S K D"]
+    Float32[Array, "B T N H"], Float32[Array, "B s K H"], Float32[Array, "B s K D"]
 ]:
-    """(`sums` with these keys, for `query_count` rows from the first on, dK, dV), as of
+    """(`sums` with these keys, for the (first, number of) queries, dK, dV), as of
     `backward`; of all keys `dquery` is dQ."""
     found = hopper_backward_parts.add_to(
-        *(sums, query, key, value, dout.astype(query.dtype), _of_seen(lse), excess),
+        *(sums, query, keys, dout.astype(query.dtype), _of_seen(lse), excess),
         ranges.centred,
-        first_query=first,
-        query_count=query_count,
+        first_query=queries[0],
+        query_count=queries[1],
         scale=scale,
         is_causal=is_causal,
-        dq_dtype=_dq_dtype(key),
+        dq_dtype=_dq_dtype(keys.key),
     )
     found = varying_alike(*found, query)
     return found[0], found[1], found[2]
