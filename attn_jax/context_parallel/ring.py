@@ -9,7 +9,7 @@ anything are left out; what travels takes them in one step. Every sum has a fixe
 order, hop by hop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +41,9 @@ from attn_jax.context_parallel.messages import (
     unpacked,
 )
 from attn_jax.varying import varying_alike
+
+# dK and dV.
+Sums = Sequence[Array]
 
 
 def forward(static: Static, x: Local) -> Rows:
@@ -109,15 +112,15 @@ def backward(
             )
             total = total._replace(dquery=dquery)
         ahead, arrived = opened(message)
-        part = packed(*part)
-        sums = part if arrived is None else arrived + part
-        sums = kept(sums, recipe.ring_gradient_accumulator)
+        if arrived is not None:
+            part = [old + new for old, new in zip(arrived, part, strict=True)]
+        sums = [kept(new, recipe.ring_gradient_accumulator) for new in part]
         dbias = with_pairs(dbias, of_bias, 0, source * x.key.shape[1])
         both = ahead if after < shards else own
     if sums is not None:
         if hops[-1] < shards:
-            sums = _moved_sums(sums, static, shards - hops[-1])
-        dkey, dvalue = unpacked(sums, x.key.shape[-1])
+            sums = _moved_sums(static, sums, shards - hops[-1])
+        dkey, dvalue = sums
         total = total._replace(dkey=dkey, dvalue=dvalue)
     total = total._replace(dbias=dbias)
     inputs = x.query, x.key, x.value, x.bias
@@ -134,26 +137,31 @@ def _moved(x: Array, static: Static, steps: int) -> Array:
     )
 
 
-def _moved_sums(sums: Array, static: Static, steps: int) -> Array:
-    return _moved(sent(static, sums), static, steps).astype(sums.dtype)
+def _moved_sums(static: Static, sums: Sums, steps: int) -> list[Array]:
+    """In one message."""
+    wire = packed(*(sent(static, x) for x in sums))
+    found = unpacked(_moved(wire, static, steps), sums[0].shape[-1])
+    return [x.astype(sums[0].dtype) for x in found]
 
 
 def _exchanged(
-    static: Static, both: Array, onward: int, sums: Array | None, steps: int
-) -> tuple[Any, Callable[[Any], tuple[Array, Array | None]]]:
+    static: Static, both: Array, onward: int, sums: Sums | None, steps: int
+) -> tuple[Any, Callable[[Any], tuple[Array, Sums | None]]]:
     """What comes when keys go onward and sums go some steps, in one message if it can
     be, and how to open it: (keys, sums)."""
-    if both.ndim == 5:  # Sums that came with these keys stay.
-        both = both[:2]
     if sums is None:
         return _moved(both, static, onward), lambda ahead: (ahead, None)
-    wire = sent(static, sums)
+    wire = [sent(static, x) for x in sums]
     if onward != steps or not fit(both, wire):
-        come = _moved(both, static, onward), _moved(wire, static, steps)
-        return come, lambda come: (come[0], come[1].astype(sums.dtype))
+        if both.ndim == 5:  # Sums that came with these keys stay.
+            both = both[:2]
+        come = _moved(both, static, onward), _moved_sums(static, sums, steps)
+        return come, lambda come: come
 
-    def opened(message: Array) -> tuple[Array, Array]:
+    def opened(message: Array) -> tuple[Array, list[Array]]:
         ahead, arrived = apart(message, both, wire)
-        return ahead, arrived.astype(sums.dtype)
+        return ahead, [
+            x.astype(old.dtype) for x, old in zip(arrived, sums, strict=True)
+        ]
 
     return _moved(together(both, wire), static, steps), opened

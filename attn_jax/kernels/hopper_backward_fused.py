@@ -458,7 +458,8 @@ def sums_over_keys(
         *(query, key, value, dout, *rows, numbers.centre, numbers.key_factor),
         *(power_of_two(-numbers.row_exponent), before),
     )
-    aliases = {} if before is None else {len(operands) - 1: 0}
+    count = len(jax.tree.leaves(operands))
+    aliases = {} if before is None else {count - 1: 0}
     kernel = internals.kernel(
         attention_backward_fused,
         aliases=aliases,
