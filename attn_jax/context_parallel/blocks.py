@@ -93,10 +93,13 @@ class Block(Protocol):
         *,
         nothing: bool,
         first: int,
+        first_key: int,
+        prepared: Any,
     ) -> tuple[Array, ...]:
         """(m, l, A) with these keys, for a ring_merge that carries them on, of rows of
         which the query is those from the `first` on; of no keys (-inf, 0, 0), and
-        `nothing` where it is known that the state is that."""
+        `nothing` where it is known that the state is that. `prepared`: of `prepared`,
+        where these are the keys from `first_key` on."""
         ...
 
     def carry_on_some(
@@ -107,11 +110,15 @@ class Block(Protocol):
         value: Array,
         spans: tuple[Span, ...],
         which: Array,
-        planes: Array | None,
+        prepared: Any,
     ) -> tuple[Array, ...] | None:
         """The same of one of some spans, without a mask, which is known on a device
-        alone; None if the block cannot tell them apart there. `planes`: a message whose
-        first two are these keys and values."""
+        alone; None if the block cannot tell them apart there."""
+        ...
+
+    def prepared(self, key: Array, value: Array) -> Any:
+        """Keys and values, an array or more, as all devices are to have them for these
+        two, so that none makes anything of them that another has made; or None."""
         ...
 
     def finished(self, state: tuple[Array, ...], query: Array) -> tuple[Array, Array]:
@@ -168,7 +175,8 @@ class Block(Protocol):
     ) -> tuple[Array, Array, Array]:
         """(`sums` with what a call's keys bring to its rows, dK, dV), where rows, and
         queries, are all there are; sums of no keys are 0, and of all they are
-        `dquery`'s `in_place`. `planes`: as of `carry_on_some`, with more keys."""
+        `dquery`'s `in_place`. `planes`: an array whose first two are all keys and
+        values."""
         ...
 
     def dquery(
@@ -206,8 +214,13 @@ class Emulated:
             mask=mask,
         )
 
-    def carry_on(self, state, query, key, value, mask, bias=None, *, nothing, first):
-        del nothing
+    def prepared(self, key, value):
+        del key, value
+
+    def carry_on(
+        self, state, query, key, value, mask, bias=None, *, nothing, first, **prepared
+    ):
+        del nothing, prepared
         rows = partial.carry_on(
             *(rows_from(state, first, query.shape[1]), query, key, value),
             recipe=self._alone,
@@ -217,8 +230,8 @@ class Emulated:
         )
         return with_rows(state, rows, first)
 
-    def carry_on_some(self, state, query, key, value, spans, which, planes):
-        del state, query, key, value, spans, which, planes
+    def carry_on_some(self, state, query, key, value, spans, which, prepared):
+        del state, query, key, value, spans, which, prepared
 
     def finished(self, state, query):
         m, l, total = state  # noqa: E741
@@ -319,7 +332,16 @@ class Kernels:
             query, key, value, scale=self.scale, bias=bias, mask=mask
         )
 
-    def carry_on(self, state, query, key, value, mask, bias=None, *, nothing, first):
+    def prepared(self, key, value):
+        from attn_jax.kernels import partial as kernels
+
+        if self.recipe.ring_merge not in ("carry", "carry_whole"):
+            return None
+        return kernels.prepared(key, value)
+
+    def carry_on(
+        self, state, query, key, value, mask, bias=None, *, nothing, first, **prepared
+    ):
         from attn_jax.kernels import partial as kernels
 
         all_rows = state[0].shape[-1] == query.shape[1]
@@ -329,10 +351,11 @@ class Kernels:
             bias=bias,
             mask=mask,
             first=first,
+            **prepared,
         )
         return tuple(found)  # As where a plan has no calls.
 
-    def carry_on_some(self, state, query, key, value, spans, which, planes):
+    def carry_on_some(self, state, query, key, value, spans, which, prepared):
         from attn_jax.kernels import partial as kernels
         from attn_jax.kernels.schedule import Chosen
 
@@ -343,7 +366,7 @@ class Kernels:
             *(state, query, key, value),
             scale=self.scale,
             chosen=chosen,
-            planes=planes,
+            prepared=prepared,
         )
         return tuple(found)
 

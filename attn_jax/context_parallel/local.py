@@ -1,7 +1,7 @@
 """What is compiled into a call on one device, and what all strategies share."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from attn_jax.context_parallel.all_keys import AllKeys
 from attn_jax.context_parallel.blocks import Block, WholeRows
 from attn_jax.context_parallel.layouts import Layout
-from attn_jax.context_parallel.meeting import Arriving, Shard, pairs_of
+from attn_jax.context_parallel.meeting import Arriving, Ready, Shard, pairs_of
 from attn_jax.context_parallel.schedule import Schedule, schedule
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
@@ -77,13 +77,22 @@ class Local(NamedTuple):
     def meets(self, both: Array | None, source) -> Arriving | Shard:
         """This device's queries and the keys of a shard, as a message has them, or
         (None) its own."""
+        ids, bias = self._beside(source)
+        if both is None:
+            return Shard(self.query, self.key, self.value, self.query_ids, ids, bias)
+        return Arriving(self.query, both, self.query_ids, ids, bias)
+
+    def meets_prepared(self, prepared: Any, source) -> Ready:
+        """The same, of keys as a block has them prepared."""
+        return Ready(self.query, prepared, self.query_ids, *self._beside(source))
+
+    def _beside(self, source) -> tuple[Array | None, Array | None]:
+        """Ids and bias of a shard's keys."""
         ids = None if self.key_ids is None else self.key_ids[source]
         bias, (T, S) = self.bias, (x.shape[1] for x in (self.query, self.key))
         if bias is not None:
             bias = pairs_of(bias, (0, T), (source * S, S))
-        if both is None:
-            return Shard(self.query, self.key, self.value, self.query_ids, ids, bias)
-        return Arriving(self.query, both, self.query_ids, ids, bias)
+        return ids, bias
 
 
 def returned(static: Static, out: Array) -> Array:

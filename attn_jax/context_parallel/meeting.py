@@ -51,6 +51,8 @@ class Shard(NamedTuple):
         """What keys and values are planes of."""
         return None
 
+    prepared = None
+
     def keys(self, first: int, count: int) -> tuple[Array, Array]:
         """So many of the keys and values."""
         return read(self.key, 1, first, count), read(self.value, 1, first, count)
@@ -76,13 +78,36 @@ class Arriving(NamedTuple):
         """What keys and values are planes of."""
         return self.both if self.both.ndim == 5 else None
 
+    prepared = None
+
     def keys(self, first: int, count: int) -> tuple[Array, Array]:
         """So many of the keys and values."""
         return unpacked(self.both, self.query.shape[-1], slice(first, first + count))
 
 
+class Ready(NamedTuple):
+    """The same for a forward pass, keys and values as a block has `prepared` them."""
+
+    query: Float[Array, "B T N H"]
+    prepared: Any
+    query_ids: Int[Array, "B T"] | None
+    key_ids: Int[Array, "B S"] | None
+    bias: Float[Array, "#B #N #T #S"] | None
+
+    @property
+    def key_count(self) -> int:
+        return self.prepared.count
+
+    def keys(self, first: int, count: int) -> tuple[Array, Array]:
+        """So many of the keys and values."""
+        return self.prepared.some(first, count)
+
+
+AnyShard = Shard | Arriving | Ready
+
+
 def _part(
-    shard: Shard | Arriving, call: Call, offset: Array
+    shard: AnyShard, call: Call, offset: Array
 ) -> tuple[Array, Array, Array, Mask, Array | None]:
     """Queries, keys and values that a call is about, its mask, and the bias of the
     pairs."""
@@ -106,7 +131,7 @@ def add_forward(
     schedule: Schedule,
     add: Add,
     so_far: RowArrays,
-    shard: Shard | Arriving,
+    shard: AnyShard,
     rank,
     source,
     hop: int | None = None,
@@ -121,9 +146,10 @@ def add_forward(
     `made`: of one pass, for its other hops.
     """
 
-    def run(plan: tuple[Call, ...], offset, so_far, shard: Shard | Arriving):
+    def run(plan: tuple[Call, ...], offset, so_far, shard: AnyShard):
         for number, call in enumerate(plan):
-            keys = Keys(*_part(shard, call, offset[number]))
+            more = call.key[0], shard.prepared
+            keys = Keys(*_part(shard, call, offset[number]), *more)
             nothing = first and not any(_overlap(call, old) for old in plan[:number])
             so_far = add(so_far, keys, nothing, call.query[0])
         return so_far
@@ -140,7 +166,7 @@ def _carried(
     schedule: Schedule,
     block: Block,
     so_far: RowArrays,
-    shard: Shard | Arriving,
+    shard: AnyShard,
     rank,
     hop: int,
     made: Made | None,
@@ -154,10 +180,10 @@ def _carried(
     spans, which = found
     made = {} if made is None else made
 
-    def run(so_far, shard: Shard | Arriving, which):
+    def run(so_far, shard: AnyShard, which):
         key, value = shard.keys(0, shard.key_count)
         return block.carry_on_some(
-            so_far, shard.query, key, value, spans, which, shard.planes
+            so_far, shard.query, key, value, spans, which, shard.prepared
         )
 
     if spans not in made:

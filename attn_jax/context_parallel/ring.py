@@ -54,14 +54,18 @@ def forward(static: Static, x: Local) -> Rows:
 
     def visit(add, so_far):
         made = Made()
-        both = stacked(x.key, x.value)
+        prepared = static.block.prepared(x.key, x.value)
+        both = stacked(x.key, x.value) if prepared is None else prepared
         if hops:
             both = _moved(both, static, hops[0])
         for hop, after in pairwise([*hops, None]):
             assert hop is not None
             ahead = None if after is None else _moved(both, static, after - hop)
             source = (rank - hop) % shards
-            shard = x.meets(both if hop % shards else None, source)
+            if prepared is not None:
+                shard = x.meets_prepared(both, source)
+            else:
+                shard = x.meets(both if hop else None, source)
             first = hop == hops[0]
             so_far = add_forward(
                 *(meetings, add, so_far, shard, rank, source, hop),
@@ -127,7 +131,7 @@ def backward(
     return gradients(block, total, rows, dlse, inputs, in_place=in_place)
 
 
-def _moved(x: Array, static: Static, steps: int) -> Array:
+def _moved(x: Any, static: Static, steps: int) -> Any:
     """What lies `steps` shards before this one."""
     if steps == 0:
         return x

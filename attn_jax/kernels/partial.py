@@ -23,6 +23,7 @@ from attn_jax.kernels import (
     hopper_backward_dq,
     hopper_backward_fused,
     hopper_backward_parts,
+    hopper_key_numbers,
     hopper_row_sums,
     local,
     tuning,
@@ -30,7 +31,7 @@ from attn_jax.kernels import (
 )
 from attn_jax.kernels.attention import unsupported as unsupported_whole
 from attn_jax.kernels.hopper_backward_parts import Keys
-from attn_jax.kernels.hopper_key_numbers import KeyNumbers
+from attn_jax.kernels.hopper_key_numbers import KeyNumbers, Prepared
 from attn_jax.kernels.hopper_outputs import Carried
 from attn_jax.kernels.hopper_query_gradient import by_xla
 from attn_jax.kernels.hopper_range import Range, range_of
@@ -92,7 +93,8 @@ def carry_on(
     mask: Mask = Mask(),
     first: int = 0,
     chosen: Chosen | None = None,
-    planes: Float[Array, "P B S K H"] | None = None,
+    first_key: int = 0,
+    prepared: Prepared | None = None,
 ) -> Carried:
     """The state with these keys, too, of the rows from the `first` on that the query
     is; others stay. With logits S in units of log2, all FP32,
@@ -104,11 +106,17 @@ def carry_on(
     (None) m is -inf, l and A are 0. The sums over these keys are made as ever, from
     their own maximum, and added to what was there in the end; the kernel does it where
     the state lies, which XLA copies only if somebody else reads it, too. If something
-    is `chosen`, which the kernels are to take (`takes`), then only that. `planes`: an
-    array whose first plane the keys are, which kernels then read there; a part of an
-    array is copied for those that write in place.
+    is `chosen`, which the kernels are to take (`takes`), then only that. `prepared`:
+    where these keys and values, of which V is FP16 numbers then, are those from
+    `first_key` on.
     """
     static, rules = _static(query, key, value, scale, mask, bias)
+    options: dict = {}
+    if prepared is not None:
+        options = {"unscale": prepared.unscale, "key_count": key.shape[1]}
+        # Whole blocks alone: behind the last key lies what is no key.
+        if first_key == 0 and key.shape[1] % static.tilings.forward.columns == 0:
+            key, value = prepared.planes, prepared.value_planes
     count, more = query.shape[1], -query.shape[1] % static.tilings.forward.tile
 
     def carried(before: Carried | None, first: int) -> Carried:
@@ -118,7 +126,7 @@ def carry_on(
             before=before,
             first_row=first,
             chosen=chosen,
-            planes=planes if key.shape[1] % local.SEQUENCE_MULTIPLE == 0 else None,
+            **options,
         )
         m, l, total, _ = varying_alike(*found, query)  # noqa: E741
         return Carried(m, l, total)
@@ -131,6 +139,16 @@ def carry_on(
     # The kernel's tiles would reach into rows that are not this query's.
     own = before.rows(first, count).padded(more)
     return before.with_rows(carried(own, 0).rows(0, count), first)
+
+
+def prepared(
+    key: Float[Array, "B S K H"], value: Float[Array, "B S K D"]
+) -> Prepared | None:
+    """K and V as all devices are to have them for `carry_on`, or None."""
+    inputs = local.INPUTS[jnp.dtype(key.dtype)]
+    if inputs == FP16 or key.shape[1] % local.SEQUENCE_MULTIPLE:
+        return None
+    return hopper_key_numbers.prepared(key, value, inputs)
 
 
 def takes(
