@@ -116,6 +116,10 @@ def backward(
             )
             total = total._replace(dquery=dquery)
         ahead, arrived = opened(message)
+        if ahead.ndim == 5 and not in_place:
+            # A slice of a message, so that programs of all hops are the same; kernels
+            # that add in place take it whole.
+            ahead = ahead[:2]
         if arrived is not None:
             part = [old + new for old, new in zip(arrived, part, strict=True)]
         sums = [kept(new, recipe.ring_gradient_accumulator) for new in part]
