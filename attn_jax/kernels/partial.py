@@ -4,9 +4,10 @@ The kernels of `attention`, but that O and gradients are FP32, and that LSE and 
 of whole rows, are given. For Hopper, for now. Where it rounds is said in
 `hopper_forward`, `hopper_backward_fused` and `hopper_backward_dq`, `_dkv` and `_dbias`:
 O has P in FP16, as where attention is differentiated, and dQ has dS and K in FP16, each
-scaled into its range by a power of two for the part. From part to part go the running
-maximum m, sum l and weighted sum A of whole rows, in FP32: the forward kernel takes
-them and leaves them, and no LSE is rounded before the last.
+scaled into its range by a power of two, one for all parts. From part to part go the
+running maximum m, sum l and weighted sum A of whole rows, in FP32: the forward kernel
+takes them and leaves them, and no LSE is rounded before the last. So do dQ's sums,
+where one pass makes the gradients of all parts (`hopper_backward_parts`).
 """
 
 from typing import NamedTuple
