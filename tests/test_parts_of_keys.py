@@ -277,17 +277,21 @@ def _added_in_place():
         of_cut = lse[..., of_rows], excess[..., of_rows]
         zero, at = jnp.zeros_like(sums[:, of_rows]), (0, count[0])
         where = partial.Keys(key, value)
-        more, *of_these = add(zero, cut[0], where, cut[1], *of_cut, ranges, at)
-        return jax.device_get((there, sums, more, of_these)), of_rows
+        given = cut[0], where, cut[1], *of_cut, ranges, at
+        more, *of_these = add(zero, *given)
+        begun = add(None, *given)[0]
+        return jax.device_get((there, sums, more, begun, of_these)), of_rows
 
 
 def test_gradients_are_added_where_they_lie():
-    (there, before, more, of_keys), rows = in_child_process(
+    (there, before, more, begun, of_keys), rows = in_child_process(
         _added_in_place, seconds=TIME_LIMIT
     )
     sums, *found = there
     chex.assert_trees_all_equal(found, of_keys)
     assert np.abs(more).max() > 1
+    # Of no keys before, where nothing need be there.
+    np.testing.assert_array_equal(begun, more)
     # A tile is added to the sum before it: of one, to the last bit.
     np.testing.assert_array_equal(sums[:, rows], before[:, rows] + more)
     others = np.ones(sums.shape[1], bool)

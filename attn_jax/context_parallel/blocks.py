@@ -165,7 +165,7 @@ class Block(Protocol):
 
     def backward_in_place(
         self,
-        sums: Array,
+        sums: Array | None,
         query: Array,
         key: Array,
         value: Array,
@@ -174,9 +174,9 @@ class Block(Protocol):
         planes: Array | None,
     ) -> tuple[Array, Array, Array]:
         """(`sums` with what a call's keys bring to its rows, dK, dV), where rows, and
-        queries, are all there are; sums of no keys are 0, and of all they are
-        `dquery`'s `in_place`. `planes`: an array whose first two are all keys and
-        values."""
+        queries, are all there are; sums of no keys are 0, or None for a call of all
+        queries, and of all keys they are `dquery`'s `in_place`. `planes`: an array whose
+        first two are all keys and values."""
         ...
 
     def dquery(

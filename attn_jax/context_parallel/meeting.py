@@ -208,6 +208,7 @@ def add_backward(
     hop: int | None = None,
     *,
     in_place: bool = False,
+    begins: bool = False,
     made: Made | None = None,
 ) -> tuple[
     Partial,
@@ -221,7 +222,8 @@ def add_backward(
     The queries' sums are all of `so_far` but dkey, dvalue and dbias, which stay as they
     are. Rounds each part to `ring_gradient_partial` and dQ to
     `ring_gradient_accumulator`; dbias is not rounded. `in_place`: the block adds to dQ
-    by itself.
+    by itself. `begins`: these
+    are the first keys that the queries meet.
     """
     recipe = block.recipe
 
@@ -245,8 +247,11 @@ def add_backward(
         for number, call in enumerate(plan):
             if in_place:
                 key, value = shard.keys(*call.key)
+                sums = so_far.dquery
+                if begins and number == 0 and call.query == (0, sums.shape[1]):
+                    sums = None  # Nothing is there that need be read.
                 dquery, *of_keys = block.backward_in_place(
-                    so_far.dquery, shard.query, key, value, rows, call, shard.planes
+                    sums, shard.query, key, value, rows, call, shard.planes
                 )
                 so_far = so_far._replace(dquery=dquery)
                 dkey, dvalue = (
@@ -276,7 +281,7 @@ def add_backward(
         return so_far, dkey, dvalue, dbias
 
     operands = so_far, shard, rows
-    return _choose(schedule, run, operands, rank, source, hop, made)
+    return _choose(schedule, run, operands, rank, source, hop, made, begins)
 
 
 def adds_in_place(

@@ -107,6 +107,7 @@ def backward(
         total, *part, of_bias = add_backward(
             *(block, meetings, total, shard, rows, rank, source, hop % shards),
             in_place=in_place,
+            begins=in_place and hop == hops[0],
             made=made,
         )
         if after < shards:

@@ -52,7 +52,7 @@ def added_in_place(
 
 
 def add_to(
-    sums: Float32[Array, "B T N H"],
+    sums: Float32[Array, "B T N H"] | None,
     query: Float[Array, "B T N H"],
     keys: Keys,
     dout: Float[Array, "B T N H"],
@@ -70,7 +70,7 @@ def add_to(
 ]:
     """(`sums`, dK, dV): to the sums of dS K' of `query_count` rows from the first on,
     which `added_in_place` says it takes, those over these keys are added where they
-    lie. Of all keys `query_gradient` makes dQ of them.
+    lie. Of all keys `query_gradient` makes dQ of them. None: of no keys, for all rows.
 
     Raises:
       NotImplementedError: `reason_against` has one.

@@ -298,7 +298,7 @@ def adds_in_place(
 
 
 def backward_in_place(
-    sums: Float32[Array, "B T N H"],
+    sums: Float32[Array, "B T N H"] | None,
     query: Float[Array, "B T N H"],
     keys: Keys,
     dout: Float[Array, "B T N D"],
@@ -313,7 +313,7 @@ def backward_in_place(
     Float32[Array, "B T N H"], Float32[Array, "B s K H"], Float32[Array, "B s K D"]
 ]:
     """(`sums` with these keys, for the (first, number of) queries, dK, dV), as of
-    `backward`; of all keys `dquery` is dQ."""
+    `backward`; of all keys `dquery` is dQ. None: of no keys so far, for all rows."""
     found = hopper_backward_parts.add_to(
         *(sums, query, keys, dout.astype(query.dtype), _of_seen(lse), excess),
         ranges.centred,
