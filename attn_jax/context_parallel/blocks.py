@@ -175,8 +175,8 @@ class Block(Protocol):
     ) -> tuple[Array, Array, Array]:
         """(`sums` with what a call's keys bring to its rows, dK, dV), where rows, and
         queries, are all there are; sums of no keys are 0, or None for a call of all
-        queries, and of all keys they are `dquery`'s `in_place`. `planes`: an array whose
-        first two are all keys and values."""
+        queries, and of all keys they are `dquery`'s `in_place`. `planes`: an array
+        whose first two are all keys and values."""
         ...
 
     def dquery(

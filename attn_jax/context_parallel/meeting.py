@@ -222,8 +222,7 @@ def add_backward(
     The queries' sums are all of `so_far` but dkey, dvalue and dbias, which stay as they
     are. Rounds each part to `ring_gradient_partial` and dQ to
     `ring_gradient_accumulator`; dbias is not rounded. `in_place`: the block adds to dQ
-    by itself. `begins`: these
-    are the first keys that the queries meet.
+    by itself. `begins`: these are the first keys that the queries meet.
     """
     recipe = block.recipe
 

@@ -82,7 +82,7 @@ def add_to(
     plan = tuning.fused(query.shape[3], key_count, is_causal=is_causal)
     group = query.shape[2] // key_heads
     exponent = jnp.repeat(numbers.row_exponent, group, axis=1)[..., None]
-    (sums,), dk, dv = sums_over_keys(
+    (total,), dk, dv = sums_over_keys(
         *(query, key, value, dout, lse * LOG2_E - exponent, delta),
         numbers,
         sums,
@@ -98,4 +98,4 @@ def add_to(
         dq_dtype=dq_dtype,
         wide=True,
     )
-    return sums, dk, dv
+    return total, dk, dv
