@@ -84,7 +84,7 @@ def of_all(
     found = jnp.split(gather(jnp.concatenate(columns, axis=-1)), ends, axis=-1)
     centre, most = None, (None, None)
     if centred:
-        mean, square = (x.astype(jnp.float32).mean(axis=0) for x in found[:2])
+        mean, square = (pairwise_mean(x.astype(jnp.float32), 0) for x in found[:2])
         most_key = jnp.zeros_like(mean)
         if counts_largest(inputs):
             most_key = found[2].max(axis=0)

@@ -42,6 +42,7 @@ from attn_jax.kernels.tiles import LN_2
 from attn_jax.kernels.tuning import Plan
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
+from attn_jax.pairwise import pairwise_sum
 from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 from attn_jax.varying import varying_alike
 
@@ -382,8 +383,8 @@ def ranges(
 def _norm(x: Float32[Array, "*rows D"]) -> Float32[Array, "*rows 1"]:
     """Over the last axis; squares stay in FP32's range."""
     _, exponent = jnp.frexp(x.max(-1, keepdims=True))
-    squares = jnp.square(jnp.ldexp(x, -exponent)).sum(-1, keepdims=True)
-    return jnp.ldexp(jnp.sqrt(squares), exponent)
+    squares = pairwise_sum(jnp.square(jnp.ldexp(x, -exponent)), -1)
+    return jnp.ldexp(jnp.sqrt(squares)[..., None], exponent)
 
 
 def scaled(key: Array) -> bool:
