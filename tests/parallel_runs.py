@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 from attn_jax import context_parallel, reference
 from attn_jax.context_parallel import ring
-from attn_jax.context_parallel.messages import stacked
 from attn_jax.mask import Mask
 
 ULYSSES = 2
@@ -95,11 +94,9 @@ def stale_keys(monkeypatch) -> None:
     backward, add_backward = ring.backward, ring.add_backward
 
     def wrong(static, x, *residuals):
-        own = stacked(x.key, x.value)
-
-        def add(block, meetings, total, shard, *more, made):
-            shard = shard._replace(both=own)
-            return add_backward(block, meetings, total, shard, *more, made=made)
+        def add(block, meetings, total, shard, *more, **options):
+            shard = x.meets(None, 0)
+            return add_backward(block, meetings, total, shard, *more, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(ring, "add_backward", add)

@@ -161,7 +161,8 @@ def test_results_that_begin_as_operands_are_in_no_fusion(program):
         for line in computation.splitlines()
         if "custom-call(" in line and "mosaic_gpu" in line
     ]
-    # Others are, so that this test would see it.
-    assert any(fused for fused, _ in calls)
+    # Others are, so that this test would see it; but in a ring, whose kernels take
+    # messages whole.
+    assert any(fused for fused, _ in calls) != (program is _ring)
     in_place = [fused for fused, line in calls if "output_to_operand_aliasing" in line]
     assert in_place and not any(in_place)

@@ -6,60 +6,43 @@ LSE and delta of whole rows backward.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from attn_jax import emulator
-from attn_jax.centre import centre_from, counts_largest
+from attn_jax.context_parallel.all_keys import AllKeys, Gather, of_all
+from attn_jax.context_parallel.schedule import Call
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
 from attn_jax.emulator.sums import read, write
-from attn_jax.formats import carrier_dtype, round_to
+from attn_jax.formats import FP32, carrier_dtype, round_to
 from attn_jax.mask import Mask
-from attn_jax.pairwise import pairwise_mean
 from attn_jax.recipe_schema import Recipe
 from attn_jax.span import Span
 
 
-class OverDevices(NamedTuple):
-    """Of what each device has: the mean and the largest over all of them."""
-
-    mean: Callable[[Array], Array]
-    largest: Callable[[Array], Array]
-
-    @classmethod
-    def of_axis(cls, axis: str) -> "OverDevices":
-        """Those of a mesh axis."""
-        return cls(
-            functools.partial(lax.pmean, axis_name=axis),
-            functools.partial(lax.pmax, axis_name=axis),
-        )
-
-    @classmethod
-    def here(cls) -> "OverDevices":
-        """One device has it all."""
-        return cls(lambda x: x, lambda x: x)
-
-
 class WholeRows(NamedTuple):
-    """What the backward pass knows of whole rows."""
+    """What the backward pass knows of whole rows.
+
+    Attributes:
+      excess: delta - dLSE.
+      keys: what there is besides the keys that rows meet.
+      ranges: of `Block.ranges`, for all rows of this device.
+    """
 
     dout: Float[Array, "B T N D"]
     lse: Float[Array, "B N T"]
-    excess: Float[Array, "B N T"]  # delta - dLSE
-    dout_norm: Float[Array, "B N T"] | None = None  # as `Block.row_sums` gives them
-    centre: Float[Array, "B K H"] | None = None  # of all keys, as the block wants it
+    excess: Float[Array, "B N T"]
+    keys: AllKeys
+    ranges: Any
 
     def of(self, take: Callable[[Array], Array]) -> "WholeRows":
-        """What `take` takes of each array of rows, and the centre as it is."""
-        norm = None if self.dout_norm is None else take(self.dout_norm)
+        """What `take` takes of each array of rows, and the rest as it is."""
         of_rows = take(self.dout), take(self.lse), take(self.excess)
-        return WholeRows(*of_rows, norm, self.centre)
+        return WholeRows(*of_rows, self.keys, self.ranges)
 
 
 @runtime_checkable
@@ -110,10 +93,13 @@ class Block(Protocol):
         *,
         nothing: bool,
         first: int,
+        first_key: int,
+        prepared: Any,
     ) -> tuple[Array, ...]:
         """(m, l, A) with these keys, for a ring_merge that carries them on, of rows of
         which the query is those from the `first` on; of no keys (-inf, 0, 0), and
-        `nothing` where it is known that the state is that."""
+        `nothing` where it is known that the state is that. `prepared`: of `prepared`,
+        where these are the keys from `first_key` on."""
         ...
 
     def carry_on_some(
@@ -124,9 +110,15 @@ class Block(Protocol):
         value: Array,
         spans: tuple[Span, ...],
         which: Array,
+        prepared: Any,
     ) -> tuple[Array, ...] | None:
         """The same of one of some spans, without a mask, which is known on a device
         alone; None if the block cannot tell them apart there."""
+        ...
+
+    def prepared(self, key: Array, value: Array) -> Any:
+        """Keys and values, an array or more, as all devices are to have them for these
+        two, so that none makes anything of them that another has made; or None."""
         ...
 
     def finished(self, state: tuple[Array, ...], query: Array) -> tuple[Array, Array]:
@@ -137,12 +129,18 @@ class Block(Protocol):
         self, dout: Array, out: Array, query: Array
     ) -> tuple[Array, Array | None]:
         """delta of whole rows, from the O that `partial.kept_for_delta` kept, and the
-        norm of each row of dO, if `backward` wants them."""
+        norm of each row of dO, if `ranges` wants them."""
         ...
 
-    def of_keys(self, key: Array, value: Array, rows: WholeRows) -> Any:
-        """What `backward` has to know of keys, of which it then takes some, and of
-        rows."""
+    def of_all(self, key: Array, value: Array, gather: Gather) -> AllKeys:
+        """What `backward` has to know of all keys, from this device's."""
+        ...
+
+    def ranges(
+        self, dout: Array, excess: Array, norm: Array | None, keys: AllKeys
+    ) -> Any:
+        """The powers of two of dS and K', one for all parts of these whole rows, so
+        that what is added up is in the same units."""
         ...
 
     def backward(
@@ -151,7 +149,6 @@ class Block(Protocol):
         key: Array,
         value: Array,
         rows: WholeRows,
-        of_keys: Any,
         mask: Mask,
         bias: Array | None = None,
     ) -> Partial:
@@ -162,13 +159,32 @@ class Block(Protocol):
         """What no keys bring to them."""
         ...
 
-    def centre(self, key: Array, over: OverDevices) -> Array | None:
-        """What `backward` has to know of all keys, from this device's."""
+    def adds_in_place(self, query: Array, value: Array, calls: Sequence[Call]) -> bool:
+        """Whether `backward_in_place` makes the gradients of all these calls."""
         ...
 
-    def dquery(self, total: Partial, dlse: Array, centre: Array | None) -> Array:
+    def backward_in_place(
+        self,
+        sums: Array | None,
+        query: Array,
+        key: Array,
+        value: Array,
+        rows: WholeRows,
+        call: Call,
+        planes: Array | None,
+    ) -> tuple[Array, Array, Array]:
+        """(`sums` with what a call's keys bring to its rows, dK, dV), where rows, and
+        queries, are all there are; sums of no keys are 0, or None for a call of all
+        queries, and of all keys they are `dquery`'s `in_place`. `planes`: an array
+        whose first two are all keys and values."""
+        ...
+
+    def dquery(
+        self, total: Partial, dlse: Array, rows: WholeRows, *, in_place: bool
+    ) -> Array:
         """dQ of whole rows, before its last rounding. `total` is the sum of their
-        parts, `dlse` is 0 where LSE is -inf."""
+        parts, `dlse` is 0 where LSE is -inf. `in_place`: that of `backward_in_place`.
+        """
         ...
 
 
@@ -198,8 +214,13 @@ class Emulated:
             mask=mask,
         )
 
-    def carry_on(self, state, query, key, value, mask, bias=None, *, nothing, first):
-        del nothing
+    def prepared(self, key, value):
+        del key, value
+
+    def carry_on(
+        self, state, query, key, value, mask, bias=None, *, nothing, first, **prepared
+    ):
+        del nothing, prepared
         rows = partial.carry_on(
             *(rows_from(state, first, query.shape[1]), query, key, value),
             recipe=self._alone,
@@ -209,8 +230,8 @@ class Emulated:
         )
         return with_rows(state, rows, first)
 
-    def carry_on_some(self, state, query, key, value, spans, which):
-        del state, query, key, value, spans, which
+    def carry_on_some(self, state, query, key, value, spans, which, prepared):
+        del state, query, key, value, spans, which, prepared
 
     def finished(self, state, query):
         m, l, total = state  # noqa: E741
@@ -222,18 +243,35 @@ class Emulated:
         del query
         return partial.delta(dout, out, self.recipe), None
 
-    def of_keys(self, key, value, rows):
-        del key, value, rows
+    def of_all(self, key, value, gather):
+        """c is None unless of dq_centre 'keys': those that a query sees are counted as
+        they come."""
+        key, value = (
+            round_to(x.astype(carrier(self)), self.recipe.inputs) for x in (key, value)
+        )
+        recipe = self.recipe
+        return of_all(
+            *(key, value, recipe.inputs, gather),
+            centred=recipe.dq_centre == "keys",
+            scaled=recipe.scales_heads,
+        )
 
-    def backward(self, query, key, value, rows, of_keys, mask, bias=None):
-        del of_keys
+    def ranges(self, dout, excess, norm, keys):
+        del norm
+        return partial.head_scale(
+            *(dout, excess, keys.value_largest), recipe=self._alone, scale=self.scale
+        )
+
+    def backward(self, query, key, value, rows, mask, bias=None):
         return partial.backward(
             *(query, key, value, rows.dout, rows.lse, rows.excess),
             recipe=self._alone,
             scale=self.scale,
             bias=bias,
             mask=mask,
-            centre=rows.centre,
+            centre=rows.keys.centre,
+            key_largest=rows.keys.key_largest,
+            head_scale=rows.ranges,
         )
 
     def nothing(self, query, key, value):
@@ -246,17 +284,17 @@ class Emulated:
             key_count=jnp.zeros((B, T), dtype),
         )
 
-    def centre(self, key, over):
-        """c of dq_centre 'keys'; else None: the keys that a query sees are counted as
-        they come."""
-        if self.recipe.dq_centre != "keys":
-            return None
-        wide = round_to(key.astype(jnp.float32), self.recipe.inputs)
-        return _centre_of_all(wide, self.recipe, over)
+    def adds_in_place(self, query, value, calls):
+        del query, value, calls
+        return False
 
-    def dquery(self, total, dlse, centre):
+    def backward_in_place(self, sums, query, key, value, rows, call, planes):
+        raise NotImplementedError
+
+    def dquery(self, total, dlse, rows, *, in_place):
+        assert not in_place
         return partial.corrected_dquery(
-            total, dlse, recipe=self.recipe, scale=self.scale, centre=centre
+            total, dlse, recipe=self.recipe, scale=self.scale, centre=rows.keys.centre
         )
 
     @property
@@ -294,7 +332,16 @@ class Kernels:
             query, key, value, scale=self.scale, bias=bias, mask=mask
         )
 
-    def carry_on(self, state, query, key, value, mask, bias=None, *, nothing, first):
+    def prepared(self, key, value):
+        from attn_jax.kernels import partial as kernels
+
+        if self.recipe.ring_merge not in ("carry", "carry_whole"):
+            return None
+        return kernels.prepared(key, value)
+
+    def carry_on(
+        self, state, query, key, value, mask, bias=None, *, nothing, first, **prepared
+    ):
         from attn_jax.kernels import partial as kernels
 
         all_rows = state[0].shape[-1] == query.shape[1]
@@ -304,10 +351,11 @@ class Kernels:
             bias=bias,
             mask=mask,
             first=first,
+            **prepared,
         )
         return tuple(found)  # As where a plan has no calls.
 
-    def carry_on_some(self, state, query, key, value, spans, which):
+    def carry_on_some(self, state, query, key, value, spans, which, prepared):
         from attn_jax.kernels import partial as kernels
         from attn_jax.kernels.schedule import Chosen
 
@@ -315,7 +363,10 @@ class Kernels:
         if not kernels.takes(query, key, value, chosen):
             return None
         found = kernels.carry_on(
-            *(state, query, key, value), scale=self.scale, chosen=chosen
+            *(state, query, key, value),
+            scale=self.scale,
+            chosen=chosen,
+            prepared=prepared,
         )
         return tuple(found)
 
@@ -330,18 +381,30 @@ class Kernels:
 
         return kernels.row_sums(dout.astype(query.dtype), out)
 
-    def of_keys(self, key, value, rows):
+    def of_all(self, key, value, gather):
         from attn_jax.kernels import partial as kernels
 
-        assert rows.dout_norm is not None and rows.centre is not None
-        return kernels.ranges(*(key, value, rows.excess, rows.dout_norm, rows.centre))
+        scaled = kernels.scaled(key)
+        key, value = (x.astype(jnp.float32) for x in (key, value))
+        return of_all(
+            *(key, value, self.recipe.inputs, gather),
+            centred=True,
+            scaled=scaled,
+            finite=True,
+        )
 
-    def backward(self, query, key, value, rows, of_keys, mask, bias=None):
+    def ranges(self, dout, excess, norm, keys):
+        from attn_jax.kernels import partial as kernels
+
+        return kernels.ranges(
+            *(keys.centre, keys.key_largest, keys.value_largest, excess, norm)
+        )
+
+    def backward(self, query, key, value, rows, mask, bias=None):
         from attn_jax.kernels import partial as kernels
 
         found = kernels.backward(
-            *(query, key, value, rows.dout, rows.lse, rows.excess),
-            *(rows.centre, of_keys),
+            *(query, key, value, rows.dout, rows.lse, rows.excess, rows.ranges),
             scale=self.scale,
             bias=bias,
             mask=mask,
@@ -353,28 +416,45 @@ class Kernels:
         dquery, dkey, dvalue = _zeros(self, query, key, value)
         return Partial(dquery, dkey, dvalue, None, None, None)
 
-    def centre(self, key, over):
-        """c of dq_centre 'keys'."""
-        return _centre_of_all(key, self.recipe, over)
+    def adds_in_place(self, query, value, calls):
+        from attn_jax.kernels import partial as kernels
 
-    def dquery(self, total, dlse, centre):
+        recipe = self.recipe
+        steps = recipe.ring_gradient_partial, recipe.ring_gradient_accumulator
+        if any(step.format != FP32 for step in steps):
+            return False
+
+        shapes = query.shape, value.shape
+        return all(
+            not call.shifted
+            and call.window is None
+            and kernels.adds_in_place(
+                *(*shapes, call.query, call.key), is_causal=call.is_causal
+            )
+            for call in calls
+        )
+
+    def backward_in_place(self, sums, query, key, value, rows, call, planes):
+        from attn_jax.kernels import partial as kernels
+
+        keys = kernels.Keys(key, value, call.key[0], planes)
+        return kernels.backward_in_place(
+            *(sums, query, keys, rows.dout, rows.lse, rows.excess, rows.ranges),
+            call.query,
+            scale=self.scale,
+            is_causal=call.is_causal,
+        )
+
+    def dquery(self, total, dlse, rows, *, in_place):
+        if in_place:
+            from attn_jax.kernels import partial as kernels
+
+            return kernels.dquery(total.dquery, dlse, rows.ranges, self.scale)
         # Rows of dS sum to dLSE, and that much too much has been subtracted.
+        centre = rows.keys.centre
         group = total.dquery.shape[2] // centre.shape[1]
         own = jnp.repeat(centre, group, axis=1)[:, None]
         return total.dquery + self.scale * dlse.swapaxes(1, 2)[..., None] * own
-
-
-def _centre_of_all(
-    key: Float[Array, "B S K H"], recipe: Recipe, over: OverDevices
-) -> Float[Array, "B K H"]:
-    """c of dq_centre 'keys', of all keys on whatever device, in one message."""
-    wide = key.astype(jnp.float32)
-    sums = [pairwise_mean(x, 1) for x in (wide, jnp.square(wide))]
-    mean, square = over.mean(jnp.stack(sums))
-    largest = jnp.zeros_like(mean)
-    if counts_largest(recipe.inputs):  # Which alone might not hold K - c.
-        largest = over.largest(jnp.abs(wide).max(axis=1))
-    return centre_from(mean, square, largest, recipe.inputs)
 
 
 def rows_axis(x: Array) -> int:

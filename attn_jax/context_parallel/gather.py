@@ -13,6 +13,7 @@ section 3.3.2, gathers keys likewise.)
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -51,10 +52,10 @@ def forward(static: Static, x: Local) -> tuple[Array, Array]:
 
 
 def backward(
-    static: Static, x: Local, lse: Array, for_delta, centre, dout: Array, dlse: Array
+    static: Static, x: Local, lse: Array, for_delta, keys, dout: Array, dlse: Array
 ) -> tuple[Array | None, ...]:
     """dQ, dK, dV and dbias of this device's arrays, rounded once."""
-    rows, dlse = rows_of(static.block, dout, dlse, lse, for_delta, x.query, centre)
+    rows, dlse = rows_of(static.block, dout, dlse, lse, for_delta, x.query, keys)
     stride, groups = _query_stride(static, x), _by_heads(static, x)
     parts = []
     for number, part in enumerate(groups):
@@ -62,8 +63,11 @@ def backward(
         own = rows.of(
             lambda x, heads=heads: x[:, :, heads] if x.ndim > 3 else x[:, heads]
         )
-        if centre is not None:
-            own = own._replace(centre=jnp.split(centre, len(groups), axis=1)[number])
+        keys, ranges = jax.tree.map(
+            lambda x, number=number: jnp.split(x, len(groups), axis=1)[number],
+            (rows.keys, rows.ranges),
+        )
+        own = own._replace(keys=keys, ranges=ranges)
         parts.append(_backward(static, part, own))
 
     # Heads are axis 2 or 1 of all but what counts keys, which is the same for all; a

@@ -1,15 +1,16 @@
 """What is compiled into a call on one device, and what all strategies share."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from attn_jax.context_parallel.all_keys import AllKeys
 from attn_jax.context_parallel.blocks import Block, WholeRows
 from attn_jax.context_parallel.layouts import Layout
-from attn_jax.context_parallel.meeting import Arriving, pairs_of
+from attn_jax.context_parallel.meeting import Arriving, Ready, Shard, pairs_of
 from attn_jax.context_parallel.schedule import Schedule, schedule
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
@@ -73,13 +74,25 @@ class Local(NamedTuple):
     key_ids: Int[Array, "W B S"] | None
     bias: Float[Array, "#B #N #T #L"] | None
 
-    def meets(self, both: Array, source) -> Arriving:
-        """This device's queries and the keys of a shard, as a message has them."""
+    def meets(self, both: Array | None, source) -> Arriving | Shard:
+        """This device's queries and the keys of a shard, as a message has them, or
+        (None) its own."""
+        ids, bias = self._beside(source)
+        if both is None:
+            return Shard(self.query, self.key, self.value, self.query_ids, ids, bias)
+        return Arriving(self.query, both, self.query_ids, ids, bias)
+
+    def meets_prepared(self, prepared: Any, source) -> Ready:
+        """The same, of keys as a block has them prepared."""
+        return Ready(self.query, prepared, self.query_ids, *self._beside(source))
+
+    def _beside(self, source) -> tuple[Array | None, Array | None]:
+        """Ids and bias of a shard's keys."""
         ids = None if self.key_ids is None else self.key_ids[source]
         bias, (T, S) = self.bias, (x.shape[1] for x in (self.query, self.key))
         if bias is not None:
             bias = pairs_of(bias, (0, T), (source * S, S))
-        return Arriving(self.query, both, self.query_ids, ids, bias)
+        return ids, bias
 
 
 def returned(static: Static, out: Array) -> Array:
@@ -90,21 +103,29 @@ def returned(static: Static, out: Array) -> Array:
 
 
 def rows_of(
-    block: Block, dout, dlse, lse, for_delta, query, centre: Array | None
+    block: Block, dout, dlse, lse, for_delta, query, keys: AllKeys
 ) -> tuple[WholeRows, Array]:
     """What the backward pass knows of rows, and dLSE without that of empty ones."""
     # The LSE of a query that sees nothing is a constant, whatever its cotangent.
     dlse = jnp.where(jnp.isneginf(lse), 0.0, dlse.astype(lse.dtype))
     delta, norm = block.row_sums(dout, for_delta, query)
-    return WholeRows(dout, lse, delta - dlse, norm, centre), dlse
+    excess = delta - dlse
+    ranges = block.ranges(dout, excess, norm, keys)
+    return WholeRows(dout, lse, excess, keys, ranges), dlse
 
 
 def gradients(
-    block: Block, total: Partial, rows: WholeRows, dlse: Array, inputs
+    block: Block,
+    total: Partial,
+    rows: WholeRows,
+    dlse: Array,
+    inputs,
+    *,
+    in_place: bool = False,
 ) -> tuple[Array | None, ...]:
     """dQ, dK and dV of the summed parts, each rounded once as `gradient` says, and
     dbias, which is rounded to its type by who widened the bias."""
-    dquery = block.dquery(total, dlse, rows.centre)
+    dquery = block.dquery(total, dlse, rows, in_place=in_place)
     found = dquery, total.dkey, total.dvalue
     *inputs, bias = inputs
     dbias = total.dbias

@@ -5,7 +5,7 @@ communicated: `ring`, `gather` and `simulation` bring the arrays together.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +46,13 @@ class Shard(NamedTuple):
     def key_count(self) -> int:
         return self.key.shape[1]
 
+    @property
+    def planes(self) -> None:
+        """What keys and values are planes of."""
+        return None
+
+    prepared = None
+
     def keys(self, first: int, count: int) -> tuple[Array, Array]:
         """So many of the keys and values."""
         return read(self.key, 1, first, count), read(self.value, 1, first, count)
@@ -53,8 +60,8 @@ class Shard(NamedTuple):
 
 class Arriving(NamedTuple):
     """The same, but that keys and values are `both` in a message, which is opened where
-    kernels are called: XLA then hands a part of it to those that only read, and copies
-    no more than the others need."""
+    kernels are called: XLA then hands a part of it to those that only read, and those
+    that write in place take it whole, or a copy."""
 
     query: Float[Array, "B T N H"]
     both: Array
@@ -66,13 +73,41 @@ class Arriving(NamedTuple):
     def key_count(self) -> int:
         return self.both.shape[-3]
 
+    @property
+    def planes(self) -> Array | None:
+        """What keys and values are planes of."""
+        return self.both if self.both.ndim == 5 else None
+
+    prepared = None
+
     def keys(self, first: int, count: int) -> tuple[Array, Array]:
         """So many of the keys and values."""
         return unpacked(self.both, self.query.shape[-1], slice(first, first + count))
 
 
+class Ready(NamedTuple):
+    """The same for a forward pass, keys and values as a block has `prepared` them."""
+
+    query: Float[Array, "B T N H"]
+    prepared: Any
+    query_ids: Int[Array, "B T"] | None
+    key_ids: Int[Array, "B S"] | None
+    bias: Float[Array, "#B #N #T #S"] | None
+
+    @property
+    def key_count(self) -> int:
+        return self.prepared.count
+
+    def keys(self, first: int, count: int) -> tuple[Array, Array]:
+        """So many of the keys and values."""
+        return self.prepared.some(first, count)
+
+
+AnyShard = Shard | Arriving | Ready
+
+
 def _part(
-    shard: Shard | Arriving, call: Call, offset: Array
+    shard: AnyShard, call: Call, offset: Array
 ) -> tuple[Array, Array, Array, Mask, Array | None]:
     """Queries, keys and values that a call is about, its mask, and the bias of the
     pairs."""
@@ -96,7 +131,7 @@ def add_forward(
     schedule: Schedule,
     add: Add,
     so_far: RowArrays,
-    shard: Shard | Arriving,
+    shard: AnyShard,
     rank,
     source,
     hop: int | None = None,
@@ -111,9 +146,10 @@ def add_forward(
     `made`: of one pass, for its other hops.
     """
 
-    def run(plan: tuple[Call, ...], offset, so_far, shard: Shard | Arriving):
+    def run(plan: tuple[Call, ...], offset, so_far, shard: AnyShard):
         for number, call in enumerate(plan):
-            keys = Keys(*_part(shard, call, offset[number]))
+            more = call.key[0], shard.prepared
+            keys = Keys(*_part(shard, call, offset[number]), *more)
             nothing = first and not any(_overlap(call, old) for old in plan[:number])
             so_far = add(so_far, keys, nothing, call.query[0])
         return so_far
@@ -130,7 +166,7 @@ def _carried(
     schedule: Schedule,
     block: Block,
     so_far: RowArrays,
-    shard: Shard | Arriving,
+    shard: AnyShard,
     rank,
     hop: int,
     made: Made | None,
@@ -144,9 +180,11 @@ def _carried(
     spans, which = found
     made = {} if made is None else made
 
-    def run(so_far, shard: Shard | Arriving, which):
+    def run(so_far, shard: AnyShard, which):
         key, value = shard.keys(0, shard.key_count)
-        return block.carry_on_some(so_far, shard.query, key, value, spans, which)
+        return block.carry_on_some(
+            so_far, shard.query, key, value, spans, which, shard.prepared
+        )
 
     if spans not in made:
         made[spans] = jax.jit(run)
@@ -169,6 +207,8 @@ def add_backward(
     source,
     hop: int | None = None,
     *,
+    in_place: bool = False,
+    begins: bool = False,
     made: Made | None = None,
 ) -> tuple[
     Partial,
@@ -181,7 +221,8 @@ def add_backward(
 
     The queries' sums are all of `so_far` but dkey, dvalue and dbias, which stay as they
     are. Rounds each part to `ring_gradient_partial` and dQ to
-    `ring_gradient_accumulator`; dbias is not rounded.
+    `ring_gradient_accumulator`; dbias is not rounded. `in_place`: the block adds to dQ
+    by itself. `begins`: these are the first keys that the queries meet.
     """
     recipe = block.recipe
 
@@ -190,16 +231,12 @@ def add_backward(
         new = kept(read(total, axis, start, part.shape[axis]) + part, step)
         return write(total, new, axis, start)
 
-    # Not in the branches of a `lax.switch`, which begin when a host has been asked.
-    of_keys = block.of_keys(*shard.keys(0, shard.key_count), rows)
-
     def run(
         plan: tuple[Call, ...],
         offset,
         so_far: Partial,
         shard,
         rows: WholeRows,
-        of_keys: Any,
     ):
         dkey, dvalue = (
             jnp.zeros(shape, so_far.dquery.dtype) for shape in _shapes(shard)
@@ -207,13 +244,27 @@ def add_backward(
         dbias = no_dbias(block, shard.bias)
         step = recipe.ring_gradient_accumulator
         for number, call in enumerate(plan):
+            if in_place:
+                key, value = shard.keys(*call.key)
+                sums = so_far.dquery
+                if begins and number == 0 and call.query == (0, sums.shape[1]):
+                    sums = None  # Nothing is there that need be read.
+                dquery, *of_keys = block.backward_in_place(
+                    sums, shard.query, key, value, rows, call, shard.planes
+                )
+                so_far = so_far._replace(dquery=dquery)
+                dkey, dvalue = (
+                    add(x, part, 1, call.key[0], step)
+                    for x, part in zip((dkey, dvalue), of_keys, strict=True)
+                )
+                continue
             query, key, value, mask, bias = _part(shard, call, offset[number])
 
             def of_rows(x: Array, entries=call.query) -> Array:
                 return read(x, rows_axis(x), *entries)
 
             mine = rows.of(of_rows)
-            found = block.backward(query, key, value, mine, of_keys, mask, bias)
+            found = block.backward(query, key, value, mine, mask, bias)
             first, size = call.query
             sums = {"dquery": add(so_far.dquery, found.dquery, 1, first, step)}
             for name in ("row_sum", "key_sum", "key_count"):
@@ -228,8 +279,20 @@ def add_backward(
             dbias = with_pairs(dbias, found.dbias, first, call.key[0])
         return so_far, dkey, dvalue, dbias
 
-    operands = so_far, shard, rows, of_keys
-    return _choose(schedule, run, operands, rank, source, hop, made)
+    operands = so_far, shard, rows
+    return _choose(schedule, run, operands, rank, source, hop, made, begins)
+
+
+def adds_in_place(
+    block: Block, schedule: Schedule, x: Any, hops: Iterable[int]
+) -> bool:
+    """Whether the block adds to dQ by itself wherever queries and keys of `x` (of one
+    device) meet at these hops."""
+    if x.bias is not None or x.query_ids is not None:
+        return False
+    used = np.unique([schedule.at_hop(hop) for hop in hops])
+    calls = [call for number in used for call in schedule.plans[number]]
+    return block.adds_in_place(x.query, x.value, calls)
 
 
 def _shapes(shard: Shard | Arriving) -> list[tuple[int, ...]]:

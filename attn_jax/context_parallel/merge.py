@@ -33,13 +33,21 @@ RowArrays = tuple[Any, ...]
 
 
 class Keys(NamedTuple):
-    """Some queries and some keys, and who sees whom."""
+    """Some queries and some keys, and who sees whom. Keys that a block has `prepared`
+    for all devices are those from `first_key` on."""
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K D"]
     mask: Mask
     bias: Float[Array, "#B #N #T #S"] | None = None
+    first_key: int = 0
+    prepared: Any = None
+
+    @property
+    def plain(self) -> tuple[Array, Array, Array, Mask, Array | None]:
+        """What `Block.forward` takes."""
+        return self.query, self.key, self.value, self.mask, self.bias
 
 
 # (what all rows have so far, some keys, whether that is nothing yet, the first of the
@@ -68,16 +76,16 @@ def over_parts(
     if recipe.ring_merge != "two_pass":
 
         def add(rows, keys):
-            return merged((rows[0], rows[1]), block.forward(*keys), recipe)
+            return merged((rows[0], rows[1]), block.forward(*keys.plain), recipe)
 
         out, lse = visit(_to_rows(add), (out, lse))
         return out, lse
 
     def add_lse(rows, keys):
-        return (merged_lse(rows[0], block.forward(*keys)[1], recipe),)
+        return (merged_lse(rows[0], block.forward(*keys.plain)[1], recipe),)
 
     def add_weighted(rows, keys):
-        return weighted(rows[0], rows[1], block.forward(*keys), recipe), rows[1]
+        return weighted(rows[0], rows[1], block.forward(*keys.plain), recipe), rows[1]
 
     (lse,) = visit(_to_rows(add_lse), (lse,))
     out, lse = visit(_to_rows(add_weighted), (out, lse))
@@ -90,7 +98,13 @@ class Carrying(NamedTuple):
     block: Block
 
     def __call__(self, so_far: RowArrays, keys: Keys, nothing: bool, first: int):
-        return self.block.carry_on(so_far, *keys, nothing=nothing, first=first)
+        return self.block.carry_on(
+            *(so_far, *keys.plain),
+            nothing=nothing,
+            first=first,
+            first_key=keys.first_key,
+            prepared=keys.prepared,
+        )
 
 
 def _to_rows(add: Callable[[RowArrays, Keys], RowArrays]) -> Add:

@@ -4,6 +4,7 @@ XLA has one message on its way at a time and waits for any other before it compu
 anything."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,29 +30,43 @@ def stacked(key: Array, value: Array) -> Array:
 def unpacked(
     both: Array, key_columns: int, keys: slice = slice(None)
 ) -> tuple[Array, Array]:
-    """The inverse of either, of some keys."""
+    """The inverse of either, of some keys; there may be more planes."""
     if both.ndim == 5:
         return both[0, :, keys], both[1, :, keys]
     return both[:, keys, :, :key_columns], both[:, keys, :, key_columns:]
 
 
-def fit(keys: Array, sums: Array) -> bool:
+def fit(keys: Array, sums: Sequence[Array]) -> bool:
     """Whether `together` takes them."""
-    return keys.shape[-1] * keys.dtype.itemsize % sums.dtype.itemsize == 0
+    size = sums[0].dtype.itemsize
+    return keys.shape[-1] * keys.dtype.itemsize % size == 0
 
 
-def together(keys: Array, sums: Array) -> Array:
-    """Arrays of two types as one, bit for bit."""
-    words = _WORDS[sums.dtype.itemsize]
-    return jnp.concatenate([x.view(words).reshape(-1) for x in (keys, sums)])
+def together(keys: Array, sums: Sequence[Array]) -> Array:
+    """Keys and sums, of two types, as one array, bit for bit: sums as more planes of
+    stacked keys, or one behind the other."""
+    words = _WORDS[sums[0].dtype.itemsize]
+    as_words = keys.view(words)
+    # Behind the first two planes lies what came with these keys.
+    shape = as_words.shape[1:] if keys.ndim == 5 else ()
+    own = as_words[:2] if keys.ndim == 5 else as_words.reshape(-1)
+    return jnp.concatenate([own, *(x.view(words).reshape(-1, *shape) for x in sums)])
 
 
-def apart(message: Array, keys: Array, sums: Array) -> tuple[Array, Array]:
-    """The inverse, for arrays of these shapes and types."""
-    count = math.prod(keys.shape) * keys.dtype.itemsize // sums.dtype.itemsize
-    return _seen_as(message[:count], keys), _seen_as(message[count:], sums)
-
-
-def _seen_as(words: Array, like: Array) -> Array:
-    columns = like.shape[-1] * like.dtype.itemsize // words.dtype.itemsize
-    return words.reshape(*like.shape[:-1], columns).view(like.dtype)
+def apart(
+    message: Array, keys: Array, sums: Sequence[Array]
+) -> tuple[Array, list[Array]]:
+    """The inverse, for arrays of these shapes and types; stacked keys are the first two
+    planes of all."""
+    taken = math.prod(keys.shape[-4:]) * keys.dtype.itemsize // message.dtype.itemsize
+    found, all_words = [], message.reshape(-1)
+    if keys.ndim == 5:
+        taken *= 2
+        first = message.view(keys.dtype)
+    else:
+        first = all_words[:taken].reshape(*keys.shape[:-1], -1).view(keys.dtype)
+    for x in sums:
+        words = all_words[taken : taken + x.size]
+        found.append(words.reshape(x.shape).view(x.dtype))
+        taken += x.size
+    return first, found

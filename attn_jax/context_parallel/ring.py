@@ -9,7 +9,7 @@ anything are left out; what travels takes them in one step. Every sum has a fixe
 order, hop by hop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +27,7 @@ from attn_jax.context_parallel.meeting import (
     Made,
     add_backward,
     add_forward,
+    adds_in_place,
     no_dbias,
     with_pairs,
 )
@@ -41,6 +42,9 @@ from attn_jax.context_parallel.messages import (
 )
 from attn_jax.varying import varying_alike
 
+# dK and dV.
+Sums = Sequence[Array]
+
 
 def forward(static: Static, x: Local) -> Rows:
     """O, not yet rounded by `output`, and LSE of this device's queries."""
@@ -50,14 +54,18 @@ def forward(static: Static, x: Local) -> Rows:
 
     def visit(add, so_far):
         made = Made()
-        both = stacked(x.key, x.value)
+        prepared = static.block.prepared(x.key, x.value)
+        both = stacked(x.key, x.value) if prepared is None else prepared
         if hops:
             both = _moved(both, static, hops[0])
         for hop, after in pairwise([*hops, None]):
             assert hop is not None
             ahead = None if after is None else _moved(both, static, after - hop)
             source = (rank - hop) % shards
-            shard = x.meets(both, source)
+            if prepared is not None:
+                shard = x.meets_prepared(both, source)
+            else:
+                shard = x.meets(both if hop else None, source)
             first = hop == hops[0]
             so_far = add_forward(
                 *(meetings, add, so_far, shard, rank, source, hop),
@@ -73,17 +81,18 @@ def forward(static: Static, x: Local) -> Rows:
 
 
 def backward(
-    static: Static, x: Local, lse: Array, for_delta, centre, dout: Array, dlse: Array
+    static: Static, x: Local, lse: Array, for_delta, keys, dout: Array, dlse: Array
 ) -> tuple[Array | None, ...]:
     """dQ, dK, dV and dbias of this device's arrays, rounded once."""
     block, shards = static.block, static.shards
     recipe = block.recipe
     meetings = static.schedule(x.query, x.key)
     rank = lax.axis_index(static.axis)
-    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, centre)
+    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, keys)
     nothing = block.nothing(x.query, x.key, x.value), no_dbias(block, x.bias)
     (total, dbias), _ = varying_alike(nothing, x)
     hops = meetings.live_hops(recipe.backward_hops(shards))
+    in_place = adds_in_place(block, meetings, x, hops)
     own = stacked(x.key, x.value)
     both, sums, made = own, None, Made()
     if hops and hops[0] < shards:
@@ -94,9 +103,11 @@ def backward(
         onward = after - hop if after < shards else 0
         message, opened = _exchanged(static, both, onward, sums, hop - before)
         source = (rank - hop) % shards
-        shard = x.meets(both, source)
+        shard = x.meets(both if hop % shards else None, source)
         total, *part, of_bias = add_backward(
             *(block, meetings, total, shard, rows, rank, source, hop % shards),
+            in_place=in_place,
+            begins=in_place and hop == hops[0],
             made=made,
         )
         if after < shards:
@@ -106,21 +117,26 @@ def backward(
             )
             total = total._replace(dquery=dquery)
         ahead, arrived = opened(message)
-        part = packed(*part)
-        sums = part if arrived is None else arrived + part
-        sums = kept(sums, recipe.ring_gradient_accumulator)
+        if ahead.ndim == 5 and not in_place:
+            # A slice of a message, so that programs of all hops are the same; kernels
+            # that add in place take it whole.
+            ahead = ahead[:2]
+        if arrived is not None:
+            part = [old + new for old, new in zip(arrived, part, strict=True)]
+        sums = [kept(new, recipe.ring_gradient_accumulator) for new in part]
         dbias = with_pairs(dbias, of_bias, 0, source * x.key.shape[1])
         both = ahead if after < shards else own
     if sums is not None:
         if hops[-1] < shards:
-            sums = _moved_sums(sums, static, shards - hops[-1])
-        dkey, dvalue = unpacked(sums, x.key.shape[-1])
+            sums = _moved_sums(static, sums, shards - hops[-1])
+        dkey, dvalue = sums
         total = total._replace(dkey=dkey, dvalue=dvalue)
     total = total._replace(dbias=dbias)
-    return gradients(block, total, rows, dlse, (x.query, x.key, x.value, x.bias))
+    inputs = x.query, x.key, x.value, x.bias
+    return gradients(block, total, rows, dlse, inputs, in_place=in_place)
 
 
-def _moved(x: Array, static: Static, steps: int) -> Array:
+def _moved(x: Any, static: Static, steps: int) -> Any:
     """What lies `steps` shards before this one."""
     if steps == 0:
         return x
@@ -130,24 +146,31 @@ def _moved(x: Array, static: Static, steps: int) -> Array:
     )
 
 
-def _moved_sums(sums: Array, static: Static, steps: int) -> Array:
-    return _moved(sent(static, sums), static, steps).astype(sums.dtype)
+def _moved_sums(static: Static, sums: Sums, steps: int) -> list[Array]:
+    """In one message."""
+    wire = packed(*(sent(static, x) for x in sums))
+    found = unpacked(_moved(wire, static, steps), sums[0].shape[-1])
+    return [x.astype(sums[0].dtype) for x in found]
 
 
 def _exchanged(
-    static: Static, both: Array, onward: int, sums: Array | None, steps: int
-) -> tuple[Any, Callable[[Any], tuple[Array, Array | None]]]:
+    static: Static, both: Array, onward: int, sums: Sums | None, steps: int
+) -> tuple[Any, Callable[[Any], tuple[Array, Sums | None]]]:
     """What comes when keys go onward and sums go some steps, in one message if it can
     be, and how to open it: (keys, sums)."""
     if sums is None:
         return _moved(both, static, onward), lambda ahead: (ahead, None)
-    wire = sent(static, sums)
+    wire = [sent(static, x) for x in sums]
     if onward != steps or not fit(both, wire):
-        come = _moved(both, static, onward), _moved(wire, static, steps)
-        return come, lambda come: (come[0], come[1].astype(sums.dtype))
+        if both.ndim == 5:  # Sums that came with these keys stay.
+            both = both[:2]
+        come = _moved(both, static, onward), _moved_sums(static, sums, steps)
+        return come, lambda come: come
 
-    def opened(message: Array) -> tuple[Array, Array]:
+    def opened(message: Array) -> tuple[Array, list[Array]]:
         ahead, arrived = apart(message, both, wire)
-        return ahead, arrived.astype(sums.dtype)
+        return ahead, [
+            x.astype(old.dtype) for x, old in zip(arrived, sums, strict=True)
+        ]
 
     return _moved(together(both, wire), static, steps), opened

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from attn_jax.context_parallel import gather, ring
+from attn_jax.context_parallel.all_keys import AllKeys, gather_over
 from attn_jax.context_parallel.arguments import (
     Checked,
     Implementation,
@@ -20,7 +21,6 @@ from attn_jax.context_parallel.arguments import (
     check_parts,
     checked,
 )
-from attn_jax.context_parallel.blocks import OverDevices
 from attn_jax.context_parallel.layouts import (
     Layout,
     check_length,
@@ -239,13 +239,12 @@ def _attention(static: Static, *arrays):
 def _attention_fwd(static: Static, *arrays):
     x = Local(*arrays)
     x = x._replace(bias=kept_bias(static, x.bias))
-    exact, lse, centre = _forward(static, x)
+    exact, lse, keys = _forward(static, x)
     for_delta = named_out(partial.kept_for_delta(exact, static.block.recipe))
     out, lse = named_out(returned(static, exact)), named_lse(lse)
-    # Whoever saves LSE by name saves it, too: it is smaller.
-    if centre is not None:
-        centre = named_lse(centre)
-    return (out, lse), (x, lse, for_delta, centre)
+    # Whoever saves LSE by name saves these, too: they are smaller.
+    keys = jax.tree.map(named_lse, keys)
+    return (out, lse), (x, lse, for_delta, keys)
 
 
 def _attention_bwd(static: Static, residuals, cotangents):
@@ -259,12 +258,12 @@ def _attention_bwd(static: Static, residuals, cotangents):
 # Under `jax.jit` kernels, which take long, are traced and lowered once for all layers
 # of a model.
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(static: Static, x: Local) -> tuple[Array, Array, Array | None]:
-    """O, not yet rounded, LSE, and the centre of all keys, if one is wanted: here its
+def _forward(static: Static, x: Local) -> tuple[Array, Array, AllKeys]:
+    """O, not yet rounded, LSE, and the numbers of all keys that are wanted: here their
     message is hidden, and nothing would be there yet to hide it in the other pass."""
     made_by = ring if static.forward_by == "ring" else gather
     exact, lse = made_by.forward(static, x)
-    return exact, lse, static.block.centre(x.key, OverDevices.of_axis(static.axis))
+    return exact, lse, static.block.of_all(x.key, x.value, gather_over(static.axis))
 
 
 @functools.partial(jax.jit, static_argnums=0)

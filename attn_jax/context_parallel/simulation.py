@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from attn_jax.context_parallel.all_keys import gather_here
 from attn_jax.context_parallel.arguments import (
     Implementation,
     Strategy,
@@ -25,7 +26,7 @@ from attn_jax.context_parallel.arguments import (
     checked,
     ring_of,
 )
-from attn_jax.context_parallel.blocks import OverDevices, rows_axis
+from attn_jax.context_parallel.blocks import Block, rows_axis
 from attn_jax.context_parallel.layouts import (
     Layout,
     check_length,
@@ -47,6 +48,7 @@ from attn_jax.context_parallel.meeting import (
     Shard,
     add_backward,
     add_forward,
+    adds_in_place,
     no_dbias,
     pairs_of,
     with_pairs,
@@ -162,9 +164,10 @@ def _simulated_bwd(static: Static, residuals, cotangents):
     block, recipe = static.block, static.block.recipe
     hops = recipe.backward_hops(static.shards)
     meetings = _Meetings.of(static, x, static.backward_by, hops)
-    centre = block.centre(x.key, OverDevices.here())
-    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, centre)
+    keys = block.of_all(x.key, x.value, gather_here)
+    rows, dlse = rows_of(block, dout, dlse, lse, for_delta, x.query, keys)
     zero = block.nothing(x.query, x.key, x.value)
+    in_place = meetings.adds_in_place(block)
     # Own keys' part travels, too, but for that of the last hop, which is at home.
     stay = meetings.ring and static.shards in hops
 
@@ -179,6 +182,7 @@ def _simulated_bwd(static: Static, residuals, cotangents):
             rows.of(lambda x: meetings.of_queries([x], rank)[0]),
             rank,
             source,
+            in_place=in_place,
         )
         new = packed(dkey, dvalue)
         new = kept(
@@ -200,7 +204,7 @@ def _simulated_bwd(static: Static, residuals, cotangents):
     dkey, dvalue = unpacked(sums, x.key.shape[-1])
     total = total._replace(dkey=dkey, dvalue=dvalue, dbias=dbias)
     inputs = x.query, x.key, x.value, x.bias
-    *found, dbias = gradients(block, total, rows, dlse, inputs)
+    *found, dbias = gradients(block, total, rows, dlse, inputs, in_place=in_place)
     return *found, None, None, dbias
 
 
@@ -252,6 +256,12 @@ class _Meetings(NamedTuple):
             # A device adds all that it has before anything is sent.
             pairs.sort(key=lambda pair: (pair[0], (pair[0] - pair[1]) % shards))
         return cls(found, _columns(pairs), x, shards, False, ring)
+
+    def adds_in_place(self, block: Block) -> bool:
+        """Whether the block adds to dQ by itself."""
+        one = jax.eval_shape(self.shard, 0, 0)
+        hops = range(1 if self.in_order else self.shards)
+        return not self.in_order and adds_in_place(block, self.schedule, one, hops)
 
     def shard(self, rank, source) -> Shard:
         """The arrays of one meeting."""

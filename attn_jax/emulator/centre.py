@@ -14,11 +14,12 @@ from attn_jax.varying import varying_alike
 
 
 def with_centred_keys(
-    x: Operands, centre: Array | None = None
+    x: Operands, centre: Array | None = None, key_largest: Array | None = None
 ) -> tuple[Operands, Array]:
     """The operands with K' as dQ's keys, and c [B, K, 1, 1, H].
 
-    `centre` is c [B, K, H] where others have more keys, else it is that of these.
+    Where others have more keys c [B, K, H] of all is the `centre`, and `key_largest`
+    the largest |K| of each column.
     """
     if centre is None:
         centre = centre_of(x.key.swapaxes(1, 2), x.recipe.inputs)
@@ -28,7 +29,8 @@ def with_centred_keys(
     if step is None or not x.recipe.scales_heads:
         new.dq_key = x.take_in(x.key - centre)
     else:
-        exponent = _into_range(x.key, step.format)
+        largest = jnp.abs(x.key).max(2) if key_largest is None else key_largest
+        exponent = _into_range(largest, step.format)
         w = jnp.ldexp(jnp.ones((), x.static.carrier), exponent)
         new.dq_key = round_to((x.key - centre) * w, step.format) / w
         new.dq_key_least = step.format.min_exponent - exponent[..., None]
@@ -40,9 +42,9 @@ def with_centred_keys(
     return new, centre[:, :, None]
 
 
-def _into_range(key, fmt: NumberFormat):
-    """log2 w [B, K, 1, 1] of the recipe's definition."""
-    largest = jnp.abs(key).max((2, 3), keepdims=True)
+def _into_range(largest, fmt: NumberFormat):
+    """log2 w [B, K, 1, 1] of the recipe's definition, from columns' largest |K|."""
+    largest = largest.max(-1)[..., None, None]
     # Of twice the largest key, which may overflow.
     exponent = fmt.max_exponent - (jnp.frexp(largest)[1] + 1)
     exponent = jnp.clip(exponent, -MOST_HEAD_EXPONENT, MOST_HEAD_EXPONENT)

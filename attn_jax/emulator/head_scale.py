@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from attn_jax.emulator.tiles import Operands
-from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
+from attn_jax.recipe_schema import MOST_HEAD_EXPONENT, Recipe
 
 
 def head_scale(x: Operands, dout, dlse, on_dlogits: float) -> Array | None:
@@ -15,30 +15,24 @@ def head_scale(x: Operands, dout, dlse, on_dlogits: float) -> Array | None:
     """
     if not x.recipe.scales_heads:
         return None
-    bound = 2 * _norm(dout) * _of_values(x) + jnp.abs(dlse)
-    return _into_range(x, abs(on_dlogits) * bound, dout, dlse)
+    of_values = _norm(jnp.abs(x.value).max(2, keepdims=True))[:, :, None]
+    bound = 2 * _norm(dout) * of_values + jnp.abs(dlse)
+    return _into_range(x.recipe, abs(on_dlogits) * bound, dout, dlse)
 
 
-def head_scale_of_part(x: Operands, dout, excess, on_dlogits: float) -> Array | None:
-    """The same of some queries and keys, for |dS| <= |f| (|dO| v + |excess|).
-
-    `excess` (delta - dLSE) is that of whole rows, v of these keys' values: delta is not
-    bounded by it. A power of two, so that parts add up in the same numbers.
-    """
-    if not x.recipe.scales_heads:
-        return None
-    bound = _norm(dout) * _of_values(x) + jnp.abs(excess)
-    return _into_range(x, abs(on_dlogits) * bound, dout, excess)
+def head_scale_of_rows(
+    recipe: Recipe, dout, excess, value_largest, on_dlogits: float
+) -> Array:
+    """The same of some whole rows, [B, K, G, T, D or 1], and all values, of which
+    [B, K, D] is the largest of each column, for |dS| <= |f| (|dO| v + |excess|)."""
+    of_values = _norm(value_largest)[:, :, None, None]
+    bound = _norm(dout) * of_values + jnp.abs(excess)
+    return _into_range(recipe, abs(on_dlogits) * bound, dout, excess)
 
 
-def _of_values(x: Operands) -> Array:
-    """v, broadcastable to rows."""
-    return _norm(jnp.abs(x.value).max(2, keepdims=True))[:, :, None]
-
-
-def _into_range(x: Operands, bound, dout, of_rows) -> Array:
+def _into_range(recipe: Recipe, bound, dout, of_rows) -> Array:
     """r for the largest of the rows' bounds, but for rows that are not finite."""
-    step = x.recipe.dq_dlogits
+    step = recipe.dq_dlogits
     assert step is not None
     finite = jnp.isfinite(dout).all(-1, keepdims=True) & jnp.isfinite(of_rows)
     bound = jnp.where(finite, bound, 0.0)
@@ -49,7 +43,7 @@ def _into_range(x: Operands, bound, dout, of_rows) -> Array:
     exponent = step.format.max_exponent - jnp.frexp(bound)[1]
     exponent = jnp.clip(exponent, -MOST_HEAD_EXPONENT, MOST_HEAD_EXPONENT)
     scale = jnp.where(bound > 0, jnp.ldexp(jnp.ones_like(bound), exponent), 1.0)
-    if x.recipe.dq_sum == "numbers":
+    if recipe.dq_sum == "numbers":
         return scale
     # What 32 bits cannot hold would end as some number.
     held = jnp.isfinite(largest) & (exponent > -MOST_HEAD_EXPONENT)

@@ -14,7 +14,7 @@ from attn_jax.emulator import backward as tiles
 from attn_jax.emulator import forward as blocks
 from attn_jax.emulator.centre import seen_keys, with_centred_keys
 from attn_jax.emulator.checks import check_recipe
-from attn_jax.emulator.head_scale import head_scale_of_part
+from attn_jax.emulator.head_scale import head_scale_of_rows
 from attn_jax.emulator.tiles import Operands, Static, divide_or_zero
 from attn_jax.formats import carrier_dtype, round_to, with_low_byte
 from attn_jax.mask import Mask
@@ -120,13 +120,16 @@ def backward(
     bias: Float[Array, "#B #N #T #S"] | None = None,
     mask: Mask = Mask(),
     centre: Float[Array, "B K H"] | None = None,
+    key_largest: Float[Array, "B K H"] | None = None,
+    head_scale: Float[Array, "B K 1 1 1"] | None = None,
 ) -> Partial:
     """The sums of the recipe's tiles over these queries and keys.
 
     `lse` and `excess` (delta - dLSE) are those of whole rows, `centre` is c of all keys
     for dq_centre 'keys'. dQ and dK have their scale; a group_gradient has been applied.
-    dbias is summed over its broadcast axes. The powers of two that bring dS and K' into
-    the range of `dq_dlogits` are those of this part, as kernels have them.
+    dbias is summed over its broadcast axes. The powers of two that bring K' and dS into
+    the range of `dq_dlogits` follow from `key_largest`, columns' largest |K| of all
+    keys, and `head_scale`.
     """
     x = Operands(Static(recipe, scale, None, None), query, key, value, bias, None, mask)
     B, K, G, T, _ = x.shape
@@ -135,10 +138,9 @@ def backward(
         lse.reshape(B, K, G, T, 1),
         excess.reshape(B, K, G, T, 1),
     )
-    scales = head_scale_of_part(x, rows.dout, rows.excess, _on_dlogits(recipe, scale))
-    rows = rows._replace(scale=scales)
+    rows = rows._replace(scale=head_scale)
     if recipe.dq_centre == "keys":
-        x, _ = with_centred_keys(x, centre)
+        x, _ = with_centred_keys(x, centre, key_largest)
     sums = tiles.sum_tiles(x, rows, tiles.no_sums(x))
     at_end = _at_end(recipe, scale)
     key_sum = jnp.zeros((B, T, K, x.shape[-1]), x.static.carrier)
@@ -156,6 +158,28 @@ def backward(
         key_sum,
         key_count,
         sums.dbias,
+    )
+
+
+def head_scale(
+    dout: Float[Array, "B T N D"],
+    excess: Float[Array, "B N T"],
+    value_largest: Float[Array, "B K D"] | None,
+    *,
+    recipe: Recipe,
+    scale: float,
+) -> Float[Array, "B K 1 1 1"] | None:
+    """r of the recipe's definition, of these whole rows and, by the largest |V| of each
+    column, of all keys; None where it is 1."""
+    if value_largest is None:
+        return None
+    B, T, N, D = dout.shape
+    K = value_largest.shape[1]
+    dout = round_to(dout.astype(carrier_dtype(recipe.carrier)), recipe.inputs)
+    grouped = dout.reshape(B, T, K, N // K, D).transpose(0, 2, 3, 1, 4)
+    of_rows = excess.reshape(B, K, N // K, T, 1)
+    return head_scale_of_rows(
+        recipe, grouped, of_rows, value_largest, _on_dlogits(recipe, scale)
     )
 
 

@@ -19,6 +19,7 @@ from attn_jax.kernels import (
     architecture,
     design,
     hopper_backward_fused,
+    hopper_fused_work,
     local,
     options,
     ring_order,
@@ -320,7 +321,7 @@ def declared_recipe(
         wanted=chosen.design(backward, target),
     )
     if made == "fused":
-        queries = hopper_backward_fused.QUERIES[head_dim]
+        queries = hopper_fused_work.QUERIES[head_dim]
         if isinstance(plan, AmperePlan):
             queries = plan.queries
         declared = dataclasses.replace(

@@ -47,19 +47,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.kernels import internals, ring_order, tuning
+from attn_jax.kernels import internals, tuning
 from attn_jax.kernels.hopper_fused_copies import load, store
 from attn_jax.kernels.hopper_fused_work import (
     DS_BUFFERS,
     KEY_TILE,
     KEYS,
-    QUERIES,
     WARPGROUPS,
     Barriers,
     Memory,
     Shapes,
     Work,
     hide,
+    reason_against,
     slot,
 )
 from attn_jax.kernels.hopper_query_gradient import query_gradient
@@ -78,31 +78,6 @@ from attn_jax.pairwise import pairwise_sum
 
 CONSUMER_REGISTERS = 232
 OTHER_REGISTERS = 24  # the loading and the storing warpgroup
-
-
-def reason_against(
-    query_shape: tuple[int, ...],
-    value_shape: tuple[int, ...],
-    *,
-    is_causal: bool,
-    window: Band | None = None,
-) -> str | None:
-    """Why the kernel does not take arrays of these shapes ([B, T, N, H], [B, S, K, D]),
-    in one line, or None if it does. Any lengths will do without a mask."""
-    _, query_count, _, head_dim = query_shape
-    _, key_count, _, value_dim = value_shape
-    if value_dim != head_dim:
-        return f"head dim {head_dim} with one of {value_dim} for V"
-    if head_dim not in QUERIES:
-        return f"head dim {head_dim}, not {' or '.join(map(str, QUERIES))}"
-    if query_count == 0 or key_count == 0:
-        return "no query or no key"
-    if (is_causal or window is not None) and query_count != key_count:
-        mask = "causal mask" if is_causal else "window"
-        return f"a {mask} with {query_count} queries and {key_count} keys"
-    if is_causal and not ring_order.causal_fits(pl.cdiv(key_count, KEY_TILE)):
-        return f"a causal mask with {key_count} keys, too many for a ring of CTAs"
-    return None
 
 
 def backward_fused(
@@ -151,7 +126,7 @@ def backward_fused(
         plan = tuning.fused(head_dim, key_count, is_causal=masked)
     group = query_heads // key_heads
     exponent = jnp.repeat(numbers.row_exponent, group, axis=1)[..., None]
-    sums, dk, dv = _sums(
+    sums, dk, dv = sums_over_keys(
         *(query, key, value, dout, lse * LOG2_E - exponent, delta),
         numbers,
         query_count=query_count,
@@ -168,17 +143,20 @@ def backward_fused(
     return dq, dk[:, :key_count], dv[:, :key_count]
 
 
-def _sums(
-    query, key, value, dout, lse2, delta, numbers: Range,
+def sums_over_keys(
+    query, key, value, dout, lse2, delta, numbers: Range, before=None,
     *, query_count: int, key_count: int, scale: float, is_causal: bool,
     window: Band | None, plan: tuning.Plan, dq_dtype: jnp.dtype, wide: bool,
+    first_query: int = 0, first_key: int = 0,
 ):  # fmt: skip
     """(sums over keys of dS K' in FP32, scaled, dK, dV), padded: of all keys, or of
     long tiles and, for the last queries, of short ones. `lse2` is LSE in units of log2,
-    less log2 of what dS is scaled by."""
+    less log2 of what dS is scaled by. `before`: sums that these are added to. Keys and
+    values may be the first two of some planes, which the `key` is then."""
     batch, rows_in_all, query_heads, head_dim = query.shape
     dtype = query.dtype
-    shapes = Shapes(batch, query_count, key_count, query_heads, key.shape[2], head_dim)
+    shapes = Shapes(batch, query_count, key_count, query_heads, key.shape[-2], head_dim)
+    shapes = shapes._replace(first_query=first_query, first_key=first_key)
     shapes = shapes.in_parts(plan, is_causal=is_causal, window=window)
     in_fp32 = wide or shapes.parts > 1  # dK and dV
     queries = shapes.queries
@@ -191,12 +169,17 @@ def _sums(
     # Past the last query everything is zero, read from memory or filled in by TMA:
     # P = exp(0 - 0) = 1 meets dO = 0 there, and dS = 1 * (0 - 0) = 0. What is added to
     # dQ past its end TMA leaves out.
-    rows = (pad_rows(x, shapes.blocks * queries) for x in (lse2, delta))
+    of_rows = max(shapes.blocks * queries, lse2.shape[2])
+    rows = (pad_rows(x, of_rows) for x in (lse2, delta))
 
     def attention_backward_fused(
         q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, centre_gmem,
-        key_factor, row_divisor, *results,
+        key_factor, row_divisor, before_gmem, *results,
     ):  # fmt: skip
+        del before_gmem  # Lies where dQ does.
+        keys_at, values_at = (k_gmem, ()), (v_gmem, ())
+        if value is None:
+            keys_at, values_at = (k_gmem, (0,)), (k_gmem, (1,))
         *dq_gmem, dk_gmem, dv_gmem, smem, barriers = results
         i32 = jnp.int32
         work = Work.of(lax.axis_index("cta"), shapes, ring)
@@ -442,7 +425,7 @@ def _sums(
         def produce():
             plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
             load(
-                *(work, smem, barriers, k_gmem, (centre_gmem, key_factor), v_gmem),
+                *(work, smem, barriers, keys_at, (centre_gmem, key_factor), values_at),
                 (q_gmem, lse_gmem),
                 (dout_gmem, delta_gmem),
             )
@@ -450,7 +433,7 @@ def _sums(
         @pl.when(warpgroup == WARPGROUPS + 1)
         def add_dq():
             plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
-            store(work, plan, smem, barriers, dq_gmem)
+            store(work, plan, smem, barriers, dq_gmem, begun=before is not None)
 
     dkv = jax.ShapeDtypeStruct(key.shape, dq_dtype)
     if in_fp32:  # TMA leaves out what lies past the end; other stores do not.
@@ -471,8 +454,15 @@ def _sums(
         )
         for first in firsts
     ]
-    kernel = plgpu.kernel(
+    operands = (
+        *(query, key, value, dout, *rows, numbers.centre, numbers.key_factor),
+        *(power_of_two(-numbers.row_exponent), before),
+    )
+    count = len(jax.tree.leaves(operands))
+    aliases = {} if before is None else {count - 1: 0}
+    kernel = internals.kernel(
         attention_backward_fused,
+        aliases=aliases,
         out_type=[*dqs, dkv, dkv],
         scratch_types=[Memory.scratch(shapes, dtype, dq_dtype), Barriers.scratch(plan)],
         grid=(ring.ctas,),
@@ -484,11 +474,7 @@ def _sums(
         ),
     )
     # Semaphores begin as zeros.
-    *sums, dk, dv = internals.in_place(kernel)(
-        *(query, key, value, dout, *rows, numbers.centre),
-        numbers.key_factor,
-        power_of_two(-numbers.row_exponent),
-    )
+    *sums, dk, dv = internals.in_place(kernel)(*operands)
     if in_fp32:
         dk, dv = (sum_of_parts(x) for x in (dk, dv))
     else:

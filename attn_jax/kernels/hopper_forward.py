@@ -52,8 +52,8 @@ REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
 
 def forward(
     query: Float[Array, "B Tpad N H"],
-    key: Float[Array, "B Spad K H"],
-    value: Float[Array, "B Spad K D"],
+    key: Float[Array, "*planes B Spad K H"],
+    value: Float[Array, "*planes B Spad K D"],
     *,
     query_count: int,
     key_count: int,
@@ -84,13 +84,15 @@ def forward(
     """Returns (out, what rounding dropped from out or None, LSE in natural log).
 
     Sequences are padded to a multiple of 8; `query_count` and `key_count` say how many
-    rows are real. `scale` is not negative. A causal row i sees the keys j <= i;
-    `window`, of `visibility.window_of`, takes the place of `is_causal`. With `mask` it
-    is that and `band` which say what is seen, and neither of these does; a `bias` comes
-    with one. `rescale_threshold` and `repeated_max_factor` are `Recipe`'s.
-    `unscale` comes with V as FP16 numbers (`hopper_key_numbers`): P then is FP16, too,
-    times `hopper_softmax.P_SCALE`. `carries`: returns `Carried`, of whole tiles, or
-    `before` with these added where it lies, from `first_row` on, only what is `chosen`.
+    rows are real. Keys may be the first of several planes, and values the second.
+    `scale` is not negative. A causal row i sees the keys j <= i; `window`, of
+    `visibility.window_of`, takes the place of `is_causal`. With `mask` it is that and
+    `band` which say what is seen, and neither of these does; a `bias` comes with one.
+    `rescale_threshold` and `repeated_max_factor` are `Recipe`'s. `unscale` comes with V
+    as FP16 numbers (`hopper_key_numbers`): P then is FP16, too, times
+    `hopper_softmax.P_SCALE`.
+    `carries`: returns `Carried`, of whole tiles, or `before` with these added where it
+    lies, from `first_row` on, only what is `chosen`.
     """
     batch, padded, query_heads, head_dim = query.shape
     value_dim, dtype = value.shape[-1], query.dtype
@@ -113,7 +115,7 @@ def forward(
     form = Form(
         tiling=tiling,
         value_dim=value_dim,
-        group=query_heads // key.shape[2],
+        group=query_heads // key.shape[-2],
         query_count=query_count,
         strips=strips,
         softmax=softmax,
@@ -143,7 +145,7 @@ def forward(
     table = schedule.forward_table(
         batch * query_heads,
         counts,
-        key.shape[1] * (head_dim + value_dim) * dtype.itemsize,
+        key.shape[-3] * (head_dim + value_dim) * dtype.itemsize,
         singly=carries and not form.in_links,
         chosen=chosen,
         tiling=tiling,
@@ -157,8 +159,9 @@ def forward(
         q_smem, k_smem, v_smem, out_smem = smem
         q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
         q = hopper_loads.Loaded(q_gmem, q_smem, q_ready, q_free)
-        k = hopper_loads.Loaded(k_gmem, k_smem, k_ready, k_free)
-        v = hopper_loads.Loaded(v_gmem, v_smem, v_ready, v_free)
+        first, second = (0,) * (key.ndim - 4), (1,) * (value.ndim - 4)
+        k = hopper_loads.Loaded(k_gmem, k_smem, k_ready, k_free, first)
+        v = hopper_loads.Loaded(v_gmem, v_smem, v_ready, v_free, second)
         steps = hopper_loads.Stages(k, v, tiling.stages, warpgroups)
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
         all_blocks = table_gmem[cta, table.shape[1] - 1] if chosen else key_blocks

@@ -26,7 +26,8 @@ def load(
     work: Work, smem: Memory, barriers: Barriers, keys, columns, values, queries, douts
 ) -> None:
     """The loading warpgroup. `queries` and `douts` are a matrix and its rows' LSE or
-    delta, `columns` two arrays of a number for each column of a head's K, in global
+    delta, `keys` and `values` an array and the index of a leading axis, if it has one,
+    `columns` two arrays of a number for each column of a head's K, in global
     memory."""
     block_size = work.shapes.queries
 
@@ -39,7 +40,8 @@ def load(
             plgpu.barrier_wait(free.at[now])
 
         head, _index, block = work.block_of(item, turn)
-        span = pl.ds(block * block_size, block_size)
+        first = work.shapes.first_query + block * block_size
+        span = pl.ds(first, block_size)
         plgpu.copy_gmem_to_smem(
             matrix.at[item.b, span, head], target.at[now], ready.at[now]
         )
@@ -52,10 +54,12 @@ def load(
         def _():
             plgpu.barrier_wait(free)
 
+        gmem, plane = source
+        first_key = work.shapes.first_key + item.tile * KEY_TILE
         for w in range(WARPGROUPS):
-            span = pl.ds(item.tile * KEY_TILE + w * KEYS, KEYS)
+            place = item.b, pl.ds(first_key + w * KEYS, KEYS), item.kv_head
             plgpu.copy_gmem_to_smem(
-                source.at[item.b, span, item.kv_head], target.at[w], barriers.tile_ready
+                gmem.at[(*plane, *place)], target.at[w], barriers.tile_ready
             )
 
     def load_item(item, first, number):
@@ -94,10 +98,12 @@ def load(
     plgpu.barrier_wait(barriers.v_free)
 
 
-def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs) -> None:
+def store(
+    work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs, *, begun: bool
+) -> None:
     """The storing warpgroup: adds tiles of dQ to `dqs`, in global memory, in turn: one
     array, or one for each part of the ring (`Ring.part`), the second without the
-    queries that see no short tile."""
+    queries that see no short tile. `begun`: something is there already."""
     shapes, storers = work.shapes, plan.storers
     i32 = jnp.int32
     blocks_in_all = shapes.batch * shapes.query_heads * shapes.blocks
@@ -109,6 +115,7 @@ def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs) -> None
         head, _index, block = work.block_of(item, turn)
         for piece in range(WARPGROUPS):
             row, column = block * shapes.queries - first_row, piece * 64
+            row += shapes.first_query
             if shapes.head_dim == 64:
                 row, column = row + column, 0
             target = (item.b, pl.ds(row, 64), head, pl.ds(column, 64))
@@ -147,6 +154,9 @@ def store(work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs) -> None
 
     def put_in_turn(item, turn):
         _semaphore, rank, _last = turn_of(item, turn)
+        if begun:
+            put(item, turn, "add")
+            return
         pl.when(rank == 0)(lambda: put(item, turn, None))
         pl.when(rank > 0)(lambda: put(item, turn, "add"))
 

@@ -9,6 +9,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from attn_jax.kernels import ring_order
 from attn_jax.kernels.integers import rem
@@ -45,7 +46,8 @@ class Shapes(NamedTuple):
     """Sizes that the kernel is compiled for; lengths as they are, not padded.
 
     `parts`: the query heads of a key head are dealt to so many CTAs, each of which has
-    sums of its own for dK and dV.
+    sums of its own for dK and dV. `first_query`, `first_key`: where these begin in
+    arrays of more.
     """
 
     batch: int
@@ -55,6 +57,8 @@ class Shapes(NamedTuple):
     key_heads: int
     head_dim: int
     parts: int = 1
+    first_query: int = 0
+    first_key: int = 0
 
     @classmethod
     def of(cls, query: tuple[int, ...], key: tuple[int, ...]) -> "Shapes":
@@ -137,6 +141,31 @@ class Shapes(NamedTuple):
     def tiles(self) -> int:
         """Tiles of keys in a head."""
         return -(-self.key_count // KEY_TILE)
+
+
+def reason_against(
+    query_shape: tuple[int, ...],
+    value_shape: tuple[int, ...],
+    *,
+    is_causal: bool,
+    window: Band | None = None,
+) -> str | None:
+    """Why the kernel does not take arrays of these shapes ([B, T, N, H], [B, S, K, D]),
+    in one line, or None if it does. Any lengths will do without a mask."""
+    _, query_count, _, head_dim = query_shape
+    _, key_count, _, value_dim = value_shape
+    if value_dim != head_dim:
+        return f"head dim {head_dim} with one of {value_dim} for V"
+    if head_dim not in QUERIES:
+        return f"head dim {head_dim}, not {' or '.join(map(str, QUERIES))}"
+    if query_count == 0 or key_count == 0:
+        return "no query or no key"
+    if (is_causal or window is not None) and query_count != key_count:
+        mask = "causal mask" if is_causal else "window"
+        return f"a {mask} with {query_count} queries and {key_count} keys"
+    if is_causal and not ring_order.causal_fits(pl.cdiv(key_count, KEY_TILE)):
+        return f"a causal mask with {key_count} keys, too many for a ring of CTAs"
+    return None
 
 
 class Memory(NamedTuple):

@@ -40,6 +40,8 @@ from attn_jax.kernels.ring_order import MULTIPROCESSORS
 
 # Bytes in which a warpgroup's warps add up what each of them has.
 SCRATCH = 2048
+# Rows behind the last key of `Prepared`: TMA reads 16-bit tiles in groups of 8 rows.
+BESIDE = 8
 
 
 class KeyNumbers(NamedTuple):
@@ -128,6 +130,75 @@ def key_numbers(
     K and V, of format `inputs`, are padded with zeros from `key_count` to a multiple of
     8. `plan`: None, for `plan_for`.
     """
+    numbers, half_value, _ = _made(
+        key, value, key_count, inputs, half=half, planes=False, plan=plan
+    )
+    return numbers, half_value
+
+
+class Prepared(NamedTuple):
+    """Keys as they are and values as FP16 numbers, in one array, to be sent.
+
+    Attributes:
+      planes: of K's format: K, then the bits of V 2^e. What lies in the second behind
+        the last key is 2^-e of the head in each column, and then anything.
+    """
+
+    planes: Float[Array, "2 B S+8 K H"]
+
+    @property
+    def count(self) -> int:
+        """Of keys."""
+        return self.planes.shape[2] - BESIDE
+
+    def some(self, first: int, count: int) -> tuple[Array, Array]:
+        """So many keys, and values as FP16 numbers."""
+        keys = slice(first, first + count)
+        return self.planes[0, :, keys], self.value_planes[1, :, keys]
+
+    @property
+    def value_planes(self) -> Float16[Array, "2 B S+8 K H"]:
+        """The same bits, of which the second plane is V 2^e."""
+        return lax.bitcast_convert_type(self.planes, jnp.float16)
+
+    @property
+    def unscale(self) -> Float32[Array, "B K H"]:
+        """2^-e."""
+        return self.planes[1, :, self.count].astype(jnp.float32)
+
+
+def prepared(
+    key: Float[Array, "B S K H"], value: Float[Array, "B S K H"], inputs: NumberFormat
+) -> Prepared | None:
+    """K and V of format `inputs` prepared, or None where tiles do not divide them."""
+    batch, keys, heads, head_dim = key.shape
+    plan = plan_for(batch * heads, keys, head_dim)
+    of_value = Tiles.of(keys, head_dim, plan.rows)
+    parts = plan.parts(batch * heads, of_value.count)
+    shared = of_value.shared(parts)
+    # What is stored past the last key would meet what lies there.
+    if key.shape != value.shape or parts * shared.count * shared.rows != keys:
+        return None
+    _, _, planes = _made(key, value, keys, inputs, half=True, planes=True, plan=plan)
+    assert planes is not None
+    return Prepared(planes)
+
+
+def _made(
+    key: Float[Array, "B Spad K H"],
+    value: Float[Array, "B Spad K D"],
+    key_count: int,
+    inputs: NumberFormat,
+    *,
+    half: bool,
+    planes: bool,
+    plan: Plan | None,
+) -> tuple[
+    KeyNumbers,
+    Float16[Array, "B Spad K D"] | None,
+    Float[Array, "2 B Spad+8 K H"] | None,
+]:
+    """Both, the latter if `planes` are asked for."""
     batch, keys, heads, head_dim = key.shape
     value_dim = value.shape[3]
     items = batch * heads
@@ -144,9 +215,13 @@ def key_numbers(
 
     def attention_key_numbers(
         key_gmem, value_gmem, centre_gmem, key_factor_gmem, norm_gmem, unscale_gmem,
-        found_key_gmem, found_value_gmem, half_gmem, smem, barriers,
+        found_key_gmem, found_value_gmem, half_gmem, planes_gmem, smem, barriers,
     ):  # fmt: skip
         key_smem, value_smem = smem
+        copy_gmem = beside_gmem = None
+        if planes:
+            copy_gmem, half_gmem = planes_gmem.at[0], planes_gmem.at[1]
+            beside_gmem = half_gmem.at[:, keys]
         key_ready, value_ready, keys_told, values_told = barriers
         cluster = lax.axis_index("cluster")
         of_keys = lax.axis_index("warpgroup") == 0
@@ -161,11 +236,12 @@ def key_numbers(
         on_keys = Keys(
             *(cta, of_key, key_stages, key_count, inputs),
             *(key_gmem, key_smem, key_ready, found_key_gmem, keys_told),
-            *(centre_gmem, key_factor_gmem),
+            *(centre_gmem, key_factor_gmem, copy_gmem),
         )
         on_values = Values(
             *(cta, of_value, stages, value_gmem, value_smem, value_ready),
             *(found_value_gmem, values_told, norm_gmem, unscale_gmem, half_gmem),
+            beside_gmem,
         )
         pl.when(of_keys)(on_keys.begin)
         pl.when(~of_keys)(on_values.begin)
@@ -201,14 +277,19 @@ def key_numbers(
     together = parts > 1
     cluster = {"cluster": (parts,), "cluster_names": ("part",)} if together else {}
     told_barrier = plgpu.ClusterBarrier(collective_axes=("part",)) if together else None
-    *numbers, _, _, half_value = plgpu.kernel(
+    *numbers, _, _, half_value, found_planes = plgpu.kernel(
         attention_key_numbers,
         out_type=[
             *[f32(batch, heads, head_dim)] * 2,
             *[f32(batch, heads, value_dim)] * 2,
             f32(*found_shape, 3, head_dim) if together else None,
             f32(*found_shape, value_dim) if together else None,
-            jax.ShapeDtypeStruct(half_shape, value.dtype) if half else None,
+            jax.ShapeDtypeStruct(half_shape, value.dtype)
+            if half and not planes
+            else None,
+            jax.ShapeDtypeStruct((2, batch, keys + BESIDE, heads, head_dim), key.dtype)
+            if planes
+            else None,
         ],
         scratch_types=[
             (
@@ -234,4 +315,4 @@ def key_numbers(
     )(key, value)
     if half_value is not None:
         half_value = lax.bitcast_convert_type(half_value[:, :keys], jnp.float16)
-    return KeyNumbers(*numbers), half_value
+    return KeyNumbers(*numbers), half_value, found_planes

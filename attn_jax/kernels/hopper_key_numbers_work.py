@@ -124,6 +124,7 @@ class Keys:
       tiles: of a CTA; shared memory holds `stages` of them.
       key_count, inputs: how many keys there are, and their format.
       found: where CTAs of a cluster tell each other, and `told` the barrier.
+      copy: where the keys go as they are, or None.
     """
 
     cta: Cta
@@ -138,6 +139,7 @@ class Keys:
     told: Any
     centre: Any
     key_factor: Any
+    copy: Any
 
     def begin(self) -> None:
         for step in range(self.stages):
@@ -193,13 +195,15 @@ class Keys:
         @pl.when(step < self.cta.mine * count)
         def _():
             now = self._slot(step)
-            turn = lax.div(step, jnp.int32(count))
-            tile = lax.rem(step, jnp.int32(count))
-            b, n = self.cta.head(turn)
-            place = b, self.cta.rows(self.tiles, tile), n
             plgpu.copy_gmem_to_smem(
-                self.gmem.at[place], self.smem.at[now], self.ready.at[now]
+                self.gmem.at[self._place(step)], self.smem.at[now], self.ready.at[now]
             )
+
+    def _place(self, step):
+        """Of a tile, in global memory."""
+        count = jnp.int32(self.tiles.count)
+        b, n = self.cta.head(lax.div(step, count))
+        return b, self.cta.rows(self.tiles, lax.rem(step, count)), n
 
     def _add(self, step, found):
         sums, squares, largest = found
@@ -211,7 +215,13 @@ class Keys:
             sums, squares = sums + x, squares + x * x
         # All have read: here it is a barrier.
         plgpu.commit_smem()
-        self._load(step + self.stages)
+        if self.copy is None:
+            self._load(step + self.stages)
+            return sums, squares, largest
+        plgpu.copy_smem_to_gmem(self.smem.at[now], self.copy.at[self._place(step)])
+        # The tile before has left its place.
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        pl.when(step > 0)(lambda: self._load(step - 1 + self.stages))
         return sums, squares, largest
 
 
@@ -224,6 +234,7 @@ class Values:
         last are still there when V is scaled, from the last to the first, and the
         others are read again.
       half: where V as FP16 numbers goes, as bits of V's format, or None.
+      beside: where what these are to be multiplied by goes in V's format, or None.
       found, told: as of `Keys`.
     """
 
@@ -238,6 +249,7 @@ class Values:
     norm: Any
     unscale: Any
     half: Any
+    beside: Any
 
     @property
     def read_again(self) -> int:
@@ -276,6 +288,8 @@ class Values:
             norm = jnp.sqrt(tiles.over_head(scaled * scaled, jnp.sum))
             self.norm[b, n] = norm.max(axis=0) * unscale
             self.unscale[b, n] = unscale
+            if self.beside is not None:
+                self.beside[b, n] = unscale.astype(self.smem.dtype)
 
     def _slot(self, tile):
         return lax.rem(tile, jnp.int32(self.stages))

@@ -22,12 +22,13 @@ from attn_jax.kernels.tuning import ForwardTiling
 class Loaded(NamedTuple):
     """An operand: where it is, where it goes, and the barriers that say that it is
     there and that nobody reads it any more. Of Q a tile for each warpgroup, of K and V
-    a block for each stage."""
+    a block for each stage. `plane`: index of the leading axis, where there is one."""
 
     gmem: Any
     smem: Any
     ready: Any
     free: Any
+    plane: tuple[int, ...] = ()
 
 
 class Stages(NamedTuple):
@@ -139,7 +140,7 @@ def load(
         keys = pl.ds(block * columns, columns)
         kv_head = lax.div(n, jnp.int32(group))
         plgpu.copy_gmem_to_smem(
-            of.gmem.at[b, keys, kv_head],
+            of.gmem.at[(*of.plane, b, keys, kv_head)],
             of.smem.at[slot(step)],
             of.ready.at[slot(step)],
         )

@@ -123,34 +123,40 @@ def forward(
     static: Static,
     more,
     residual,
+    unscale=None,
     **carrying,
 ):
     """(out, out_low if kept, LSE, `KeyNumbers` if kept) of one device's arrays.
 
-    `residual`: for a backward pass. `carrying`: arguments of `hopper_forward`, and what
-    it returns then."""
+    `residual`: for a backward pass. `unscale`: V is FP16 numbers already
+    (`hopper_key_numbers.Prepared`), to be multiplied by these. `carrying`: arguments of
+    `hopper_forward`, and what it returns then."""
     rules, sinks, bias = _unpacked(more, arrays)
     target = static.target
-    _log(query, key, value, bias, static, listed=rules is not None)
+    query_count, key_count = query.shape[1], carrying.pop("key_count", key.shape[1])
+    of_keys = ((len(query), key_count, *x.shape[-2:]) for x in (key, value))
+    shapes = query.shape, *of_keys
+    _log(shapes, static, listed=rules is not None, biased=bias is not None)
     options: dict[str, Any] = {}
     if static.window is not None and target == "hopper":
         options["window"] = static.window
     elif rules is not None:
         options |= {"mask": rules, "band": static.band}
     if bias is not None:
-        options["bias"] = _for_all_pairs(bias, query.shape[1], key.shape[1])
+        options["bias"] = _for_all_pairs(bias, query_count, key_count)
     if static.soft_cap is not None:
         options["soft_cap"] = static.soft_cap
-    query_count, key_count = query.shape[1], key.shape[1]
     query, key, value = map(pad_sequence, (query, key, value))
     keeps_numbers = residual and static.keeps_numbers
-    half = static.half_weights(differentiated=residual)
+    half = static.half_weights(differentiated=residual) and unscale is None
     numbers = None
     if keeps_numbers or half:
         inputs = INPUTS[jnp.dtype(key.dtype)]
         numbers, half_value = key_numbers(key, value, key_count, inputs, half=half)
         if half_value is not None:
             value, options["unscale"] = half_value, numbers.unscale
+    if unscale is not None:
+        options["unscale"] = unscale
     found = _FORWARD[target].forward(
         *(query, key, value),
         query_count=query_count,
@@ -412,18 +418,23 @@ def _without_plan(static: Static) -> Backward | None:
     return None if static.tilings.backward_fused is not None else "two_kernels"
 
 
-def _log(query, key, value, bias, static: Static, *, listed: bool) -> None:
-    shapes = query.shape, key.shape, value.shape
+def _log(
+    shapes: tuple[tuple[int, ...], ...], static: Static, *, listed: bool, biased: bool
+) -> None:
+    """`shapes`: of Q, K and V."""
     mask = "lists of blocks" if listed else "causal" if static.is_causal else "full"
     if static.window is not None:
         mask = "window"
-    mask += "" if bias is None else ", bias"
-    made = _design(query.shape, value.shape, static, listed=listed)
+    mask += ", bias" if biased else ""
+    made = _design(shapes[0], shapes[2], static, listed=listed)
     tuning.log(static.target, shapes, mask, static.tilings, made)
 
 
-def pad_sequence(x: Float[Array, "B L N H"]) -> Float[Array, "B M N H"]:
-    """Adds zero rows up to what TMA reads; the kernels mask them or cut them off."""
+def pad_sequence(x: Float[Array, "*P B L N H"]) -> Float[Array, "*P B M N H"]:
+    """Adds zero rows up to what TMA reads; the kernels mask them or cut them off.
+    Planes of arrays, which are whole, stay."""
+    if x.ndim == 5:
+        return x
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % SEQUENCE_MULTIPLE), (0, 0), (0, 0)))
 
 

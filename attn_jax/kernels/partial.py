@@ -4,9 +4,10 @@ The kernels of `attention`, but that O and gradients are FP32, and that LSE and 
 of whole rows, are given. For Hopper, for now. Where it rounds is said in
 `hopper_forward`, `hopper_backward_fused` and `hopper_backward_dq`, `_dkv` and `_dbias`:
 O has P in FP16, as where attention is differentiated, and dQ has dS and K in FP16, each
-scaled into its range by a power of two for the part. From part to part go the running
-maximum m, sum l and weighted sum A of whole rows, in FP32: the forward kernel takes
-them and leaves them, and no LSE is rounded before the last.
+scaled into its range by a power of two, one for all parts. From part to part go the
+running maximum m, sum l and weighted sum A of whole rows, in FP32: the forward kernel
+takes them and leaves them, and no LSE is rounded before the last. So do dQ's sums,
+where one pass makes the gradients of all parts (`hopper_backward_parts`).
 """
 
 from typing import NamedTuple
@@ -22,14 +23,18 @@ from attn_jax.kernels import (
     hopper_backward_dkv,
     hopper_backward_dq,
     hopper_backward_fused,
+    hopper_backward_parts,
+    hopper_key_numbers,
     hopper_row_sums,
     local,
     tuning,
     visibility,
 )
 from attn_jax.kernels.attention import unsupported as unsupported_whole
-from attn_jax.kernels.hopper_key_numbers import key_numbers
+from attn_jax.kernels.hopper_backward_parts import Keys
+from attn_jax.kernels.hopper_key_numbers import KeyNumbers, Prepared
 from attn_jax.kernels.hopper_outputs import Carried
+from attn_jax.kernels.hopper_query_gradient import by_xla
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.options import Options
 from attn_jax.kernels.schedule import Chosen
@@ -37,6 +42,8 @@ from attn_jax.kernels.tiles import LN_2
 from attn_jax.kernels.tuning import Plan
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
+from attn_jax.pairwise import pairwise_sum
+from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 from attn_jax.varying import varying_alike
 
 _OPTIONS = Options("mean", delta_source="o", half_weights=True)
@@ -88,6 +95,8 @@ def carry_on(
     mask: Mask = Mask(),
     first: int = 0,
     chosen: Chosen | None = None,
+    first_key: int = 0,
+    prepared: Prepared | None = None,
 ) -> Carried:
     """The state with these keys, too, of the rows from the `first` on that the query
     is; others stay. With logits S in units of log2, all FP32,
@@ -99,9 +108,17 @@ def carry_on(
     (None) m is -inf, l and A are 0. The sums over these keys are made as ever, from
     their own maximum, and added to what was there in the end; the kernel does it where
     the state lies, which XLA copies only if somebody else reads it, too. If something
-    is `chosen`, which the kernels are to take (`takes`), then only that.
+    is `chosen`, which the kernels are to take (`takes`), then only that. `prepared`:
+    where these keys and values, of which V is FP16 numbers then, are those from
+    `first_key` on.
     """
     static, rules = _static(query, key, value, scale, mask, bias)
+    options: dict = {}
+    if prepared is not None:
+        options = {"unscale": prepared.unscale, "key_count": key.shape[1]}
+        # Whole blocks alone: behind the last key lies what is no key.
+        if first_key == 0 and key.shape[1] % static.tilings.forward.columns == 0:
+            key, value = prepared.planes, prepared.value_planes
     count, more = query.shape[1], -query.shape[1] % static.tilings.forward.tile
 
     def carried(before: Carried | None, first: int) -> Carried:
@@ -111,6 +128,7 @@ def carry_on(
             before=before,
             first_row=first,
             chosen=chosen,
+            **options,
         )
         m, l, total, _ = varying_alike(*found, query)  # noqa: E741
         return Carried(m, l, total)
@@ -123,6 +141,16 @@ def carry_on(
     # The kernel's tiles would reach into rows that are not this query's.
     own = before.rows(first, count).padded(more)
     return before.with_rows(carried(own, 0).rows(0, count), first)
+
+
+def prepared(
+    key: Float[Array, "B S K H"], value: Float[Array, "B S K D"]
+) -> Prepared | None:
+    """K and V as all devices are to have them for `carry_on`, or None."""
+    inputs = local.INPUTS[jnp.dtype(key.dtype)]
+    if inputs == FP16 or key.shape[1] % local.SEQUENCE_MULTIPLE:
+        return None
+    return hopper_key_numbers.prepared(key, value, inputs)
 
 
 def takes(
@@ -178,7 +206,6 @@ def backward(
     dout: Float[Array, "B T N D"],
     lse: Float32[Array, "B N T"],
     excess: Float32[Array, "B N T"],
-    centre: Float32[Array, "B K H"],
     ranges: Ranges,
     *,
     scale: float,
@@ -193,10 +220,10 @@ def backward(
     """What these keys bring to dQ, what dK and dV of them are, and dbias if there is a
     bias.
 
-    `lse` and `excess` (delta - dLSE) are those of whole rows, and `ranges` are of these
-    keys and rows or more. Each part of dQ is less rowsum(rounded dS) * centre, which
-    over all keys comes to dLSE * centre in exact arithmetic: whoever adds them up adds
-    scale * dLSE * centre.
+    `lse` and `excess` (delta - dLSE) are those of whole rows, and `ranges` are of all
+    keys, and of these rows or more. Each part of dQ is less rowsum(rounded dS) *
+    centre, which over all keys comes to dLSE * centre in exact arithmetic: whoever adds
+    them up adds scale * dLSE * centre.
     """
     static, rules = _static(query, key, value, scale, mask, bias)
     bias = _as_read(bias)
@@ -208,19 +235,17 @@ def backward(
     )
     lengths = {"query_count": query_count, "key_count": key_count}
     options: dict = {"scale": scale, "is_causal": static.is_causal, **lengths}
-    # P = exp(S - LSE) of rows that see nothing is to be 0.
-    lse = local.raised_lse(jnp.where(jnp.isneginf(lse), jnp.inf, lse))
+    lse = _of_seen(lse)
     dout = dout.astype(query.dtype)
     query, key, value, dout = map(local.pad_sequence, (query, key, value, dout))
     operands = query, key, value, dout, lse, excess
-    scaled = _scaled(key)
     if made == "fused":
         plan = static.tilings.backward_fused
         assert isinstance(plan, Plan)
         gradients = hopper_backward_fused.backward_fused(
             *(*operands, None, ranges.centred),
             plan=plan,
-            dq_dtype=jnp.dtype(jnp.float16) if scaled else query.dtype,
+            dq_dtype=_dq_dtype(key),
             wide=True,
             **options,
         )
@@ -232,9 +257,9 @@ def backward(
             shape = *bias.shape[:2], query_count, key_count
             options["bias"] = jnp.broadcast_to(bias, shape)
         dquery = hopper_backward_dq.backward_dq(
-            *(*operands, jnp.zeros_like(excess), centre[:, :, None]),
+            *(*operands, jnp.zeros_like(excess), ranges.centred.centre[:, :, None]),
             tiling=static.tilings.backward_dq,
-            numbers=ranges.plain if scaled else None,
+            numbers=ranges.plain if scaled(key) else None,
             wide=True,
             **options,
         )
@@ -252,39 +277,117 @@ def backward(
     return found[0], found[1], found[2], found[3]
 
 
+def adds_in_place(
+    query_shape: tuple[int, ...],
+    value_shape: tuple[int, ...],
+    queries: tuple[int, int],
+    keys: tuple[int, int],
+    *,
+    is_causal: bool,
+) -> bool:
+    """Whether `backward_in_place` takes (first, number of) those of [B, T, N, H] and of
+    keys and values like [B, S, K, D]."""
+    used = (
+        (x[0], count, *x[2:])
+        for x, (_, count) in ((query_shape, queries), (value_shape, keys))
+    )
+    made = design.backward_of(next(used), next(used), "hopper", is_causal=is_causal)
+    lengths = query_shape[1], value_shape[1]
+    return made == "fused" and hopper_backward_parts.added_in_place(
+        query_shape[3], queries, keys, *lengths
+    )
+
+
+def backward_in_place(
+    sums: Float32[Array, "B T N H"] | None,
+    query: Float[Array, "B T N H"],
+    keys: Keys,
+    dout: Float[Array, "B T N D"],
+    lse: Float32[Array, "B N T"],
+    excess: Float32[Array, "B N T"],
+    ranges: Ranges,
+    queries: tuple[int, int],
+    *,
+    scale: float,
+    is_causal: bool,
+) -> tuple[
+    Float32[Array, "B T N H"], Float32[Array, "B s K H"], Float32[Array, "B s K D"]
+]:
+    """(`sums` with these keys, for the (first, number of) queries, dK, dV), as of
+    `backward`; of all keys `dquery` is dQ. None: of no keys so far, for all rows."""
+    found = hopper_backward_parts.add_to(
+        *(sums, query, keys, dout.astype(query.dtype), _of_seen(lse), excess),
+        ranges.centred,
+        first_query=queries[0],
+        query_count=queries[1],
+        scale=scale,
+        is_causal=is_causal,
+        dq_dtype=_dq_dtype(keys.key),
+    )
+    found = varying_alike(*found, query)
+    return found[0], found[1], found[2]
+
+
+def dquery(
+    sums: Float32[Array, "B T N H"],
+    dlse: Float32[Array, "B N T"],
+    ranges: Ranges,
+    scale: float,
+) -> Float32[Array, "B T N H"]:
+    """dQ of the sums that `backward_in_place` leaves when it has seen all keys."""
+    return by_xla([sums], ranges.centred, dlse, scale, jnp.float32)
+
+
+def _of_seen(lse: Float32[Array, "B N T"]) -> Float32[Array, "B N T"]:
+    """For P = exp(S - LSE), which of rows that see nothing is to be 0."""
+    return local.raised_lse(jnp.where(jnp.isneginf(lse), jnp.inf, lse))
+
+
+def _dq_dtype(key: Array) -> jnp.dtype:
+    return jnp.dtype(jnp.float16) if scaled(key) else key.dtype
+
+
 def _as_read(bias: Array | None) -> Array | None:
     return None if bias is None else bias.astype(local.bias_dtype(bias.dtype))
 
 
 def ranges(
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K D"],
+    centre: Float32[Array, "B K H"],
+    key_largest: Float32[Array, "B K H"] | None,
+    value_largest: Float32[Array, "B K D"] | None,
     excess: Float32[Array, "B N T"],
     dout_norm: Float32[Array, "B N T"],
-    centre: Float32[Array, "B K H"],
 ) -> Ranges:
-    """Of keys and of whole rows (`row_sums`), for `backward`: powers of two for
-    |dS| <= |dO| |V| + |excess|, by norms."""
-    scaled, numbers = _scaled(key), None
-    if scaled:
-        inputs = local.INPUTS[jnp.dtype(key.dtype)]
-        padded, values = map(local.pad_sequence, (key, value))
-        numbers, _ = key_numbers(padded, values, key.shape[1], inputs, half=False)
-    plain = range_of(numbers, dout_norm, excess, key, centred=False, scaled=scaled)
-    centred = plain._replace(centre=centre)
-    if not scaled:
-        return Ranges(plain, centred)
-    # w brings max |K| below 2^14; the centre's is as large, at most.
-    largest = jnp.abs(centre).max(axis=-1, keepdims=True)
-    exponent = FP16.max_exponent - 1 - jnp.frexp(largest)[1]
-    limit = jnp.ldexp(jnp.ones_like(largest), jnp.minimum(exponent, 100))
-    factor = jnp.where(
-        largest > 0, jnp.minimum(plain.key_factor, limit), plain.key_factor
+    """Of all keys and these whole rows (`row_sums`), for `backward`: powers of two for
+    |dS| <= |dO| |V| + |excess|, by norms, and for |K - c| <= 2 |K|. By columns, c and
+    the largest |K| and |V|; None where there are no such powers."""
+    is_scaled = key_largest is not None
+    numbers = None
+    if key_largest is not None:
+        assert value_largest is not None
+        largest = key_largest.max(axis=-1, keepdims=True)
+        # Of twice the largest, which may overflow.
+        exponent = FP16.max_exponent - (jnp.frexp(largest)[1] + 1)
+        exponent = jnp.clip(exponent, -MOST_HEAD_EXPONENT, MOST_HEAD_EXPONENT)
+        factor = jnp.ldexp(jnp.ones_like(centre), jnp.where(largest > 0, exponent, 0))
+        norm = jnp.broadcast_to(_norm(value_largest), value_largest.shape)
+        numbers = KeyNumbers(centre, factor, norm, jnp.ones_like(value_largest))
+    plain = range_of(
+        *(numbers, dout_norm, excess, centre[:, None]),
+        centred=False,
+        scaled=is_scaled,
     )
-    return Ranges(plain, centred._replace(key_factor=factor))
+    return Ranges(plain, plain._replace(centre=centre))
 
 
-def _scaled(key: Array) -> bool:
+def _norm(x: Float32[Array, "*rows D"]) -> Float32[Array, "*rows 1"]:
+    """Over the last axis; squares stay in FP32's range."""
+    _, exponent = jnp.frexp(x.max(-1, keepdims=True))
+    squares = pairwise_sum(jnp.square(jnp.ldexp(x, -exponent)), -1)
+    return jnp.ldexp(jnp.sqrt(squares)[..., None], exponent)
+
+
+def scaled(key: Array) -> bool:
     """Whether dQ's product has powers of two."""
     inputs = local.INPUTS[jnp.dtype(key.dtype)]
     return _OPTIONS.halves_dq(inputs, "hopper", "two_kernels")
