@@ -140,11 +140,12 @@ class Prepared(NamedTuple):
     """Keys as they are and values as FP16 numbers, in one array, to be sent.
 
     Attributes:
-      planes: of K's format: K, then the bits of V 2^e. What lies in the second behind
-        the last key is 2^-e of the head in each column, and then anything.
+      planes: of K's format, with `BESIDE` rows behind the keys: K, the bits of V 2^e.
+        What lies in the second behind the last key is 2^-e of the head in each column,
+        and then anything.
     """
 
-    planes: Float[Array, "2 B S+8 K H"]
+    planes: Float[Array, "2 B rows K H"]
 
     @property
     def count(self) -> int:
@@ -157,7 +158,7 @@ class Prepared(NamedTuple):
         return self.planes[0, :, keys], self.value_planes[1, :, keys]
 
     @property
-    def value_planes(self) -> Float16[Array, "2 B S+8 K H"]:
+    def value_planes(self) -> Float16[Array, "2 B rows K H"]:
         """The same bits, of which the second plane is V 2^e."""
         return lax.bitcast_convert_type(self.planes, jnp.float16)
 
