@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
 
 from attn_jax import context_parallel, emulator
-from attn_jax.context_parallel import merge, schedule
+from attn_jax.context_parallel import all_keys, merge, schedule
 from attn_jax.context_parallel.blocks import Emulated
 from attn_jax.context_parallel.layouts import shard_runs
 from attn_jax.formats import BF16
@@ -22,6 +23,7 @@ from tests.parallel_runs import (
     arrays,
     both_passes,
     exact,
+    mesh_of,
     sharded,
     simulated,
     stale_keys,
@@ -306,6 +308,17 @@ def test_keys_and_gradients_travel_no_further_than_they_are_seen(options, hops):
             for branch in branches
         ]
         assert min(products) == 0 < max(products)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 8])
+def test_what_all_devices_know_is_in_their_order(devices):
+    mesh = mesh_of(devices, "ring")
+    x = jnp.arange(2.0 * devices).reshape(devices, 2)
+    gather = all_keys.gather_over("ring")
+    of_each = jax.shard_map(
+        lambda x: gather(x[0])[None], mesh=mesh, in_specs=P("ring"), out_specs=P("ring")
+    )
+    chex.assert_trees_all_equal(jax.jit(of_each)(x), jnp.stack([x] * devices))
 
 
 # ------------------------------------------- bugs that others had, each one a test

@@ -4,7 +4,6 @@ Each device's numbers of its own are gathered, in one small message, and every d
 makes the same of them.
 """
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from attn_jax.centre import centre_from, counts_largest
+from attn_jax.context_parallel.messages import moved
 from attn_jax.formats import NumberFormat
 from attn_jax.pairwise import pairwise_mean
 
@@ -22,8 +22,20 @@ Gather = Callable[[Array], Array]
 
 
 def gather_over(axis: str) -> Gather:
-    """Over the devices of a mesh axis."""
-    return functools.partial(lax.all_gather, axis_name=axis)
+    """Over the devices of a mesh axis, by messages from device to device: twice as many
+    are known after each (Bruck et al. 1997). Copy engines send those
+    (`compiler_options`), while a kernel that gathers takes a multiprocessor from one of
+    attention, which counts on all, and waits there for other devices."""
+
+    def gather(x: Array) -> Array:
+        devices = lax.axis_size(axis)
+        found = x[None]  # This device's, that of the one before, and so on.
+        while (known := len(found)) < devices:
+            more = found[: devices - known]
+            found = jnp.concatenate([found, moved(more, axis, known)])
+        return found[(lax.axis_index(axis) - jnp.arange(devices)) % devices]
+
+    return gather
 
 
 def gather_here(x: Array) -> Array:

@@ -8,10 +8,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 # Unsigned integers, which nothing changes on their way.
 _WORDS: dict[int, Any] = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+def moved(x: Any, axis: str, steps: int) -> Any:
+    """What lies `steps` devices before this one on a mesh axis."""
+    if steps == 0:
+        return x
+    devices = lax.axis_size(axis)
+    return lax.ppermute(
+        x, axis, [(one, (one + steps) % devices) for one in range(devices)]
+    )
 
 
 def packed(key: Array, value: Array) -> Array:

@@ -35,6 +35,7 @@ from attn_jax.context_parallel.merge import Rows, kept, over_parts
 from attn_jax.context_parallel.messages import (
     apart,
     fit,
+    moved,
     packed,
     stacked,
     together,
@@ -57,10 +58,10 @@ def forward(static: Static, x: Local) -> Rows:
         prepared = static.block.prepared(x.key, x.value)
         both = stacked(x.key, x.value) if prepared is None else prepared
         if hops:
-            both = _moved(both, static, hops[0])
+            both = moved(both, static.axis, hops[0])
         for hop, after in pairwise([*hops, None]):
             assert hop is not None
-            ahead = None if after is None else _moved(both, static, after - hop)
+            ahead = None if after is None else moved(both, static.axis, after - hop)
             source = (rank - hop) % shards
             if prepared is not None:
                 shard = x.meets_prepared(both, source)
@@ -97,7 +98,7 @@ def backward(
     both, sums, made = own, None, Made()
     if hops and hops[0] < shards:
         # On their way while delta is computed.
-        both, rows = lax.optimization_barrier((_moved(own, static, hops[0]), rows))
+        both, rows = lax.optimization_barrier((moved(own, static.axis, hops[0]), rows))
     for before, hop, after in zip([0, *hops], hops, [*hops[1:], shards], strict=False):
         # Own keys are at hand: none travel to them.
         onward = after - hop if after < shards else 0
@@ -136,20 +137,10 @@ def backward(
     return gradients(block, total, rows, dlse, inputs, in_place=in_place)
 
 
-def _moved(x: Any, static: Static, steps: int) -> Any:
-    """What lies `steps` shards before this one."""
-    if steps == 0:
-        return x
-    shards = static.shards
-    return lax.ppermute(
-        x, static.axis, [(one, (one + steps) % shards) for one in range(shards)]
-    )
-
-
 def _moved_sums(static: Static, sums: Sums, steps: int) -> list[Array]:
     """In one message."""
     wire = packed(*(sent(static, x) for x in sums))
-    found = unpacked(_moved(wire, static, steps), sums[0].shape[-1])
+    found = unpacked(moved(wire, static.axis, steps), sums[0].shape[-1])
     return [x.astype(sums[0].dtype) for x in found]
 
 
@@ -159,12 +150,12 @@ def _exchanged(
     """What comes when keys go onward and sums go some steps, in one message if it can
     be, and how to open it: (keys, sums)."""
     if sums is None:
-        return _moved(both, static, onward), lambda ahead: (ahead, None)
+        return moved(both, static.axis, onward), lambda ahead: (ahead, None)
     wire = [sent(static, x) for x in sums]
     if onward != steps or not fit(both, wire):
         if both.ndim == 5:  # Sums that came with these keys stay.
             both = both[:2]
-        come = _moved(both, static, onward), _moved_sums(static, sums, steps)
+        come = moved(both, static.axis, onward), _moved_sums(static, sums, steps)
         return come, lambda come: come
 
     def opened(message: Array) -> tuple[Array, list[Array]]:
@@ -173,4 +164,4 @@ def _exchanged(
             x.astype(old.dtype) for x, old in zip(arrived, sums, strict=True)
         ]
 
-    return _moved(together(both, wire), static, steps), opened
+    return moved(together(both, wire), static.axis, steps), opened

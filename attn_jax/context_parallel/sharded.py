@@ -259,11 +259,12 @@ def _attention_bwd(static: Static, residuals, cotangents):
 # of a model.
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(static: Static, x: Local) -> tuple[Array, Array, AllKeys]:
-    """O, not yet rounded, LSE, and the numbers of all keys that are wanted: here their
-    message is hidden, and nothing would be there yet to hide it in the other pass."""
+    """O, not yet rounded, LSE, and the numbers of all keys that are wanted."""
     made_by = ring if static.forward_by == "ring" else gather
     exact, lse = made_by.forward(static, x)
-    return exact, lse, static.block.of_all(x.key, x.value, gather_over(static.axis))
+    # Else XLA, which has one message on its way at a time, waits for keys to send it.
+    (key, value), lse = lax.optimization_barrier(((x.key, x.value), lse))
+    return exact, lse, static.block.of_all(key, value, gather_over(static.axis))
 
 
 @functools.partial(jax.jit, static_argnums=0)
