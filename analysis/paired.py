@@ -104,6 +104,7 @@ def train(
     Raises:
       UsageError: an arm does not fit the machine or the data.
     """
+    check_here(reference, arms)
     programs = Programs() if programs is None else programs
     every = {
         arm.name: _begin(configured(reference, arm), arm, programs)

@@ -182,15 +182,6 @@ def test_tables_whose_rows_are_not_there_stay(packed, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
-def test_settings_without_rows_bind_nobody(tmp_path):
-    """What a command leaves that was stopped before its first run ended."""
-    path = tmp_path / "training.jsonl"
-    for steps in (4, 5):
-        kept = training.Store(path, {"steps": steps}, fresh=False)
-        kept.close()
-        assert json.loads(path.read_text()) == {"settings": {"steps": steps}}
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
