@@ -314,18 +314,16 @@ def _indexed(folder: Path, index: list[Path]) -> Tree:
         raise UsageError(f"{folder} has {len(index)} indices: name one folder a model")
     try:
         places = json.loads(index[0].read_text())["weight_map"]
-        shards = sorted({folder / shard for shard in places.values()})
+        shards = {name: folder / name for name in sorted(set(places.values()))}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UsageError(
             f"{index[0]} is no index of safetensors: delete it, and all .safetensors "
             "files of its folder are read"
         ) from error
-    for shard in shards:
+    for name, shard in shards.items():
         if not shard.is_file():
-            raise UsageError(
-                f"{folder} lacks {shard.name}, which {index[0].name} names"
-            )
-    tree = _safetensors(shards)
+            raise UsageError(f"{folder} lacks {name}, which {index[0].name} names")
+    tree = _safetensors(list(shards.values()))
     lacking = sorted(places.keys() - tree.keys())
     if lacking:
         raise UsageError(

@@ -91,7 +91,7 @@ def attention(
     in FP32, dQ, and dK and dV on their way, are summed in FP32 and rounded once. The
     centre that the cure of dQ takes (`dq_centre` "mean") is the mean over the keys of
     all shards that a query can see, for "keys" that over all keys; the powers of two of
-    a scaled `dq_dlogits` are those of a part.
+    a scaled `dq_dlogits` are one for all parts, of all keys and a device's rows.
 
     Args:
       bias: added to the scaled logits; -inf hides a key. Rows are this device's
