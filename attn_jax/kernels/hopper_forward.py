@@ -32,7 +32,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32, Int8
 
 from attn_jax.kernels import hopper_loads, internals, low_part, schedule
-from attn_jax.kernels.hopper_forward_work import Consumer, Form, Refs, Seen
+from attn_jax.kernels.hopper_forward_form import Form, Refs, Seen
+from attn_jax.kernels.hopper_forward_work import Consumer
 from attn_jax.kernels.hopper_outputs import Carried
 from attn_jax.kernels.hopper_softmax import LOG2_P_SCALE, Softmax
 from attn_jax.kernels.tiles import LOG2_E, smem_tile
@@ -44,6 +45,7 @@ from attn_jax.kernels.visibility import (
     listed_pairs,
     whole_tiles,
 )
+from attn_jax.span import Ended, Ending
 
 # Registers a thread (consumers, producer) by number of consumer warpgroups: setmaxnreg
 # moves them from the loading warpgroup to the others.
@@ -75,11 +77,13 @@ def forward(
     before: Carried | None = None,
     first_row: int = 0,
     chosen: schedule.Chosen | None = None,
+    ending: Ending | None = None,
 ) -> (
     tuple[
         Float[Array, "B T N D"], Int8[Array, "B T N D"] | None, Float32[Array, "B N T"]
     ]
     | Carried
+    | Ended
 ):
     """Returns (out, what rounding dropped from out or None, LSE in natural log).
 
@@ -92,7 +96,8 @@ def forward(
     as FP16 numbers (`hopper_key_numbers`): P then is FP16, too, times
     `hopper_softmax.P_SCALE`.
     `carries`: returns `Carried`, of whole tiles, or `before` with these added where it
-    lies, from `first_row` on, only what is `chosen`.
+    lies, from `first_row` on, only what is `chosen`. `ending`: that of all rows, with
+    what is `chosen` added to some.
     """
     batch, padded, query_heads, head_dim = query.shape
     value_dim, dtype = value.shape[-1], query.dtype
@@ -128,6 +133,7 @@ def forward(
         wide_out=out_dtype == jnp.float32,
         keeps_low=residual and out_dtype != jnp.float32,
         carries=carries,
+        ends=ending is not None,
         first_row=first_row,
     )
     pairs = None
@@ -149,6 +155,7 @@ def forward(
         singly=carries and not form.in_links,
         chosen=chosen,
         tiling=tiling,
+        ends=form.ends,
     )
 
     def attention_forward(
@@ -164,8 +171,10 @@ def forward(
         v = hopper_loads.Loaded(v_gmem, v_smem, v_ready, v_free, second)
         steps = hopper_loads.Stages(k, v, tiling.stages, warpgroups)
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        all_blocks = table_gmem[cta, table.shape[1] - 1] if chosen else key_blocks
-        seen = Seen(form, all_blocks)
+        last = table.shape[1] - 1
+        all_blocks = table_gmem[cta, last] if chosen else key_blocks
+        some = (table_gmem[cta, last - 2], table_gmem[cta, last - 1])
+        seen = Seen(form, all_blocks, some if form.ends else None)
         for_each_tile = functools.partial(
             hopper_loads.for_each_tile, table_gmem, cta, tile_count, query_heads
         )
@@ -194,7 +203,8 @@ def forward(
                 return end - first, lambda i: end - 1 - i
 
             hopper_loads.load(
-                for_each_tile, blocks_of, strips, tiling, form.group, q, steps
+                *(for_each_tile, blocks_of, strips, tiling, form.group, q, steps),
+                some_see_none=form.ends,
             )
 
     out_smem = None
@@ -212,18 +222,29 @@ def forward(
     operands = query, key, value, table, pairs, sinks, bias, unscale, before
     aliases = {}
     if before is not None:
-        of_rows, _, out = before
+        of_rows, _, total = before
         count = len(jax.tree.leaves(operands))
         # Of row_max, row_sum and total, the last ones: LSE's place, its own, and out's.
         aliases = {count - 3: 1, count - 2: 2, count - 1: 0}
+        out = total
+    rounded = None
+    if ending is not None:
+        assert before is not None and chosen is not None
+        if ending.dtype is not None:
+            rounded = shaped(out.shape, ending.dtype)
+        # LSE lies in place of m, and the exact O in that of A.
+        aliases = {count - 3: ending.exact + (rounded is not None)}
+        if ending.exact:
+            aliases[count - 1] = 0
+        out = out if ending.exact else None
     out, low, lse, row_sum, _ = internals.kernel(
         attention_forward,
         aliases=aliases,
         out_type=[
             out,
-            low if form.keeps_low else None,
+            low if form.keeps_low else rounded,
             of_rows,
-            of_rows if carries else None,
+            of_rows if carries and not form.ends else None,
             sums if form.in_links else None,
         ],
         scratch_types=[
@@ -236,6 +257,8 @@ def forward(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*operands)
+    if form.ends:
+        return Ended(low, out, lse)
     if carries:
         return Carried(lse, row_sum, out)
     return out[:, :query_count], low, lse[:, :, :query_count]

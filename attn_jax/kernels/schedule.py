@@ -118,12 +118,15 @@ def forward_table(
     singly: bool,
     chosen: Chosen | None,
     tiling: ForwardTiling,
+    ends: bool = False,
 ) -> jax.Array:
     """The table of `balanced`, or of `then_singly`, on the device. On a card with fewer
     multiprocessors the CTAs that do not fit wait their turn.
 
     `blocks`: of keys, that each tile sees. Of what is `chosen`: how many each tile sees
-    is in a last column, and where another span has more CTAs some have no tiles.
+    is in a last column, and where another span has more CTAs some have no tiles. If
+    that `ends` rows, tiles that see none are dealt, too, and the two columns before
+    that one have the first row that sees any and one past the last.
     """
     together, tiles = heads_together(pairs, bytes_a_head), range(len(blocks))
 
@@ -138,13 +141,15 @@ def forward_table(
     tables = []
     for first, queries, keys in chosen.spans:
         seen = range(first // tiling.tile, (first + queries) // tiling.tile)
-        cost = TILE_COST + keys // tiling.columns
-        tables.append(deal(cost * (tile in seen) for tile in tiles))
+        cost, least = TILE_COST + keys // tiling.columns, TILE_COST * ends
+        tables.append(deal(cost if tile in seen else least for tile in tiles))
     ctas, width = np.max([table.shape for table in tables], axis=0)
-    filled = np.zeros((len(tables), ctas, width + 1), np.int32)
+    more = 1 + 2 * ends
+    filled = np.zeros((len(tables), ctas, width + more), np.int32)
     for into, table, span in zip(filled, tables, chosen.spans, strict=True):
         into[: table.shape[0], : table.shape[1]] = table
-        into[:, -1] = span.keys // tiling.columns
+        rows = span.first_query, span.first_query + span.queries
+        into[:, -more:] = [*rows[: 2 * ends], span.keys // tiling.columns]
     return lax.dynamic_index_in_dim(jnp.asarray(filled), chosen.which, keepdims=False)
 
 
