@@ -111,12 +111,13 @@ class Block(Protocol):
         value: Array,
         spans: tuple[Span, ...],
         which: Array,
+        rank: Array,
         prepared: Any,
         ending: Ending | None,
     ) -> tuple[Array, ...] | Ended | None:
-        """The same of one of some spans, without a mask, which is known on a device
-        alone; None if the block cannot tell them apart there. `ending`: how rows end
-        that have met all keys then."""
+        """The same of the span of number `which[rank]`, without a mask, which is known
+        on a device alone; None if the block cannot tell them apart there. `ending`: how
+        rows end that have met all keys then."""
         ...
 
     def prepared(self, key: Array, value: Array) -> Any:
@@ -233,8 +234,10 @@ class Emulated:
         )
         return with_rows(state, rows, first)
 
-    def carry_on_some(self, state, query, key, value, spans, which, prepared, ending):
-        del state, query, key, value, spans, which, prepared, ending
+    def carry_on_some(
+        self, state, query, key, value, spans, which, rank, prepared, ending
+    ):
+        del state, query, key, value, spans, which, rank, prepared, ending
 
     def finished(self, state, query):
         m, l, total = state  # noqa: E741
@@ -358,11 +361,13 @@ class Kernels:
         )
         return tuple(found)  # As where a plan has no calls.
 
-    def carry_on_some(self, state, query, key, value, spans, which, prepared, ending):
+    def carry_on_some(
+        self, state, query, key, value, spans, which, rank, prepared, ending
+    ):
         from attn_jax.kernels import partial as kernels
         from attn_jax.kernels.schedule import Chosen
 
-        chosen = Chosen(spans, which)
+        chosen = Chosen(spans, which, rank)
         if not kernels.takes(query, key, value, chosen):
             return None
         add = functools.partial(kernels.carry_on, chosen=chosen)

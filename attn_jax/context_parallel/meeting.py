@@ -184,15 +184,16 @@ def _carried(
     spans, which = found
     made = {} if made is None else made
 
-    def run(so_far, shard: AnyShard, which):
+    def run(so_far, shard: AnyShard, which, rank):
         key, value = shard.keys(0, shard.key_count)
         return block.carry_on_some(
-            so_far, shard.query, key, value, spans, which, shard.prepared, ending
+            *(so_far, shard.query, key, value, spans, which, rank),
+            *(shard.prepared, ending),
         )
 
     if (spans, ending) not in made:
         made[spans, ending] = jax.jit(run)
-    return made[spans, ending](so_far, shard, jnp.asarray(which)[rank])
+    return made[spans, ending](so_far, shard, jnp.asarray(which), rank)
 
 
 def _overlap(one: Call, other: Call) -> bool:

@@ -72,7 +72,7 @@ def forward(
     bias: Float[Array, "#B #N T S"] | None = None,
     rescale_threshold: float = 0.0,
     repeated_max_factor: float | None = None,
-    unscale: Float32[Array, "B K D"] | None = None,
+    unscale: Float32[Array, "B K D"] | int | None = None,
     carries: bool = False,
     before: Carried | None = None,
     first_row: int = 0,
@@ -94,7 +94,8 @@ def forward(
     `band` which say what is seen, and neither of these does; a `bias` comes with one.
     `rescale_threshold` and `repeated_max_factor` are `Recipe`'s. `unscale` comes with V
     as FP16 numbers (`hopper_key_numbers`): P then is FP16, too, times
-    `hopper_softmax.P_SCALE`.
+    `hopper_softmax.P_SCALE`. A number is that of the row of the second plane of `key`
+    which has it.
     `carries`: returns `Carried`, of whole tiles, or `before` with these added where it
     lies, from `first_row` on, only what is `chosen`. `ending`: that of all rows, with
     what is `chosen` added to some.
@@ -159,9 +160,9 @@ def forward(
     )
 
     def attention_forward(
-        q_gmem, k_gmem, v_gmem, table_gmem, pairs, sinks_gmem, bias_gmem, unscale_gmem,
-        before_gmem, out_gmem, low_gmem, lse_gmem, row_sum_gmem, sums_gmem, smem,
-        barriers,
+        q_gmem, k_gmem, v_gmem, tables, chosen_gmem, pairs, sinks_gmem, bias_gmem,
+        unscale_gmem, before_gmem, out_gmem, low_gmem, lse_gmem, row_sum_gmem,
+        sums_gmem, smem, barriers,
     ):  # fmt: skip
         q_smem, k_smem, v_smem, out_smem = smem
         q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
@@ -171,7 +172,10 @@ def forward(
         v = hopper_loads.Loaded(v_gmem, v_smem, v_ready, v_free, second)
         steps = hopper_loads.Stages(k, v, tiling.stages, warpgroups)
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        last = table.shape[1] - 1
+        table_gmem, last = tables, table.shape[-1] - 1
+        if chosen_gmem is not None:
+            which_gmem, at_gmem = chosen_gmem
+            table_gmem = tables.at[which_gmem[at_gmem[0]]]
         all_blocks = table_gmem[cta, last] if chosen else key_blocks
         some = (table_gmem[cta, last - 2], table_gmem[cta, last - 1])
         seen = Seen(form, all_blocks, some if form.ends else None)
@@ -179,12 +183,20 @@ def forward(
             hopper_loads.for_each_tile, table_gmem, cta, tile_count, query_heads
         )
 
+        def unscaled_by(b, n):
+            head = lax.div(n, jnp.int32(form.group))
+            if unscale_gmem is not None:
+                return unscale_gmem[b, head, 0]
+            return k_gmem[1, b, unscale, head, 0].astype(jnp.float32)
+
         @pl.when(warpgroup < warpgroups)
         def consume():
             plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
             refs = Refs(
-                *(pairs, sinks_gmem, bias_gmem, unscale_gmem, before_gmem, out_gmem),
-                *(low_gmem, lse_gmem, row_sum_gmem, sums_gmem, out_smem),
+                *(pairs, sinks_gmem, bias_gmem),
+                None if unscale is None else unscaled_by,
+                *(before_gmem, out_gmem, low_gmem, lse_gmem, row_sum_gmem, sums_gmem),
+                out_smem,
             )
             Consumer(
                 *(form, q, steps, refs, seen, cta, warpgroup),
@@ -218,8 +230,11 @@ def forward(
     out = shaped((batch, out_rows, query_heads, value_dim), out_dtype)
     low = shaped((batch, query_count, query_heads, value_dim), low_part.DTYPE)
     of_rows = shaped((batch, query_heads, tile_rows), jnp.float32)
-    sums = shaped((table.shape[0], warpgroups, rows, value_dim), jnp.float32)
-    operands = query, key, value, table, pairs, sinks, bias, unscale, before
+    ctas = table.shape[-2]
+    sums = shaped((ctas, warpgroups, rows, value_dim), jnp.float32)
+    factors = None if isinstance(unscale, int) else unscale
+    numbers = None if chosen is None else (chosen.which, jnp.reshape(chosen.at, 1))
+    operands = query, key, value, table, numbers, pairs, sinks, bias, factors, before
     aliases = {}
     if before is not None:
         of_rows, _, total = before
@@ -251,7 +266,7 @@ def forward(
             (*hopper_loads.places(tiling, query, value), out_smem),
             hopper_loads.barriers(tiling, keeps_last=form.out_by_key),
         ],
-        grid=(table.shape[0],),
+        grid=(ctas,),
         grid_names=("cta",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",

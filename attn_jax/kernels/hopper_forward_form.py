@@ -1,6 +1,7 @@
 """What Hopper's forward kernel is told before it runs, and where it finds things."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -119,12 +120,13 @@ class Seen(NamedTuple):
 class Refs(NamedTuple):
     """Where a CTA finds and leaves things. In global memory: of lists `pairs`, of a
     sum in links `sums`, of what was carried in `before`, of results `out` to `row_sum`;
-    in shared memory: a tile for the results of each warpgroup. None: there is none."""
+    in shared memory: a tile for the results of each warpgroup. `unscale`: what P V is
+    multiplied by, of a batch entry and a query head. None: there is none."""
 
     pairs: Pairs | None
     sinks: Any
     bias: Any
-    unscale: Any
+    unscale: Callable[[Any, Any], Any] | None
     before: Any
     out: Any
     low: Any

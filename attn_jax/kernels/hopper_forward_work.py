@@ -228,7 +228,7 @@ class Rows:
         if form.carries:
             unscale = 1.0
             if refs.unscale is not None:
-                unscale = refs.unscale[b, lax.div(n, jnp.int32(form.group)), 0]
+                unscale = refs.unscale(b, n)
             new = acc, state, form.softmax, unscale, b, n, form.first_row + self.row
             if form.ends:
                 refs.before.end(*new, refs.ended)
@@ -241,7 +241,7 @@ class Rows:
         inverse, refs.lse[b, n, own_rows] = form.softmax.finished(state, sink)
         out = acc * along_rows(inverse, acc.shape)
         if refs.unscale is not None:
-            out *= refs.unscale[b, lax.div(n, jnp.int32(form.group)), 0]
+            out *= refs.unscale(b, n)
         if form.wide_out:
             # Two FP32 tiles do not fit in shared memory beside K and V.
             refs.out[b, own_rows, n] = out

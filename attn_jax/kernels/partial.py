@@ -179,6 +179,7 @@ def _as_prepared(
     # Whole blocks alone: behind the last key lies what is no key.
     if first_key == 0 and key.shape[1] % static.tilings.forward.columns == 0:
         key, value = prepared.planes, prepared.value_planes
+        options["unscale"] = prepared.count
     return key, value, options
 
 
