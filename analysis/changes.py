@@ -53,6 +53,8 @@ def read(changes: Sequence[str]) -> dict[str, Any]:
                 f"--change takes NAME=VALUE with a field of python -m train, such as "
                 f"lr=0.01, not {change!r}"
             )
+        if name in found:
+            raise UsageError(f"--change {change}: {name} is given twice, keep one")
         if name in _ELSEWHERE:
             raise UsageError(f"--change {change}: {_ELSEWHERE[name]}")
         if name in _OF_RUNS:

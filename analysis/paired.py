@@ -23,7 +23,7 @@ from analysis.kernel_options import recipe_of
 from attn_jax import dot_product_attention
 from attn_jax.mask import Mask
 from train.assemble import Assembly, assemble, open_split
-from train.attention import make_attention, shard_attention
+from train.attention import make_attention, resolve_attention, shard_attention
 from train.config import Config, UsageError
 from train.data.loader import batches
 from train.model import AttentionFn
@@ -211,12 +211,18 @@ class Programs:
         return self._starts.setdefault(alike, assembly).fresh_state(seed)
 
 
+def check_here(reference: Config, arms: Iterable[Arm]) -> None:
+    """Raises UsageError: there are too few devices for an arm, or none of its kind."""
+    for arm in arms:
+        if arm.devices > len(jax.devices()):
+            raise UsageError(
+                f"arm {arm.name}: {arm.devices} devices are wanted, and there are "
+                f"{len(jax.devices())}: leave it out with --arms"
+            )
+        resolve_attention(configured(reference, arm), jax.devices()[0])
+
+
 def _begin(config: Config, arm: Arm, programs: Programs) -> Training:
-    if arm.devices > len(jax.devices()):
-        raise UsageError(
-            f"arm {arm.name}: {arm.devices} devices are wanted, and there are "
-            f"{len(jax.devices())}: leave it out with --arms"
-        )
     assembly, step = programs.of(config, arm)
     state = programs.fresh_state(assembly, config.seed + arm.weights)
     if arm.nudged:

@@ -79,7 +79,7 @@ def stored(folder: Path) -> tuple[list[Row], list[Row], Path]:
         if path.exists():
             return weights, _from_parquet(path), path
         return weights, listed, folder / "runs.csv"
-    except (OSError, ValueError, KeyError, lzma.LZMAError) as error:
+    except (OSError, ValueError, KeyError, TypeError, lzma.LZMAError) as error:
         raise UsageError(
             f"{folder} has no tables to be made anew ({error}): it needs runs.csv and "
             "weights.parquet, or training.jsonl, as python -m analysis training "
@@ -89,10 +89,11 @@ def stored(folder: Path) -> tuple[list[Row], list[Row], Path]:
 
 def _from_csv(path: Path) -> list[Row]:
     with path.open(newline="") as file:
-        return [
-            {name: _number(name, text) for name, text in row.items()}
-            for row in csv.DictReader(file)
-        ]
+        rows = list(csv.DictReader(file))
+    for number, row in enumerate(rows, 1):
+        if None in row or None in row.values():
+            raise ValueError(f"row {number} of {path.name} has not the columns' number")
+    return [{name: _number(name, text) for name, text in row.items()} for row in rows]
 
 
 def _number(name: str, text: str) -> Any:
@@ -126,4 +127,11 @@ def _from_parquet(path: Path) -> list[Row]:
         raise ValueError(f"{path.name} needs polars")
     import polars
 
-    return polars.read_parquet(path).to_dicts()
+    try:
+        rows = polars.read_parquet(path).to_dicts()
+    except polars.exceptions.PolarsError as error:
+        raise ValueError(f"{path.name}: {error}") from error
+    for name in ("arm", "seed", "step"):
+        if rows and name not in rows[0]:
+            raise ValueError(f"{path.name} has no column {name}")
+    return rows

@@ -118,7 +118,11 @@ class Store:
         end = content.rfind(b"\n") + 1
         if end:
             before = self._read(content[:end].splitlines())
-            if not self._holds(before, settings, anew):
+            if not self._rows:
+                # Nothing that settings could be of.
+                self.environments.clear()
+                end = 0
+            elif not self._holds(before, settings, anew):
                 self.dropped, end = len(self._rows), 0
                 self._rows.clear()
                 self.environments.clear()

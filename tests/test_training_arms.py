@@ -126,6 +126,9 @@ def test_the_split_of_growth_adds_up(done):
         (["--arms", "ring-2-16+emulated:flash2"], "both set recipe"),
         (["--arms", "init+init"], "init and init both set weights"),
         (["--arms", "reference"], "--arms: give one beside reference"),
+        (["--arms", "cudnn"], "--attn=cudnn needs an NVIDIA GPU"),
+        (["--arms", "mesh-4096"], "no arm"),
+        (["--change", "lr=1", "--change", "lr=2"], "lr is given twice, keep one"),
         (["--change", "speed=3"], "--change takes NAME=VALUE"),
         (["--change", "lr=abc"], "lr takes a number such as 0.002, not 'abc'"),
         (["--change", "lr=null"], "lr takes a number"),
@@ -153,6 +156,66 @@ def test_what_cannot_be_trained_is_said_in_a_line(options, line, tmp_path, capsy
     error = capsys.readouterr().err
     assert line in error and len(error.splitlines()) == 1
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("fresh", [[], ["--fresh"]])
+def test_an_arm_that_cannot_run_here_costs_no_rows(fresh, done, tmp_path, capsys):
+    for path in done.iterdir():
+        shutil.copy(path, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    options = [*COMMAND, *fresh, "--arms", "re-run", "cudnn", "--out", str(tmp_path)]
+    assert main(options) == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tables_whose_rows_are_not_there_stay(packed, tmp_path, capsys):
+    (tmp_path / "runs.csv").write_text("arm,seed,step")
+    if packed:
+        (tmp_path / "training.jsonl.xz").write_bytes(lzma.compress(b"{}"))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert main([*COMMAND, "--arms", "ulp", "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "no training.jsonl with their rows" in error and "--fresh" in error
+    assert (f"unxz -k {tmp_path}" in error) == packed
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_settings_without_rows_bind_nobody(tmp_path):
+    """What a command leaves that was stopped before its first run ended."""
+    path = tmp_path / "training.jsonl"
+    for steps in (4, 5):
+        kept = training.Store(path, {"steps": steps}, fresh=False)
+        kept.close()
+        assert json.loads(path.read_text()) == {"settings": {"steps": steps}}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("weights.parquet", b"PAR1 and no more"),
+        ("runs.csv", b"arm,seed,step\nre-run,0,0,1,2\n"),
+        ("training.jsonl", b"3\n"),
+    ],
+)
+def test_damaged_tables_are_a_line(name, content, done, tmp_path, capsys):
+    for path in done.iterdir():
+        if name == "training.jsonl" or path.name != "training.jsonl":
+            shutil.copy(path, tmp_path)
+    (tmp_path / name).write_bytes(content)
+    assert main(["training", "--redraw", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "has no tables to be made anew" in error and len(error.splitlines()) == 1
+
+
+def test_tables_of_another_experiment_are_a_line(done, tmp_path, capsys):
+    shutil.copy(done / "runs.csv", tmp_path)
+    polars.DataFrame({"run": ["a"], "w1": [0.0]}).write_parquet(
+        tmp_path / "weights.parquet"
+    )
+    assert main(["training", "--redraw", str(tmp_path)]) == 2
+    assert "weights.parquet has no column arm" in capsys.readouterr().err
 
 
 def test_arms_together_do_what_each_does():

@@ -331,7 +331,7 @@ def load(path: Path) -> Config:
             f"there is no {path}: name the folder of a run, as `python -m train` "
             "leaves it (--run-dir)"
         ) from error
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"cannot read the configuration {path}: {error}") from error
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from analysis import ExperimentError, changes, store, training_figures
 from analysis.arms import ARMS, MAIN, REFERENCE, Arm, configured, find
+from analysis.paired import check_here
 from analysis.paired_measures import Instruments, measure
 from analysis.record import (
     Row,
@@ -49,7 +50,7 @@ _DEFAULT_CAPTIONS = 500
 class Store(store.Store):
     """Of rows of steps."""
 
-    needed = ("step",)
+    needed = ("table", "step")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--arms",
         nargs="+",
-        default=list(MAIN),
+        action="extend",
         metavar="ARM",
         help=f"some of {', '.join(ARMS)}, emulated:RECIPE, or several as one, such as "
         f"bf16+pallas (default {' '.join(MAIN)})",
@@ -75,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--change",
         nargs="+",
+        action="extend",
         default=[],
         metavar="NAME=VALUE",
         help="of the reference, and so of all arms: lr=0.01 model.qk_norm=false",
@@ -86,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--redraw",
         nargs="+",
+        action="extend",
         type=Path,
         metavar="FOLDER",
         help="make tables.md and training.png of such folders anew from the rows "
@@ -107,7 +110,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     if options.redraw:
         return _redraw(options.redraw, options.margin)
     set_profile("exact")
-    arms = [find(name) for name in dict.fromkeys(options.arms)]
+    arms = [find(name) for name in dict.fromkeys(options.arms or MAIN)]
     arms = [arm for arm in arms if arm.name != REFERENCE]
     if not arms:
         raise UsageError(f"--arms: give one beside {REFERENCE}, such as re-run")
@@ -120,7 +123,10 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     validate(_seeded(config, seeds[-1]))
     for arm in arms:
         configured(config, arm)
+    check_here(config, arms)
     out = options.out or Path("results", "training", f"weights-{options.preset}")
+    if not options.fresh:
+        _check_rows(out)
     settings: dict[str, Any] = {"experiment": "training", "captions": captions}
     settings |= {"reference": flatten(config)}
     settings = json.loads(json.dumps(settings))
@@ -147,6 +153,21 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         files += _tell(weights, runs, out, options.margin)
     _check_null(weights)
     return {"rows": len(rows), "files": [str(path) for path in files]}
+
+
+def _check_rows(out: Path) -> None:
+    """Raises UsageError: tables are there, but not the rows that they were made of, to
+    which others could be added."""
+    made = [out / name for name in ("runs.csv", "weights.parquet", "tables.md")]
+    if (out / "training.jsonl").exists() or not any(path.exists() for path in made):
+        return
+    first, packed = "", out / "training.jsonl.xz"
+    if packed.exists():
+        first = f"unpack them (unxz -k {packed}), "
+    raise UsageError(
+        f"{out} has tables of an earlier command and no training.jsonl with their "
+        f"rows: {first}give another --out, or start anew with --fresh"
+    )
 
 
 def _check(options: argparse.Namespace) -> None:

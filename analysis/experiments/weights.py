@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--runs",
         nargs="+",
+        action="extend",
         type=Path,
         required=True,
         metavar="PATH",
@@ -106,6 +107,9 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """
     if len(options.runs) < 2:
         raise UsageError("--runs takes the reference and at least one other")
+    twice = [path for path in options.runs[1:] if options.runs[1:].count(path) > 1]
+    if twice:
+        raise UsageError(f"--runs: {twice[0]} is given twice, keep one")
     if not options.most_megabytes >= 0:
         raise UsageError("--most-megabytes must be 0 or more")
     group = groups.by_expression(options.groups) if options.groups else groups.built_in
@@ -117,6 +121,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     ]
     begun, problems = _starts(options, runs)
     out = options.out or _default_out(names, command)
+    _check_ours(out)
     stem = out / "weights"
     _check_writable(stem)
     rows, equal = [], []
@@ -136,7 +141,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             rows += [{"step": step, "run": name, **row} for row in found.rows]
             at = "" if step is None else f"step {step}: "
             problems += [at + line for line in found.problems]
-            equal.append({"step": step, "run": name, **found.equal})
+            equal.append({"step": step, "run": name, "tensors": found.equal})
     if not rows:
         told = f" ({problems[0]})" if problems else ""
         raise UsageError(
@@ -144,7 +149,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             f"numbers{told}: name checkpoints of weights"
         )
     lacking = [n for n, one in zip(names, begun, strict=True) if not one]
-    notes = _notes(lacking, options.runs)
+    notes = _notes(lacking, options.runs, options.initial)
     _print(rows, [*notes, *problems], names[0])
     beside = {"reference": names[0], "notes": notes, "problems": problems}
     files = _write(rows, environment(command) | beside | {"equal": equal}, stem)
@@ -152,7 +157,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         "rows": len(rows),
         "steps": sorted({row["step"] for row in rows} - {None}),
         "problems": len(problems),
-        "differ": sum(same is False for one in equal for same in one.values()),
+        "differ": sum(not same for one in equal for same in one["tensors"].values()),
         "files": [str(path) for path in files],
     }
 
@@ -188,10 +193,14 @@ def _starts(
     return [found.steps[step]()] * len(runs), []
 
 
-def _notes(lacking: Sequence[str], paths: Sequence[Path]) -> list[str]:
+def _notes(
+    lacking: Sequence[str], paths: Sequence[Path], initial: str | None
+) -> list[str]:
     """Why columns are empty."""
     if not lacking:
         return []
+    if initial is not None:
+        return [f"no cosine and no drift: --initial {initial} holds no tensor"]
     ours = all(starts.run_folder(path) for path in paths)
     drawn = ", --initial seed draws the first weights once more" if ours else ""
     return [
@@ -222,6 +231,16 @@ def _default_out(names: Sequence[str], command: str) -> Path:
     if before != command:
         raise UsageError(f"{out} holds what was compared by {before}: give --out")
     return out
+
+
+def _check_ours(out: Path) -> None:
+    """Raises UsageError: the folder has tables of another experiment."""
+    try:
+        others = "settings" in json.loads((out / "weights.json").read_text())
+    except (OSError, ValueError, TypeError):
+        others = False
+    if others or (out / "runs.csv").exists():
+        raise UsageError(f"{out} has the tables of a training: give another --out")
 
 
 def _check_writable(stem: Path) -> None:

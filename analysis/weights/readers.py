@@ -62,6 +62,12 @@ _SAFETENSORS = {
     "C64": np.complex64,
 }
 
+# What zipfile and zlib raise of archives that are not as they were written.
+_DAMAGED = (
+    *(zipfile.BadZipFile, zlib.error, EOFError, OSError),
+    *(NotImplementedError, RuntimeError),
+)
+
 Tree = dict[str, Leaf]
 
 
@@ -89,7 +95,11 @@ def find(path: Path, tree: str | None = None) -> Weights:
     Raises:
       UsageError: there is nothing, or nothing that can be read.
     """
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError:  # A name that is too long, say.
+        there = False
+    if not there:
         raise UsageError(f"{path} is not there: name {_KINDS}")
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     opener = _opener(folder, tree)
@@ -303,16 +313,26 @@ def _indexed(folder: Path, index: list[Path]) -> Tree:
     if len(index) > 1:
         raise UsageError(f"{folder} has {len(index)} indices: name one folder a model")
     try:
-        shards = sorted(set(json.loads(index[0].read_text())["weight_map"].values()))
+        places = json.loads(index[0].read_text())["weight_map"]
+        shards = sorted({folder / shard for shard in places.values()})
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UsageError(
             f"{index[0]} is no index of safetensors: delete it, and all .safetensors "
             "files of its folder are read"
         ) from error
     for shard in shards:
-        if not (folder / shard).is_file():
-            raise UsageError(f"{folder} lacks {shard}, which {index[0].name} names")
-    return _safetensors([folder / shard for shard in shards])
+        if not shard.is_file():
+            raise UsageError(
+                f"{folder} lacks {shard.name}, which {index[0].name} names"
+            )
+    tree = _safetensors(shards)
+    lacking = sorted(places.keys() - tree.keys())
+    if lacking:
+        raise UsageError(
+            f"{folder}: no shard has {lacking[0]}, which {index[0].name} names: fetch "
+            "them again"
+        )
+    return tree
 
 
 def _safetensors(files: list[Path]) -> Tree:
@@ -390,10 +410,10 @@ def _npz(path: Path) -> Tree:
                     )
                 key = name.removesuffix(".npy")
                 if fortran and len(shape) > 1:
-                    tree[key] = Leaf(shape, dtype, _transposed(path, key, dtype))
+                    tree[key] = Leaf(shape, dtype, member.transposed(shape, dtype))
                 else:
                     tree[key] = Leaf(shape, dtype, member.reader(dtype))
-    except (zipfile.BadZipFile, ValueError, OSError) as error:
+    except (*_DAMAGED, ValueError) as error:
         raise UsageError(
             f"{path} is no .npz file of arrays ({error}): write it with numpy.savez, "
             "or weights of 8 bits as safetensors"
@@ -422,11 +442,29 @@ class _Member:
         def read(box: Box) -> np.ndarray:
             try:
                 return self._read(box, dtype)
-            except (zipfile.BadZipFile, OSError, EOFError, zlib.error) as error:
+            except _DAMAGED as error:
                 raise UsageError(
                     f"{self._path} is damaged: {self._name} cannot be read ({error}); "
                     "write it anew"
                 ) from error
+
+        return read
+
+    def transposed(
+        self, shape: tuple[int, ...], dtype: np.dtype
+    ) -> Callable[[Box], np.ndarray]:
+        """The same of an array in Fortran's order, of which all is kept from the first
+        box to the last: each is spread over the file."""
+        read_all, kept = self.reader(dtype), []
+
+        def read(box: Box) -> np.ndarray:
+            if not kept:
+                whole = read_all(Box(0, self._size, ()))
+                kept.append(whole.reshape(shape, order="F"))
+            values = np.ascontiguousarray(kept[0][box.index])
+            if box.stop == self._size:
+                kept.clear()
+            return values
 
         return read
 
@@ -453,13 +491,3 @@ class _Member:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _transposed(path: Path, key: str, dtype: np.dtype) -> Callable[[Box], np.ndarray]:
-    """Of an array in Fortran's order, which is read whole for every slice."""
-
-    def read(box: Box) -> np.ndarray:
-        with np.load(path) as archive:
-            return np.ascontiguousarray(archive[key].view(dtype)[box.index])
-
-    return read

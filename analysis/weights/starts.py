@@ -61,7 +61,7 @@ def _other_versions(folder: Path) -> list[tuple[str, object, object]]:
     """What may have drawn other numbers in the run than it does here."""
     try:
         there = json.loads((folder / "environment.json").read_text())
-        versions = there["versions"]
+        versions = dict(there["versions"])
     except (OSError, ValueError, KeyError, TypeError):
         return [("what environment.json does not tell,", "", "this program")]
     here = environment()
