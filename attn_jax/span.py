@@ -1,6 +1,8 @@
 """Queries that meet keys, as kernels and context parallelism say it to one another."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Float, Float32
 
 
 class Span(NamedTuple):
@@ -9,3 +11,19 @@ class Span(NamedTuple):
     first_query: int
     queries: int
     keys: int
+
+
+class Ending(NamedTuple):
+    """How rows that have met all keys are to be left: O rounded to `dtype`, unless that
+    is None, and O in FP32 if `exact`."""
+
+    dtype: Any
+    exact: bool
+
+
+class Ended(NamedTuple):
+    """What is left then; None: what was not asked for."""
+
+    out: Float[Array, "B T N D"] | None
+    exact: Float32[Array, "B T N D"] | None
+    lse: Float32[Array, "B N T"]

@@ -75,6 +75,10 @@ def test_messages_of_the_ring_travel_while_kernels_run(strategy):
     # made both passes of `all_gather+ring` 9 % slower. Its keys come before any work.
     gathers = sum(bool(re.search(r" all-gather(-start)?\(", line)) for line in lines)
     assert gathers == {"ring": 0, "all_gather+ring": 1}[strategy]
+    # The kernel that adds the last keys ends the rows: nothing else makes out.
+    out = re.compile(r"bf16\[1,8192,32,128\].* custom-call\(.*mosaic_gpu")
+    ends = sum(bool(out.search(line)) for line in lines)
+    assert ends == {"ring": 1, "all_gather+ring": 0}[strategy]
     numbers: dict[str, int] = {}
     hidden = []
     for number, line in enumerate(lines):

@@ -17,13 +17,18 @@ from attn_jax.kernels.hopper_key_numbers import key_numbers
 from attn_jax.kernels.interpreter import interpreted
 from attn_jax.kernels.schedule import Chosen
 from attn_jax.mask import Mask
-from attn_jax.span import Span
+from attn_jax.span import Ending, Span
 from tests.child_process import in_child_process
 
 pytestmark = pytest.mark.ci
 
 TIME_LIMIT = 240  # seconds; a case takes six to ten alone on a core
 N, K, H = 2, 1, 64
+
+
+def _number(spans: tuple[Span, ...], number: int) -> Chosen:
+    """One of them, as the last of some shards is told it."""
+    return Chosen(spans, jnp.asarray([99, 99, number], jnp.int32), jnp.int32(2))
 
 
 # Logits of a part's only key, by row: hundreds apart, above the 88 where FP32's exp
@@ -162,7 +167,7 @@ def _chosen():
         before = partial.Carried(m, l, total)
         add = functools.partial(partial.carry_on, scale=0.1)
         for number, span in enumerate(spans):
-            chosen = Chosen(spans, jnp.int32(number))
+            chosen = _number(spans, number)
             assert partial.takes(query, key, value, chosen)
             some = add(before, query, key, value, chosen=chosen)
             alone = None
@@ -173,7 +178,7 @@ def _chosen():
                     *(query[:, cut], key[:, : span.keys], value[:, : span.keys]),
                 )
             found.append(jax.device_get((some, alone)))
-        uneven = Chosen((Span(0, tile, columns // 2),), jnp.int32(0))
+        uneven = _number((Span(0, tile, columns // 2),), 0)
         assert not partial.takes(query, key, value, uneven)
         return spans, jax.device_get(before), found
 
@@ -191,6 +196,63 @@ def test_what_is_added_may_be_known_on_the_device_alone():
             chex.assert_trees_all_equal(
                 some.rows(start, more), before.rows(start, more)
             )
+
+
+def _ended(length: int, exact: bool, rounds: bool, heads: int):
+    """For spans of more tiles than there are CTAs, or fewer: what is left of a state
+    that ends with them, as `finished` has it, and which rows saw nothing at all."""
+    rng = np.random.default_rng(0)
+    tiling = tuning.configuration("hopper", H, H, 256, is_causal=False, listed=False)
+    tile, columns = tiling.forward.tile, tiling.forward.columns
+    rows, keys = length * tile, 2 * columns
+    spans = Span(0, rows, columns), Span(tile, rows - tile, keys), Span(0, 0, 0)
+    m = rng.integers(-3, 4, (1, heads, rows)).astype(np.float32)
+    l = rng.uniform(1, 2, (1, heads, rows)).astype(np.float32)  # noqa: E741
+    total = rng.standard_normal((1, rows, heads, H)).astype(np.float32)
+    m[..., 5], l[..., 5], total[:, 5] = -np.inf, 0.0, 0.0
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((1, *shape, H)), "bfloat16")
+        for shape in ((rows, heads), (keys, K), (keys, K))
+    )
+    found = []
+    with made_for("hopper"), interpreted():
+        before = partial.Carried(*map(jnp.asarray, (m, l, total)))
+        ending = Ending(jnp.bfloat16 if rounds else None, exact=exact)
+        for number in range(len(spans)):
+            given = before, query, key, value
+            options = dict(scale=0.1, chosen=_number(spans, number))
+            ended = partial.end_with(*given, ending=ending, **options)
+            wanted = partial.finished(partial.carry_on(*given, **options))
+            found.append(jax.device_get((ended, wanted)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("length", "exact", "rounds", "heads"),
+    [(3, True, True, 2), (3, False, True, 2), (67, True, False, 2)],
+)
+def test_rows_may_end_in_the_kernel_that_adds_the_last_keys(
+    length, exact, rounds, heads
+):
+    """Rows that these keys are hidden from, too; on some devices that is all rows."""
+    given = _ended, length, exact, rounds, heads
+    found = in_child_process(*given, seconds=TIME_LIMIT)
+    for number, (ended, (out, lse)) in enumerate(found):
+        # 1 / l, its products, and FP32's sums in another order.
+        np.testing.assert_allclose(ended.lse, lse, rtol=4 * 2.0**-24, atol=2.0**-22)
+        close = functools.partial(np.testing.assert_allclose, atol=8 * 2.0**-24)
+        if exact:
+            close(ended.exact, out, rtol=8 * 2.0**-24)
+        if rounds:
+            assert ended.out.dtype == jnp.bfloat16
+            close(np.float32(ended.out), out, rtol=2.0**-8)
+            if exact:
+                chex.assert_trees_all_equal(ended.out, ended.exact.astype(jnp.bfloat16))
+        assert [x is None for x in ended] == [not rounds, not exact, False]
+        if number:  # Rows of the first tile saw no keys; one never did.
+            assert not out[:, 5].any() and np.isneginf(ended.lse[..., 5]).all()
+            left = ended.exact if exact else ended.out
+            assert not np.float32(left[:, 5]).any()
 
 
 def _prepared():
@@ -213,7 +275,7 @@ def _prepared():
         (0, keys, dict(mask=Mask(is_causal=True))),
         (columns, columns, {}),
         (0, columns - 8, {}),
-        (0, keys, dict(chosen=Chosen(spans, jnp.int32(1)))),
+        (0, keys, dict(chosen=_number(spans, 1))),
     ]
     found = []
     with made_for("hopper"), interpreted():

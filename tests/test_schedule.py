@@ -60,12 +60,17 @@ def test_a_chosen_span_is_worked_off_whole(singly):
     """Whichever it is; CTAs that the others need have nothing to do."""
     tiling, pairs, tiles = ForwardTiling(64, 128, 2, 2), 6, 8
     spans = Span(0, 8 * 128, 512), Span(4 * 128, 4 * 128, 1024), Span(0, 0, 0)
-    for which, span in enumerate(spans):
-        chosen = schedule.Chosen(spans, jnp.int32(which))
-        assert chosen.fit(tiling)
-        table = schedule.forward_table(
-            pairs, [8] * tiles, 2**20, singly=singly, chosen=chosen, tiling=tiling
+    none = jnp.zeros(1, jnp.int32), jnp.int32(0)
+    chosen = schedule.Chosen(spans, *none)
+    assert chosen.fit(tiling)
+    made = [
+        schedule.forward_table(
+            *(pairs, [8] * tiles, 2**20),
+            **dict(singly=singly, chosen=chosen, tiling=tiling, ends=ends),
         )
+        for ends in (False, True)
+    ]
+    for table, span in zip(made[0], spans, strict=True):
         first = span.first_query // 128
         assert sorted(itertools.chain(*tiles_of(np.asarray(table)))) == [
             pair * tiles + tile
@@ -73,8 +78,14 @@ def test_a_chosen_span_is_worked_off_whole(singly):
             for tile in range(first, first + span.queries // 128)
         ]
         assert set(np.asarray(table[:, -1])) == {span.keys // 128}
+    # Where rows end, tiles are dealt that see no keys, too.
+    for table, span in zip(made[1], spans, strict=True):
+        dealt = sorted(itertools.chain(*tiles_of(np.asarray(table))))
+        assert dealt == list(range(pairs * tiles))
+        seen = span.first_query, span.first_query + span.queries, span.keys // 128
+        assert {*map(tuple, np.asarray(table[:, -3:]))} == {seen}
     for odd in (Span(64, 128, 128), Span(0, 64, 128), Span(0, 128, 64)):
-        assert not schedule.Chosen((spans[0], odd), 0).fit(tiling)
+        assert not schedule.Chosen((spans[0], odd), *none).fit(tiling)
 
 
 @settings(deadline=None)  # JAX takes its time over the first one.

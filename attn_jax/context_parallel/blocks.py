@@ -6,6 +6,7 @@ LSE and delta of whole rows backward.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -21,7 +22,7 @@ from attn_jax.emulator.sums import read, write
 from attn_jax.formats import FP32, carrier_dtype, round_to
 from attn_jax.mask import Mask
 from attn_jax.recipe_schema import Recipe
-from attn_jax.span import Span
+from attn_jax.span import Ended, Ending, Span
 
 
 class WholeRows(NamedTuple):
@@ -110,10 +111,13 @@ class Block(Protocol):
         value: Array,
         spans: tuple[Span, ...],
         which: Array,
+        rank: Array,
         prepared: Any,
-    ) -> tuple[Array, ...] | None:
-        """The same of one of some spans, without a mask, which is known on a device
-        alone; None if the block cannot tell them apart there."""
+        ending: Ending | None,
+    ) -> tuple[Array, ...] | Ended | None:
+        """The same of the span of number `which[rank]`, without a mask, which is known
+        on a device alone; None if the block cannot tell them apart there. `ending`: how
+        rows end that have met all keys then."""
         ...
 
     def prepared(self, key: Array, value: Array) -> Any:
@@ -230,8 +234,10 @@ class Emulated:
         )
         return with_rows(state, rows, first)
 
-    def carry_on_some(self, state, query, key, value, spans, which, prepared):
-        del state, query, key, value, spans, which, prepared
+    def carry_on_some(
+        self, state, query, key, value, spans, which, rank, prepared, ending
+    ):
+        del state, query, key, value, spans, which, rank, prepared, ending
 
     def finished(self, state, query):
         m, l, total = state  # noqa: E741
@@ -355,20 +361,20 @@ class Kernels:
         )
         return tuple(found)  # As where a plan has no calls.
 
-    def carry_on_some(self, state, query, key, value, spans, which, prepared):
+    def carry_on_some(
+        self, state, query, key, value, spans, which, rank, prepared, ending
+    ):
         from attn_jax.kernels import partial as kernels
         from attn_jax.kernels.schedule import Chosen
 
-        chosen = Chosen(spans, which)
+        chosen = Chosen(spans, which, rank)
         if not kernels.takes(query, key, value, chosen):
             return None
-        found = kernels.carry_on(
-            *(state, query, key, value),
-            scale=self.scale,
-            chosen=chosen,
-            prepared=prepared,
-        )
-        return tuple(found)
+        add = functools.partial(kernels.carry_on, chosen=chosen)
+        if ending is not None:
+            add = functools.partial(kernels.end_with, chosen=chosen, ending=ending)
+        found = add(state, query, key, value, scale=self.scale, prepared=prepared)
+        return found if isinstance(found, Ended) else tuple(found)
 
     def finished(self, state, query):
         from attn_jax.kernels import partial as kernels

@@ -41,14 +41,15 @@ from attn_jax.context_parallel.merge import over_parts
 from attn_jax.context_parallel.messages import packed, unpacked
 from attn_jax.context_parallel.schedule import Schedule, gathered, schedule
 from attn_jax.emulator.partial import Partial
+from attn_jax.span import Ended
 from attn_jax.varying import varying_alike
 
 
-def forward(static: Static, x: Local) -> tuple[Array, Array]:
+def forward(static: Static, x: Local) -> Ended:
     """O, not yet rounded by `output`, and LSE of this device's queries."""
     groups = [_forward(static, part) for part in _by_heads(static, x)]
-    outs, lses = zip(*groups, strict=True)
-    return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=1)
+    _, outs, lses = zip(*groups, strict=True)
+    return Ended(None, jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=1))
 
 
 def backward(
@@ -111,7 +112,7 @@ def _query_stride(static: Static, x: Local) -> int:
     return (static.head_stride or heads) * (x.query.shape[2] // heads)
 
 
-def _forward(static: Static, x: Local) -> tuple[Array, Array]:
+def _forward(static: Static, x: Local) -> Ended:
     rank, meetings = lax.axis_index(static.axis), _Meetings(static, x)
 
     def visit(add, so_far):

@@ -14,8 +14,9 @@ from attn_jax.context_parallel.meeting import Arriving, Ready, Shard, pairs_of
 from attn_jax.context_parallel.schedule import Schedule, schedule
 from attn_jax.emulator import partial
 from attn_jax.emulator.partial import Partial
-from attn_jax.formats import BF16, FP16, NumberFormat, round_to
+from attn_jax.formats import BF16, FP16, NumberFormat, Rounding, round_to
 from attn_jax.mask import Mask
+from attn_jax.span import Ending
 
 Pass = Literal["ring", "all_gather"]
 # Formats of 16 bits, and the types that carry them.
@@ -93,6 +94,18 @@ class Local(NamedTuple):
         if bias is not None:
             bias = pairs_of(bias, (0, T), (source * S, S))
         return ids, bias
+
+
+def ending(static: Static, x: Local, differentiated: bool) -> Ending | None:
+    """How the block may end rows by itself, or None: as `returned`, and with the exact
+    O for the backward pass."""
+    if static.out_dtype.itemsize >= 4:
+        return Ending(None, exact=True)
+    known = WIRES.get(static.block.recipe.output.format)
+    nearest = static.block.recipe.output.rounding == Rounding.NEAREST_EVEN
+    if not nearest or known is None or jnp.dtype(known) != x.query.dtype:
+        return None
+    return Ending(x.query.dtype, exact=differentiated)
 
 
 def returned(static: Static, out: Array) -> Array:

@@ -22,6 +22,7 @@ from attn_jax.emulator.partial import Partial
 from attn_jax.emulator.sums import read, write
 from attn_jax.mask import Mask, slice_tile
 from attn_jax.recipe_schema import Step
+from attn_jax.span import Ended, Ending
 from attn_jax.varying import varying_alike
 
 # What JAX traces and lowers once for all hops that have it, by plan and by whether the
@@ -138,12 +139,14 @@ def add_forward(
     *,
     first: bool = False,
     made: Made | None = None,
-) -> RowArrays:
+    ending: Ending | None = None,
+) -> RowArrays | Ended:
     """`so_far` with what the queries see of the keys of `source`, call after call.
 
     `rank` and `source` may be traced; `hop`, if known, is rank - source mod W, and only
     the plans of that hop are compiled. `first`: the queries have seen nothing so far.
-    `made`: of one pass, for its other hops.
+    `made`: of one pass, for its other hops. `ending`: how rows may end, if these are
+    the last keys; where the block does not do so they are left as ever.
     """
 
     def run(plan: tuple[Call, ...], offset, so_far, shard: AnyShard):
@@ -155,7 +158,7 @@ def add_forward(
         return so_far
 
     if isinstance(add, Carrying) and hop is not None and not first:
-        found = _carried(schedule, add.block, so_far, shard, rank, hop, made)
+        found = _carried(schedule, add.block, so_far, shard, rank, hop, made, ending)
         if found is not None:
             return found
     where = rank, source, hop
@@ -170,7 +173,8 @@ def _carried(
     rank,
     hop: int,
     made: Made | None,
-) -> RowArrays | None:
+    ending: Ending | None,
+) -> RowArrays | Ended | None:
     """`add_forward` with one kernel for all plans of a hop, where that can be, or None:
     with a `lax.switch` the host waits for its device to say which it is, and then the
     device for its host."""
@@ -180,15 +184,16 @@ def _carried(
     spans, which = found
     made = {} if made is None else made
 
-    def run(so_far, shard: AnyShard, which):
+    def run(so_far, shard: AnyShard, which, rank):
         key, value = shard.keys(0, shard.key_count)
         return block.carry_on_some(
-            so_far, shard.query, key, value, spans, which, shard.prepared
+            *(so_far, shard.query, key, value, spans, which, rank),
+            *(shard.prepared, ending),
         )
 
-    if spans not in made:
-        made[spans] = jax.jit(run)
-    return made[spans](so_far, shard, jnp.asarray(which)[rank])
+    if (spans, ending) not in made:
+        made[spans, ending] = jax.jit(run)
+    return made[spans, ending](so_far, shard, jnp.asarray(which), rank)
 
 
 def _overlap(one: Call, other: Call) -> bool:

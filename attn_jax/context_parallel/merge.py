@@ -25,6 +25,7 @@ from attn_jax.context_parallel.blocks import Block, carrier, rows_from, with_row
 from attn_jax.formats import round_to
 from attn_jax.mask import Mask
 from attn_jax.recipe_schema import Recipe, Step
+from attn_jax.span import Ended
 from attn_jax.varying import varying_alike
 
 Rows = tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]
@@ -53,7 +54,8 @@ class Keys(NamedTuple):
 # (what all rows have so far, some keys, whether that is nothing yet, the first of the
 # rows that meet them) -> with the keys.
 Add = Callable[[RowArrays, Keys, bool, int], RowArrays]
-Visit = Callable[[Add, RowArrays], RowArrays]
+# The last keys may end all rows.
+Visit = Callable[[Add, RowArrays], Any]
 
 
 def over_parts(
@@ -62,9 +64,10 @@ def over_parts(
     query: Float[Array, "B T N H"],
     value: Float[Array, "B S K D"],
     like: Any,
-) -> Rows:
+) -> Ended:
     """O and LSE of `query` over all parts, which `visit(add, so_far)` brings one by
-    one. `like` varies over the mesh axes that the parts vary over."""
+    one; O is not yet rounded unless the last part ended the rows. `like` varies over
+    the mesh axes that the parts vary over."""
     recipe = block.recipe
     nothing = nothing_yet(query, value.shape[-1], carrier(block))
     (out, lse), _ = varying_alike(nothing, like)
@@ -72,14 +75,16 @@ def over_parts(
         # m = -inf, l = 0, A = 0.
         start = lse, jnp.zeros_like(lse), out
         start, _ = varying_alike(start, like)
-        return block.finished(visit(Carrying(block), start), query)
+        found = visit(Carrying(block), start)
+        if isinstance(found, Ended):
+            return found
+        return Ended(None, *block.finished(found, query))
     if recipe.ring_merge != "two_pass":
 
         def add(rows, keys):
             return merged((rows[0], rows[1]), block.forward(*keys.plain), recipe)
 
-        out, lse = visit(_to_rows(add), (out, lse))
-        return out, lse
+        return Ended(None, *visit(_to_rows(add), (out, lse)))
 
     def add_lse(rows, keys):
         return (merged_lse(rows[0], block.forward(*keys.plain)[1], recipe),)
@@ -89,7 +94,7 @@ def over_parts(
 
     (lse,) = visit(_to_rows(add_lse), (lse,))
     out, lse = visit(_to_rows(add_weighted), (out, lse))
-    return out, lse
+    return Ended(None, out, lse)
 
 
 class Carrying(NamedTuple):

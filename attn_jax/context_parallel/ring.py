@@ -19,6 +19,7 @@ from jaxtyping import Array
 from attn_jax.context_parallel.local import (
     Local,
     Static,
+    ending,
     gradients,
     rows_of,
     sent,
@@ -31,7 +32,7 @@ from attn_jax.context_parallel.meeting import (
     no_dbias,
     with_pairs,
 )
-from attn_jax.context_parallel.merge import Rows, kept, over_parts
+from attn_jax.context_parallel.merge import kept, over_parts
 from attn_jax.context_parallel.messages import (
     apart,
     fit,
@@ -41,14 +42,15 @@ from attn_jax.context_parallel.messages import (
     together,
     unpacked,
 )
+from attn_jax.span import Ended
 from attn_jax.varying import varying_alike
 
 # dK and dV.
 Sums = Sequence[Array]
 
 
-def forward(static: Static, x: Local) -> Rows:
-    """O, not yet rounded by `output`, and LSE of this device's queries."""
+def forward(static: Static, x: Local, *, differentiated: bool) -> Ended:
+    """O and LSE of this device's queries."""
     meetings = static.schedule(x.query, x.key)
     rank, shards = lax.axis_index(static.axis), static.shards
     hops = meetings.live_hops(range(shards))
@@ -72,6 +74,7 @@ def forward(static: Static, x: Local) -> Rows:
                 *(meetings, add, so_far, shard, rank, source, hop),
                 first=first,
                 made=made,
+                ending=ending(static, x, differentiated) if after is None else None,
             )
             if ahead is not None:
                 # Else XLA sends all keys on before any work, and waits for them.

@@ -38,6 +38,7 @@ from attn_jax.context_parallel.local import (
 from attn_jax.emulator import partial
 from attn_jax.recipe import Recipe
 from attn_jax.residuals import named_lse, named_out
+from attn_jax.span import Ended
 from attn_jax.varying import varying_alike
 
 
@@ -233,15 +234,19 @@ def _sharded(static: Static, query, key, value, query_ids, key_ids, bias):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: Static, *arrays):
-    return _attention_fwd(static, *arrays)[0]
+    x = Local(*arrays)
+    x = x._replace(bias=kept_bias(static, x.bias))
+    found, _ = _forward(static, False, x)
+    return _returned(static, found), named_lse(found.lse)
 
 
 def _attention_fwd(static: Static, *arrays):
     x = Local(*arrays)
     x = x._replace(bias=kept_bias(static, x.bias))
-    exact, lse, keys = _forward(static, x)
-    for_delta = named_out(partial.kept_for_delta(exact, static.block.recipe))
-    out, lse = named_out(returned(static, exact)), named_lse(lse)
+    found, keys = _forward(static, True, x)
+    assert found.exact is not None
+    for_delta = named_out(partial.kept_for_delta(found.exact, static.block.recipe))
+    out, lse = _returned(static, found), named_lse(found.lse)
     # Whoever saves LSE by name saves these, too: they are smaller.
     keys = jax.tree.map(named_lse, keys)
     return (out, lse), (x, lse, for_delta, keys)
@@ -257,14 +262,24 @@ def _attention_bwd(static: Static, residuals, cotangents):
 
 # Under `jax.jit` kernels, which take long, are traced and lowered once for all layers
 # of a model.
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(static: Static, x: Local) -> tuple[Array, Array, AllKeys]:
-    """O, not yet rounded, LSE, and the numbers of all keys that are wanted."""
-    made_by = ring if static.forward_by == "ring" else gather
-    exact, lse = made_by.forward(static, x)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(static: Static, differentiated: bool, x: Local) -> tuple[Ended, AllKeys]:
+    """O, rounded or not, LSE, and the numbers of all keys that are wanted."""
+    if static.forward_by == "ring":
+        found = ring.forward(static, x, differentiated=differentiated)
+    else:
+        found = gather.forward(static, x)
     # Else XLA, which has one message on its way at a time, waits for keys to send it.
-    (key, value), lse = lax.optimization_barrier(((x.key, x.value), lse))
-    return exact, lse, static.block.of_all(key, value, gather_over(static.axis))
+    (key, value), lse = lax.optimization_barrier(((x.key, x.value), found.lse))
+    keys = static.block.of_all(key, value, gather_over(static.axis))
+    return found._replace(lse=lse), keys
+
+
+def _returned(static: Static, found: Ended) -> Array:
+    if found.out is not None:
+        return named_out(found.out)
+    assert found.exact is not None
+    return named_out(returned(static, found.exact))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -154,7 +154,8 @@ def _simulated_fwd(static: Static, *arrays):
 
         return lax.scan(meet, so_far, meetings.pairs)[0]
 
-    exact, lse = over_parts(visit, static.block, x.query, x.value, x)
+    _, exact, lse = over_parts(visit, static.block, x.query, x.value, x)
+    assert exact is not None
     for_delta = partial.kept_for_delta(exact, static.block.recipe)
     return (returned(static, exact), lse), (x, lse, for_delta)
 

@@ -32,7 +32,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32, Int8
 
 from attn_jax.kernels import hopper_loads, internals, low_part, schedule
-from attn_jax.kernels.hopper_forward_work import Consumer, Form, Refs, Seen
+from attn_jax.kernels.hopper_forward_form import Form, Refs, Seen
+from attn_jax.kernels.hopper_forward_work import Consumer
 from attn_jax.kernels.hopper_outputs import Carried
 from attn_jax.kernels.hopper_softmax import LOG2_P_SCALE, Softmax
 from attn_jax.kernels.tiles import LOG2_E, smem_tile
@@ -44,6 +45,7 @@ from attn_jax.kernels.visibility import (
     listed_pairs,
     whole_tiles,
 )
+from attn_jax.span import Ended, Ending
 
 # Registers a thread (consumers, producer) by number of consumer warpgroups: setmaxnreg
 # moves them from the loading warpgroup to the others.
@@ -70,16 +72,18 @@ def forward(
     bias: Float[Array, "#B #N T S"] | None = None,
     rescale_threshold: float = 0.0,
     repeated_max_factor: float | None = None,
-    unscale: Float32[Array, "B K D"] | None = None,
+    unscale: Float32[Array, "B K D"] | int | None = None,
     carries: bool = False,
     before: Carried | None = None,
     first_row: int = 0,
     chosen: schedule.Chosen | None = None,
+    ending: Ending | None = None,
 ) -> (
     tuple[
         Float[Array, "B T N D"], Int8[Array, "B T N D"] | None, Float32[Array, "B N T"]
     ]
     | Carried
+    | Ended
 ):
     """Returns (out, what rounding dropped from out or None, LSE in natural log).
 
@@ -90,9 +94,11 @@ def forward(
     `band` which say what is seen, and neither of these does; a `bias` comes with one.
     `rescale_threshold` and `repeated_max_factor` are `Recipe`'s. `unscale` comes with V
     as FP16 numbers (`hopper_key_numbers`): P then is FP16, too, times
-    `hopper_softmax.P_SCALE`.
+    `hopper_softmax.P_SCALE`. A number is that of the row of the second plane of `key`
+    which has it.
     `carries`: returns `Carried`, of whole tiles, or `before` with these added where it
-    lies, from `first_row` on, only what is `chosen`.
+    lies, from `first_row` on, only what is `chosen`. `ending`: that of all rows, with
+    what is `chosen` added to some.
     """
     batch, padded, query_heads, head_dim = query.shape
     value_dim, dtype = value.shape[-1], query.dtype
@@ -128,6 +134,7 @@ def forward(
         wide_out=out_dtype == jnp.float32,
         keeps_low=residual and out_dtype != jnp.float32,
         carries=carries,
+        ends=ending is not None,
         first_row=first_row,
     )
     pairs = None
@@ -149,12 +156,13 @@ def forward(
         singly=carries and not form.in_links,
         chosen=chosen,
         tiling=tiling,
+        ends=form.ends,
     )
 
     def attention_forward(
-        q_gmem, k_gmem, v_gmem, table_gmem, pairs, sinks_gmem, bias_gmem, unscale_gmem,
-        before_gmem, out_gmem, low_gmem, lse_gmem, row_sum_gmem, sums_gmem, smem,
-        barriers,
+        q_gmem, k_gmem, v_gmem, tables, chosen_gmem, pairs, sinks_gmem, bias_gmem,
+        unscale_gmem, before_gmem, out_gmem, low_gmem, lse_gmem, row_sum_gmem,
+        sums_gmem, smem, barriers,
     ):  # fmt: skip
         q_smem, k_smem, v_smem, out_smem = smem
         q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
@@ -164,18 +172,31 @@ def forward(
         v = hopper_loads.Loaded(v_gmem, v_smem, v_ready, v_free, second)
         steps = hopper_loads.Stages(k, v, tiling.stages, warpgroups)
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        all_blocks = table_gmem[cta, table.shape[1] - 1] if chosen else key_blocks
-        seen = Seen(form, all_blocks)
+        table_gmem, last = tables, table.shape[-1] - 1
+        if chosen_gmem is not None:
+            which_gmem, at_gmem = chosen_gmem
+            table_gmem = tables.at[which_gmem[at_gmem[0]]]
+        all_blocks = table_gmem[cta, last] if chosen else key_blocks
+        some = (table_gmem[cta, last - 2], table_gmem[cta, last - 1])
+        seen = Seen(form, all_blocks, some if form.ends else None)
         for_each_tile = functools.partial(
             hopper_loads.for_each_tile, table_gmem, cta, tile_count, query_heads
         )
+
+        def unscaled_by(b, n):
+            head = lax.div(n, jnp.int32(form.group))
+            if unscale_gmem is not None:
+                return unscale_gmem[b, head, 0]
+            return k_gmem[1, b, unscale, head, 0].astype(jnp.float32)
 
         @pl.when(warpgroup < warpgroups)
         def consume():
             plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
             refs = Refs(
-                *(pairs, sinks_gmem, bias_gmem, unscale_gmem, before_gmem, out_gmem),
-                *(low_gmem, lse_gmem, row_sum_gmem, sums_gmem, out_smem),
+                *(pairs, sinks_gmem, bias_gmem),
+                None if unscale is None else unscaled_by,
+                *(before_gmem, out_gmem, low_gmem, lse_gmem, row_sum_gmem, sums_gmem),
+                out_smem,
             )
             Consumer(
                 *(form, q, steps, refs, seen, cta, warpgroup),
@@ -194,7 +215,8 @@ def forward(
                 return end - first, lambda i: end - 1 - i
 
             hopper_loads.load(
-                for_each_tile, blocks_of, strips, tiling, form.group, q, steps
+                *(for_each_tile, blocks_of, strips, tiling, form.group, q, steps),
+                some_see_none=form.ends,
             )
 
     out_smem = None
@@ -208,34 +230,50 @@ def forward(
     out = shaped((batch, out_rows, query_heads, value_dim), out_dtype)
     low = shaped((batch, query_count, query_heads, value_dim), low_part.DTYPE)
     of_rows = shaped((batch, query_heads, tile_rows), jnp.float32)
-    sums = shaped((table.shape[0], warpgroups, rows, value_dim), jnp.float32)
-    operands = query, key, value, table, pairs, sinks, bias, unscale, before
+    ctas = table.shape[-2]
+    sums = shaped((ctas, warpgroups, rows, value_dim), jnp.float32)
+    factors = None if isinstance(unscale, int) else unscale
+    numbers = None if chosen is None else (chosen.which, jnp.reshape(chosen.at, 1))
+    operands = query, key, value, table, numbers, pairs, sinks, bias, factors, before
     aliases = {}
     if before is not None:
-        of_rows, _, out = before
+        of_rows, _, total = before
         count = len(jax.tree.leaves(operands))
         # Of row_max, row_sum and total, the last ones: LSE's place, its own, and out's.
         aliases = {count - 3: 1, count - 2: 2, count - 1: 0}
+        out = total
+    rounded = None
+    if ending is not None:
+        assert before is not None and chosen is not None
+        if ending.dtype is not None:
+            rounded = shaped(out.shape, ending.dtype)
+        # LSE lies in place of m, and the exact O in that of A.
+        aliases = {count - 3: ending.exact + (rounded is not None)}
+        if ending.exact:
+            aliases[count - 1] = 0
+        out = out if ending.exact else None
     out, low, lse, row_sum, _ = internals.kernel(
         attention_forward,
         aliases=aliases,
         out_type=[
             out,
-            low if form.keeps_low else None,
+            low if form.keeps_low else rounded,
             of_rows,
-            of_rows if carries else None,
+            of_rows if carries and not form.ends else None,
             sums if form.in_links else None,
         ],
         scratch_types=[
             (*hopper_loads.places(tiling, query, value), out_smem),
             hopper_loads.barriers(tiling, keeps_last=form.out_by_key),
         ],
-        grid=(table.shape[0],),
+        grid=(ctas,),
         grid_names=("cta",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*operands)
+    if form.ends:
+        return Ended(low, out, lse)
     if carries:
         return Carried(lse, row_sum, out)
     return out[:, :query_count], low, lse[:, :, :query_count]

@@ -7,7 +7,7 @@ meets a block of keys; the logits of one step are made while P V of the step bef
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -15,129 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn_jax.kernels import hopper_links, schedule
+from attn_jax.kernels import hopper_links
+from attn_jax.kernels.hopper_forward_form import Form, Refs, Seen
 from attn_jax.kernels.hopper_hidden import Hidden
 from attn_jax.kernels.hopper_loads import Loaded, Stages
 from attn_jax.kernels.hopper_outputs import Carried, Outputs
-from attn_jax.kernels.hopper_softmax import Softmax, State
+from attn_jax.kernels.hopper_softmax import State
 from attn_jax.kernels.tiles import accumulator, along_rows
-from attn_jax.kernels.tuning import ForwardTiling
-from attn_jax.kernels.visibility import Band, Counted, Pairs
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """What is known of a forward pass before it runs.
-
-    Attributes:
-      value_dim: of V and out.
-      group: query heads of a key head.
-      query_count: rows that are real.
-      counted: which blocks of keys rows see where no list says it.
-      listed: whether one does.
-      band: of pairs in listed blocks.
-      most_blocks: that a tile sees, of keys.
-      scale, soft_cap: of logits that are capped, or that a bias is added to.
-      wide_out: whether out is FP32.
-      keeps_low: whether what rounding drops from out leaves, too.
-      carries: whether `Carried` is what the rows leave, from `first_row` on.
-    """
-
-    tiling: ForwardTiling
-    value_dim: int
-    group: int
-    query_count: int
-    strips: schedule.Strips
-    softmax: Softmax
-    counted: Counted
-    listed: bool
-    band: Band
-    most_blocks: int
-    scale: float
-    soft_cap: float | None
-    wide_out: bool
-    keeps_low: bool
-    carries: bool
-    first_row: int
-
-    @property
-    def link_blocks(self) -> int:
-        """Blocks of keys in a link of the sum of P V."""
-        return pl.cdiv(hopper_links.KEYS, self.tiling.columns)
-
-    @property
-    def in_links(self) -> bool:
-        """Whether there can be more than one."""
-        return self.most_blocks > self.link_blocks
-
-    @property
-    def out_by_key(self) -> bool:
-        """Whether out leaves by way of the tile's last block of K, and has no place of
-        its own in shared memory."""
-        return self.tiling.out_by_key and not (self.wide_out or self.carries)
-
-    @property
-    def released_late(self) -> bool:
-        """Whether that block is let go of when the next tile begins, not when this one
-        ends. At 16 384 keys that is faster under a causal mask, and slower without one
-        (H200). Why is not known."""
-        return self.out_by_key and self.counted.band.right is not None
-
-    @property
-    def ahead(self) -> bool:
-        """Whether the logits of a tile's first block are made while the tile before it
-        ends."""
-        tiling, counted = self.tiling, self.counted
-        # All warpgroups begin with a tile's first block, and go on to its last.
-        whole = self.listed or self.softmax.rescale_threshold > 0
-        together = counted.band == Band(None, None)
-        together = together and not (whole or self.strips.idle)
-        # Stores straight from registers, as `keeps_low` has them, take longer beside a
-        # product: 3 % of both kernels of a forward pass at head dim 64 and 1024 keys.
-        by_itself = not (
-            self.out_by_key or self.wide_out or self.carries or self.keeps_low
-        )
-        # Where the last block is masked ptxas would wait for each product.
-        unmasked = counted.key_count % tiling.columns == 0
-        return (
-            tiling.ahead and together and by_itself and unmasked and not self.in_links
-        )
-
-
-class Seen(NamedTuple):
-    """Blocks of keys where they are counted, of `blocks` altogether."""
-
-    form: Form
-    blocks: Any
-
-    def of_rows(self, start, end):
-        """The first that some queries see, and one past the last."""
-        return map(
-            jnp.int32, self.form.counted.seen(start, end, jnp.int32(self.blocks))
-        )
-
-    def of_tile(self, tile):
-        strips, rows = self.form.strips, self.form.tiling.rows
-        start, end = (strips.first(tile + i) * rows for i in range(2))
-        return self.of_rows(start, end)
-
-
-class Refs(NamedTuple):
-    """Where a CTA finds and leaves things. In global memory: of lists `pairs`, of a
-    sum in links `sums`, of what was carried in `before`, of results `out` to `row_sum`;
-    in shared memory: a tile for the results of each warpgroup. None: there is none."""
-
-    pairs: Pairs | None
-    sinks: Any
-    bias: Any
-    unscale: Any
-    before: Any
-    out: Any
-    low: Any
-    lse: Any
-    row_sum: Any
-    sums: Any
-    out_smem: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +57,12 @@ class Consumer:
             yield
             yield rows.tile_last + 1, rows.attend_ahead(s_ahead)
             return
-        if form.strips.idle:
+        if form.ends:
+            yield
+            meets = rows.start <= rows.last
+            pl.when(meets)(lambda: rows.leave(*rows.attend()))
+            pl.when(jnp.logical_not(meets))(rows.end_alone)
+        elif form.strips.idle:
             # Where results come out of a branch, ptxas makes a slower loop in it: out
             # took 4 % longer at 4160 keys and head dim 64 (H200).
             yield
@@ -339,16 +228,20 @@ class Rows:
         if form.carries:
             unscale = 1.0
             if refs.unscale is not None:
-                unscale = refs.unscale[b, lax.div(n, jnp.int32(form.group)), 0]
+                unscale = refs.unscale(b, n)
+            new = acc, state, form.softmax, unscale, b, n, form.first_row + self.row
+            if form.ends:
+                refs.before.end(*new, refs.ended)
+                return
             after = Carried(refs.lse, refs.row_sum, refs.out)
             keep = after.begin if refs.before is None else after.add
-            keep(acc, state, form.softmax, unscale, b, n, form.first_row + self.row)
+            keep(*new)
             return
         sink = None if refs.sinks is None else refs.sinks[0, n]
         inverse, refs.lse[b, n, own_rows] = form.softmax.finished(state, sink)
         out = acc * along_rows(inverse, acc.shape)
         if refs.unscale is not None:
-            out *= refs.unscale[b, lax.div(n, jnp.int32(form.group)), 0]
+            out *= refs.unscale(b, n)
         if form.wide_out:
             # Two FP32 tiles do not fit in shared memory beside K and V.
             refs.out[b, own_rows, n] = out
@@ -364,6 +257,14 @@ class Rows:
         Outputs(refs.out, refs.low, tile).write(out, b, n, self.row, stored)
         if form.out_by_key:
             self._release_place()
+
+    def end_alone(self) -> None:
+        """The results of rows that meet none of these keys."""
+        form, refs = self.of.form, self.of.refs
+        shape = form.tiling.rows, form.value_dim
+        refs.before.end_alone(
+            shape, self.b, self.n, form.first_row + self.row, refs.ended
+        )
 
     def _await_place(self) -> None:
         """Until all have read the last block of K, in whose place out may be then."""

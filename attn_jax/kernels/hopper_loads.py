@@ -124,11 +124,14 @@ def load(
     group: int,
     q: Loaded,
     stages: Stages,
+    *,
+    some_see_none: bool = False,
 ) -> None:
     """Loads what the consumers want, in their order.
 
     `of_each_tile(work, carry)`: `for_each_tile` of the CTA. `blocks_of(b, n, tile)`
-    says how many blocks of keys a tile has, and which one its i-th is.
+    says how many blocks of keys a tile has, and which one its i-th is. Each has one,
+    unless `some_see_none`.
     """
     columns, (k, v, count), slot = tiling.columns, stages[:3], stages.slot
 
@@ -154,26 +157,34 @@ def load(
         def block_of(step: jax.Array):
             return block_at(step - first_step)
 
-        # V is needed a step later than K.
-        load_block(k, first_step, b, n, block_of(first_step))
+        def load_all():
+            # V is needed a step later than K.
+            load_block(k, first_step, b, n, block_of(first_step))
 
-        @pl.when(turn > 0)
-        def _():
-            load_block(v, first_step - 1, *before)
-            plgpu.barrier_wait(q.free)
+            @pl.when((first_step if some_see_none else turn) > 0)
+            def _():
+                load_block(v, first_step - 1, *before)
+                plgpu.barrier_wait(q.free)
 
-        for index in range(tiling.warpgroups):
-            rows = pl.ds((strips.first(tile) + index) * tiling.rows, tiling.rows)
-            plgpu.copy_gmem_to_smem(
-                q.gmem.at[b, rows, n], q.smem.at[index], q.ready.at[index]
-            )
+            for index in range(tiling.warpgroups):
+                rows = pl.ds((strips.first(tile) + index) * tiling.rows, tiling.rows)
+                plgpu.copy_gmem_to_smem(
+                    q.gmem.at[b, rows, n], q.smem.at[index], q.ready.at[index]
+                )
 
-        @pl.loop(first_step + 1, end)
-        def _(step):
-            load_block(k, step, b, n, block_of(step))
-            load_block(v, step - 1, b, n, block_of(step - 1))
+            @pl.loop(first_step + 1, end)
+            def _(step):
+                load_block(k, step, b, n, block_of(step))
+                load_block(v, step - 1, b, n, block_of(step - 1))
 
-        yield end, b, n, block_of(end - 1)
+        after = b, n, block_of(end - 1)
+        if some_see_none:
+            pl.when(blocks > 0)(load_all)
+            kept = zip(after, before, strict=True)
+            yield end, *(jnp.where(blocks > 0, new, old) for new, old in kept)
+            return
+        load_all()
+        yield end, *after
 
     end, *before = of_each_tile(load_tile, (jnp.int32(0),) * 4)
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float32
 from attn_jax.kernels import low_part
 from attn_jax.kernels.hopper_softmax import Softmax, State
 from attn_jax.kernels.tiles import (
+    LN_2,
     ROWS,
     WGMMA,
     along_rows,
@@ -21,6 +22,7 @@ from attn_jax.kernels.tiles import (
     read_tile,
     write_tile,
 )
+from attn_jax.span import Ended
 
 
 class Outputs(NamedTuple):
@@ -118,24 +120,86 @@ class Carried(NamedTuple):
         """Adds them to what is here."""
         rows, width = acc.shape
         place = b, n, pl.ds(first_row, rows)
-        row_max, undo = softmax.whole(state)
-        row_sum = state.row_sum.sum(axis=1) * undo
-        m, l = (  # noqa: E741
-            plgpu.load(of_rows.at[place], layout=ROWS, optimized=False)
-            for of_rows in cast(Any, self)[:2]
-        )
-        larger = jnp.maximum(m, row_max)
-        base = finite(larger)
-        shrink, weight = jnp.exp2(m - base), jnp.exp2(row_max - base)
+        larger, row_sum, shrink, weight = self._with(state, softmax, place)
         self.row_max[place] = larger
-        self.row_sum[place] = shrink * l + weight * row_sum
+        self.row_sum[place] = row_sum
         total = cast(Any, self.total).at[b, :, n]
         group = columns_at_once(rows, width)
         shape = rows, group
-        shrink, weight = (along_rows(x, shape) for x in (shrink, weight * undo))
+        shrink, weight = (along_rows(x, shape) for x in (shrink, weight))
         for column in range(0, width, group):
             part = lax.slice(acc, (0, column), (rows, column + group))
             old = read_tile(total, first_row, column, shape)
             columns = pl.ds(column, group)
             part = old * shrink + part * (weight * unscale)
             write_tile(total.at[pl.ds(first_row, rows), columns], part)
+
+    def end(
+        self, acc: jax.Array, state: State, softmax: Softmax, unscale, b, n, first_row,
+        ended: Ended,
+    ) -> None:  # fmt: skip
+        """Leaves O and LSE of what is here and them: A / l, and log(2) m + log(l)."""
+        rows, width = acc.shape
+        place = b, n, pl.ds(first_row, rows)
+        larger, row_sum, shrink, weight = self._with(state, softmax, place)
+        inverse = self._leave_lse(larger, row_sum, place, ended)
+        shrink, weight = shrink * inverse, weight * inverse
+
+        def with_new(old, column):
+            part = lax.slice(acc, (0, column), (rows, column + old.shape[1]))
+            new = part * (along_rows(weight, old.shape) * unscale)
+            return old * along_rows(shrink, old.shape) + new
+
+        self._leave_out(with_new, (rows, width), b, n, first_row, ended)
+
+    def end_alone(self, shape: tuple[int, int], b, n, first_row, ended: Ended) -> None:
+        """The same of what is here, for rows that no more keys meet."""
+        place = b, n, pl.ds(first_row, shape[0])
+        m, l = self._of_rows(place)  # noqa: E741
+        inverse = self._leave_lse(m, l, place, ended)
+
+        def divided(old, column):
+            del column
+            return old * along_rows(inverse, old.shape)
+
+        self._leave_out(divided, shape, b, n, first_row, ended)
+
+    def _of_rows(self, place) -> list[jax.Array]:
+        """m and l that are here."""
+        return [
+            plgpu.load(of_rows.at[place], layout=ROWS, optimized=False)
+            for of_rows in cast(Any, self)[:2]
+        ]
+
+    def _with(self, state: State, softmax: Softmax, place) -> tuple[jax.Array, ...]:
+        """(m, l) with these keys, and what A here, and theirs, are multiplied by."""
+        row_max, undo = softmax.whole(state)
+        row_sum = state.row_sum.sum(axis=1) * undo
+        m, l = self._of_rows(place)  # noqa: E741
+        larger = jnp.maximum(m, row_max)
+        base = finite(larger)
+        shrink, weight = jnp.exp2(m - base), jnp.exp2(row_max - base)
+        return larger, shrink * l + weight * row_sum, shrink, weight * undo
+
+    def _leave_lse(self, row_max, row_sum, place, ended: Ended) -> jax.Array:
+        """LSE of rows; what their A is to be multiplied by is returned."""
+        lse = row_max * LN_2 + jnp.log(row_sum)
+        seen = row_sum > 0.0
+        cast(Any, ended.lse)[place] = jnp.where(seen, lse, -jnp.inf)
+        return jnp.where(seen, 1.0 / row_sum, 0.0)
+
+    def _leave_out(
+        self, out: Callable, shape: tuple[int, int], b, n, first_row, ended: Ended
+    ) -> None:
+        """out(A, its first column) of some columns at a time, rounded and as it is."""
+        rows, width = shape
+        group = columns_at_once(rows, width)
+        total = cast(Any, self.total).at[b, :, n]
+        for column in range(0, width, group):
+            old = read_tile(total, first_row, column, (rows, group))
+            found = out(old, column)
+            place = pl.ds(first_row, rows), n, pl.ds(column, group)
+            for to in (ended.exact, ended.out):
+                if to is not None:
+                    to = cast(Any, to).at[b, *place]
+                    write_tile(to, found.astype(to.dtype))

@@ -44,6 +44,7 @@ from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
 from attn_jax.pairwise import pairwise_sum
 from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
+from attn_jax.span import Ended, Ending
 from attn_jax.varying import varying_alike
 
 _OPTIONS = Options("mean", delta_source="o", half_weights=True)
@@ -113,12 +114,7 @@ def carry_on(
     `first_key` on.
     """
     static, rules = _static(query, key, value, scale, mask, bias)
-    options: dict = {}
-    if prepared is not None:
-        options = {"unscale": prepared.unscale, "key_count": key.shape[1]}
-        # Whole blocks alone: behind the last key lies what is no key.
-        if first_key == 0 and key.shape[1] % static.tilings.forward.columns == 0:
-            key, value = prepared.planes, prepared.value_planes
+    key, value, options = _as_prepared(key, value, first_key, prepared, static)
     count, more = query.shape[1], -query.shape[1] % static.tilings.forward.tile
 
     def carried(before: Carried | None, first: int) -> Carried:
@@ -141,6 +137,50 @@ def carry_on(
     # The kernel's tiles would reach into rows that are not this query's.
     own = before.rows(first, count).padded(more)
     return before.with_rows(carried(own, 0).rows(0, count), first)
+
+
+def end_with(
+    state: tuple[Array, Array, Array],
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K D"],
+    chosen: Chosen,
+    ending: Ending,
+    *,
+    scale: float,
+    prepared: Prepared | None = None,
+) -> Ended:
+    """What `finished` makes of `carry_on`, of all rows, by the same kernel: the state
+    is read once more, and not left. The O of `ending` is rounded to nearest."""
+    static, rules = _static(query, key, value, scale, Mask(), None)
+    key, value, options = _as_prepared(key, value, 0, prepared, static)
+    found = _forward(
+        *(query, key, value, None, static, rules),
+        carries=True,
+        before=Carried(*state),
+        chosen=chosen,
+        ending=ending,
+        **options,
+    )
+    return varying_alike(found, query)[0]
+
+
+def _as_prepared(
+    key: Array,
+    value: Array,
+    first_key: int,
+    prepared: Prepared | None,
+    static: local.Static,
+) -> tuple[Array, Array, dict]:
+    """Keys and values as the kernel reads them, and what to tell it."""
+    if prepared is None:
+        return key, value, {}
+    options = {"unscale": prepared.unscale, "key_count": key.shape[1]}
+    # Whole blocks alone: behind the last key lies what is no key.
+    if first_key == 0 and key.shape[1] % static.tilings.forward.columns == 0:
+        key, value = prepared.planes, prepared.value_planes
+        options["unscale"] = prepared.count
+    return key, value, options
 
 
 def prepared(

@@ -11,12 +11,13 @@ import functools
 import heapq
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Int32
 
 from attn_jax.kernels.ring_order import MULTIPROCESSORS
 from attn_jax.kernels.tuning import ForwardTiling, Tiling
@@ -95,10 +96,12 @@ def strips(rows: int, tiling: Tiling, *, whole_tiles: bool) -> Strips:
 
 
 class Chosen(NamedTuple):
-    """One of some spans; `which` (int32) may be known on a device alone."""
+    """One of some spans, that of the number `which[at]` (both int32); where this is may
+    be known on a device alone."""
 
     spans: tuple[Span, ...]
-    which: Any
+    which: Int32[Array, " W"]
+    at: Int32[Array, ""]
 
     def fit(self, tiling: Tiling) -> bool:
         """Whether they are of whole tiles of queries and whole blocks of keys."""
@@ -118,12 +121,15 @@ def forward_table(
     singly: bool,
     chosen: Chosen | None,
     tiling: ForwardTiling,
+    ends: bool = False,
 ) -> jax.Array:
     """The table of `balanced`, or of `then_singly`, on the device. On a card with fewer
     multiprocessors the CTAs that do not fit wait their turn.
 
-    `blocks`: of keys, that each tile sees. Of what is `chosen`: how many each tile sees
-    is in a last column, and where another span has more CTAs some have no tiles.
+    `blocks`: of keys, that each tile sees. Of what is `chosen`: one table of each span;
+    how many each tile sees is in a last column, and where another span has more CTAs
+    some have no tiles. If that `ends` rows, tiles that see none are dealt, too, and the
+    two columns before that one have the first row that sees any and one past the last.
     """
     together, tiles = heads_together(pairs, bytes_a_head), range(len(blocks))
 
@@ -138,14 +144,16 @@ def forward_table(
     tables = []
     for first, queries, keys in chosen.spans:
         seen = range(first // tiling.tile, (first + queries) // tiling.tile)
-        cost = TILE_COST + keys // tiling.columns
-        tables.append(deal(cost * (tile in seen) for tile in tiles))
+        cost, least = TILE_COST + keys // tiling.columns, TILE_COST * ends
+        tables.append(deal(cost if tile in seen else least for tile in tiles))
     ctas, width = np.max([table.shape for table in tables], axis=0)
-    filled = np.zeros((len(tables), ctas, width + 1), np.int32)
+    more = 1 + 2 * ends
+    filled = np.zeros((len(tables), ctas, width + more), np.int32)
     for into, table, span in zip(filled, tables, chosen.spans, strict=True):
         into[: table.shape[0], : table.shape[1]] = table
-        into[:, -1] = span.keys // tiling.columns
-    return lax.dynamic_index_in_dim(jnp.asarray(filled), chosen.which, keepdims=False)
+        rows = span.first_query, span.first_query + span.queries
+        into[:, -more:] = [*rows[: 2 * ends], span.keys // tiling.columns]
+    return jnp.asarray(filled)
 
 
 @functools.lru_cache(maxsize=64)
