@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from attn_jax.formats import BF16
-from attn_jax.kernels import partial, tuning
+from attn_jax.kernels import hopper_outputs, partial, tuning
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.hopper_key_numbers import key_numbers
 from attn_jax.kernels.interpreter import interpreted
@@ -253,6 +253,34 @@ def test_rows_may_end_in_the_kernel_that_adds_the_last_keys(
             assert not out[:, 5].any() and np.isneginf(ended.lse[..., 5]).all()
             left = ended.exact if exact else ended.out
             assert not np.float32(left[:, 5]).any()
+
+
+def test_lse_of_a_carried_row_has_fp32s_digits(monkeypatch):
+    """Also where log2 is off by 2^-22 of itself, as the hardware's is: of l, some
+    thousands, that was more than FP32 itself is off by. Powers of two are exact there,
+    and not here."""
+
+    def off(of_x: np.ndarray) -> np.ndarray:
+        sign = np.where(np.arange(of_x.size) % 2, 1, -1)
+        return of_x + sign * 2.0**-22 * np.maximum(np.abs(of_x), 1)
+
+    rng = np.random.default_rng(0)
+    m = rng.integers(-40, 40, 4000).astype(np.float32)
+    l = np.exp2(rng.uniform(-1, 17, 4000)).astype(np.float32)  # noqa: E741
+    exact = m * np.log(2.0) + np.log(np.float64(l))
+    for name, base in (("log2", 1.0), ("log", np.log(2.0))):
+
+        def by_hardware(x, base=base):
+            found = off(np.log2(np.asarray(x, np.float64))) * base
+            return jnp.asarray(found, jnp.float32)
+
+        monkeypatch.setattr(jnp, name, by_hardware)
+    monkeypatch.setattr(jnp, "exp2", np.exp2)
+    found = np.float64(hopper_outputs.lse_of(jnp.asarray(m), jnp.asarray(l)))
+    # log of what is near 1, and roundings: of the sum, and of the three numbers that
+    # the rest comes from, each below 0.4.
+    allowed = 2.0**-24 * (np.abs(exact) + 1.2) + np.log(2.0) * 2.0**-22
+    assert (np.abs(found - exact) <= allowed).all()
 
 
 def _prepared():

@@ -24,6 +24,8 @@ from attn_jax.kernels.tiles import (
 )
 from attn_jax.span import Ended
 
+LN_2_HIGH = 355 / 512  # Nine digits of log(2)
+
 
 class Outputs(NamedTuple):
     """Of 16 bits, by way of shared memory, and what rounding drops, straight to memory.
@@ -57,6 +59,20 @@ class Outputs(NamedTuple):
                     self.low_gmem.shape[1] - first_row,
                     WGMMA,
                 )
+
+
+def lse_of(row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
+    """log(2) m + log(l) of a whole m, rounded as FP32 is and off by 2^-23 or so.
+
+    The hardware's log2 is off by some 2^-22 of itself, or below 1 by that: of l's
+    exponent nothing is left to it. What whole numbers are multiplied by has nine
+    digits, and is exact but for the rest.
+    """
+    exponent = lax.round(jnp.log2(row_sum), lax.RoundingMethod.TO_NEAREST_EVEN)
+    near_one = row_sum * jnp.exp2(-exponent)
+    exponent = row_max + exponent
+    rest = exponent * (LN_2 - LN_2_HIGH) + jnp.log(near_one)
+    return exponent * LN_2_HIGH + rest
 
 
 class Carried(NamedTuple):
@@ -183,7 +199,7 @@ class Carried(NamedTuple):
 
     def _leave_lse(self, row_max, row_sum, place, ended: Ended) -> jax.Array:
         """LSE of rows; what their A is to be multiplied by is returned."""
-        lse = row_max * LN_2 + jnp.log(row_sum)
+        lse = lse_of(row_max, row_sum)
         seen = row_sum > 0.0
         cast(Any, ended.lse)[place] = jnp.where(seen, lse, -jnp.inf)
         return jnp.where(seen, 1.0 / row_sum, 0.0)
