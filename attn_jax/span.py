@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 
 class Span(NamedTuple):
@@ -11,6 +11,22 @@ class Span(NamedTuple):
     first_query: int
     queries: int
     keys: int
+
+
+class Chosen(NamedTuple):
+    """One of some spans, that of the number `which[at]` (both int32); where this is may
+    be known on a device alone."""
+
+    spans: tuple[Span, ...]
+    which: Int32[Array, " W"]
+    at: Int32[Array, ""]
+
+    def fit(self, queries: int, keys: int) -> bool:
+        """Whether they are of whole tiles of so many queries, and of keys."""
+        return not any(
+            span.first_query % queries or span.queries % queries or span.keys % keys
+            for span in self.spans
+        )
 
 
 class Ending(NamedTuple):

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_jax.kernels import hopper_outputs, partial
-from attn_jax.kernels.schedule import Chosen
-from attn_jax.span import Span
+from attn_jax.span import Chosen, Span
 from attn_jax.timing import device_events
 
 QUERIES, KEYS, HEADS, KEY_HEADS, HEAD_DIM = 8192, 8192, 32, 8, 128

@@ -406,7 +406,7 @@ def test_lse_far_apart_are_merged(way):
 
     with jax.debug_nans(True):
         block = Given(recipe, 1.0)
-        out, merged = merge.over_parts(visit, block, query, query, query)
+        _, out, merged = merge.over_parts(visit, block, query, query, query)
     want = [3, 1, 3, 1, 0, 3, 1, 2]
     # A few roundings of numbers of that size.
     np.testing.assert_allclose(out[0, :, 0, 0], want, rtol=4 * 2.0**-23)

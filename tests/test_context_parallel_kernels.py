@@ -2,6 +2,7 @@
 
 Parts that the interpreter computes, and programs compiled for four H200s."""
 
+import functools
 import math
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from attn_jax.kernels import design, partial
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.interpreter import interpreted
 from attn_jax.mask import Mask
+from attn_jax.span import Chosen, Span
 from tests import gpu_compiler
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Program, h200_mesh
@@ -199,10 +201,10 @@ def test_a_program_for_gpus_sends_what_it_must(strategy, layout, messages):
     program = in_child_process(_compiled, strategy, layout, seconds=TIME_LIMIT)
     counts = {name: program.count(name) for name in COLLECTIVES}
     wanted = dict.fromkeys(COLLECTIVES, (0, 0)) | messages
-    # Numbers of all keys, for dQ's cure and what it is scaled by: a message of their
-    # own or, with that of the keys, one.
-    least, most = wanted["all-gather"]
-    wanted["all-gather"] = max(least, 1), most + 1
+    # Numbers of all keys, for dQ's cure and what it is scaled by: of one device, then
+    # of two.
+    least, most = wanted["collective-permute"]
+    wanted["collective-permute"] = least + 2, most + 2
     assert {
         name: count
         for name, count in counts.items()
@@ -268,20 +270,24 @@ def _in_one_pass() -> Program:
     return gpu_compiler.compiled(run, query, key, key, query, *[rows] * 3, centre)
 
 
-def _onto_sums() -> Program:
+def _onto_sums(chosen: bool = False) -> Program:
     query = jax.ShapeDtypeStruct((1, 4096, 32, 128), "bfloat16")
     planes = jax.ShapeDtypeStruct((6, 1, 4096, 8, 128), "bfloat16")
     rows = jax.ShapeDtypeStruct((1, 32, 4096), "float32")
     sums = jax.ShapeDtypeStruct((1, 4096, 32, 128), "float32")
     centre = jax.ShapeDtypeStruct((1, 8, 128), "float32")
 
+    spans = Span(0, 4096, 2048), Span(2048, 2048, 4096)
+
     def run(sums, query, planes, dout, lse, excess, squares, centre):
         ranges = partial.ranges(centre, centre, centre, excess, squares)
         keys = partial.Keys(planes[0], planes[1], 0, planes)
+        at = jnp.arange(2, dtype=jnp.int32), jnp.int32(0)
         return partial.backward_in_place(
             *(sums, query, keys, dout, lse, excess, ranges, (2048, 2048)),
             scale=0.1,
             is_causal=False,
+            chosen=Chosen(spans, *at) if chosen else None,
         )
 
     return gpu_compiler.compiled(run, sums, query, planes, query, *[rows] * 3, centre)
@@ -308,6 +314,8 @@ def _carrying() -> Program:
     [
         (_in_one_pass, "attention_backward_fused", 120),
         (_onto_sums, "attention_backward_fused", 120),
+        # What two kernels do.
+        (functools.partial(_onto_sums, True), "attention_backward_fused", 240),
         (_carrying, "attention_forward", 0),
     ],
 )

@@ -3,6 +3,7 @@ on, sums that they add to, keys that another device has prepared."""
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -15,9 +16,8 @@ from attn_jax.kernels import hopper_outputs, partial, tuning
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.hopper_key_numbers import key_numbers
 from attn_jax.kernels.interpreter import interpreted
-from attn_jax.kernels.schedule import Chosen
 from attn_jax.mask import Mask
-from attn_jax.span import Ending, Span
+from attn_jax.span import Chosen, Ending, Span
 from tests.child_process import in_child_process
 
 pytestmark = pytest.mark.ci
@@ -339,25 +339,46 @@ def test_keys_that_are_prepared_are_the_same():
         chex.assert_trees_all_equal(plain, sent)
 
 
+class _ForGradients(NamedTuple):
+    """What `backward_in_place` takes besides keys, K and V as planes of `planes`."""
+
+    sums: Any
+    query: Any
+    dout: Any
+    lse: Any
+    excess: Any
+    planes: Any
+
+    @classmethod
+    def random(cls, length: int) -> "_ForGradients":
+        """So many queries, and keys."""
+        rng = np.random.default_rng(0)
+
+        def normal(*shape, dtype="bfloat16"):
+            return jnp.asarray(rng.standard_normal(shape), dtype)
+
+        query, dout = normal(1, length, N, H), normal(1, length, N, H)
+        lse, excess = (normal(1, N, length, dtype="float32") for _ in range(2))
+        sums = normal(1, length, N, H, dtype="float32")
+        planes = normal(3, 1, length, K, H)
+        return cls(sums, query, dout, lse + 7, excess, planes)
+
+    @property
+    def ranges(self) -> partial.Ranges:
+        norm = jnp.sqrt((self.dout.astype("float32") ** 2).sum(-1)).swapaxes(1, 2)
+        centre, largest = jnp.zeros((1, K, H)), jnp.full((1, K, H), 5.0)
+        return partial.ranges(centre, largest, largest, self.excess, norm)
+
+
 def _added_in_place():
     """Sums of dS K', dK and dV of some keys and rows, of planes and where they lie; and
     of arrays that are no more than these, added afterwards."""
-    rng = np.random.default_rng(0)
-    rows, keys, first, count = 512, 512, (128, 256), (256, 128)
-
-    def normal(*shape, dtype="bfloat16"):
-        return jnp.asarray(rng.standard_normal(shape), dtype)
-
-    query, dout = normal(1, rows, N, H), normal(1, rows, N, H)
-    planes = normal(3, 1, keys, K, H)
-    lse, excess = normal(1, N, rows, dtype="float32") + 7, normal(1, N, rows)
-    excess, sums = excess.astype("float32"), normal(1, rows, N, H, dtype="float32")
-    centre, largest = jnp.zeros((1, K, H)), jnp.full((1, K, H), 5.0)
+    first, count = (128, 256), (256, 128)
+    sums, query, dout, lse, excess, planes = x = _ForGradients.random(512)
     of_rows, of_keys = (slice(a, a + n) for a, n in zip(first, count, strict=True))
     key, value = planes[0, :, of_keys], planes[1, :, of_keys]
     with made_for("hopper"), interpreted():
-        norm = jnp.sqrt((dout.astype("float32") ** 2).sum(-1)).swapaxes(1, 2)
-        ranges = partial.ranges(centre, largest, largest, excess, norm)
+        ranges = x.ranges
         where = partial.Keys(key, value, first[1], planes)
         add = functools.partial(partial.backward_in_place, scale=0.1, is_causal=False)
         at = first[0], count[0]
@@ -387,3 +408,46 @@ def test_gradients_are_added_where_they_lie():
     others = np.ones(sums.shape[1], bool)
     others[rows] = False
     np.testing.assert_array_equal(sums[:, others], before[:, others])
+
+
+def _chosen_gradients():
+    """Of each of some spans, told on the device: what they add to sums, or to none, and
+    what the kernel that is told it beforehand adds."""
+    length = 256
+    x = _ForGradients.random(length)
+    sums, planes = x.sums, x.planes
+    # The first goes over fewer blocks than the second.
+    spans = Span(128, 128, 256), Span(0, 256, 128), Span(0, 0, 0)
+    found = []
+    with made_for("hopper"), interpreted():
+        ranges = x.ranges
+        for number, (first, queries, keys) in enumerate(spans):
+
+            def add(to, keys, rows, chosen=None):
+                where = partial.Keys(*planes[:2, :, :keys], 0, planes)
+                given = to, x.query, where, x.dout, x.lse, x.excess, ranges, rows
+                options = dict(scale=0.1, is_causal=False, chosen=chosen)
+                made = partial.backward_in_place(*given, **options)
+                return jax.device_get(made)
+
+            chosen = _number(spans, number)
+            told = [add(to, length, (0, length), chosen) for to in (sums, None)]
+            zeros, no_keys = jnp.zeros_like(sums), [np.zeros((1, 0, K, H))] * 2
+            known = [(to, *no_keys) for to in jax.device_get((sums, zeros))]
+            if queries:
+                known = [add(to, keys, (first, queries)) for to in (sums, zeros)]
+            found += zip(told, known, strict=True)
+    return found
+
+
+def test_gradients_of_some_keys_that_a_device_is_told_of():
+    """All bits are those of kernels that know which; of other keys, and of other rows
+    where there are no sums, they are 0."""
+    found = in_child_process(_chosen_gradients, seconds=TIME_LIMIT)
+    for (sums, *told), (expected, *known) in found:
+        np.testing.assert_array_equal(sums, expected)
+        for of_all, of_some in zip(told, known, strict=True):
+            count = of_some.shape[1]
+            np.testing.assert_array_equal(of_all[:, :count], of_some)
+            assert not of_all[:, count:].any()
+    assert sum(known.shape[1] for _, (_, known, _) in found) == 2 * (128 + 256)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attn_jax.kernels import schedule
 from attn_jax.kernels.tuning import ForwardTiling, Tiling
-from attn_jax.span import Span
+from attn_jax.span import Chosen, Span
 
 # Pairs, costs of a pair's tiles, pairs taken together, multiprocessors.
 PROBLEMS = (
@@ -61,8 +61,8 @@ def test_a_chosen_span_is_worked_off_whole(singly):
     tiling, pairs, tiles = ForwardTiling(64, 128, 2, 2), 6, 8
     spans = Span(0, 8 * 128, 512), Span(4 * 128, 4 * 128, 1024), Span(0, 0, 0)
     none = jnp.zeros(1, jnp.int32), jnp.int32(0)
-    chosen = schedule.Chosen(spans, *none)
-    assert chosen.fit(tiling)
+    chosen = Chosen(spans, *none)
+    assert chosen.fit(tiling.tile, tiling.columns)
     made = [
         schedule.forward_table(
             *(pairs, [8] * tiles, 2**20),
@@ -85,7 +85,7 @@ def test_a_chosen_span_is_worked_off_whole(singly):
         seen = span.first_query, span.first_query + span.queries, span.keys // 128
         assert {*map(tuple, np.asarray(table[:, -3:]))} == {seen}
     for odd in (Span(64, 128, 128), Span(0, 64, 128), Span(0, 128, 64)):
-        assert not schedule.Chosen((spans[0], odd), *none).fit(tiling)
+        assert not Chosen((spans[0], odd), *none).fit(tiling.tile, tiling.columns)
 
 
 @settings(deadline=None)  # JAX takes its time over the first one.

@@ -22,7 +22,7 @@ from attn_jax.emulator.sums import read, write
 from attn_jax.formats import FP32, carrier_dtype, round_to
 from attn_jax.mask import Mask
 from attn_jax.recipe_schema import Recipe
-from attn_jax.span import Ended, Ending, Span
+from attn_jax.span import Chosen, Ended, Ending
 
 
 class WholeRows(NamedTuple):
@@ -109,15 +109,12 @@ class Block(Protocol):
         query: Array,
         key: Array,
         value: Array,
-        spans: tuple[Span, ...],
-        which: Array,
-        rank: Array,
+        chosen: Chosen,
         prepared: Any,
         ending: Ending | None,
     ) -> tuple[Array, ...] | Ended | None:
-        """The same of the span of number `which[rank]`, without a mask, which is known
-        on a device alone; None if the block cannot tell them apart there. `ending`: how
-        rows end that have met all keys then."""
+        """The same of what is `chosen`, without a mask; None if the block cannot tell
+        on a device which it is. `ending`: how rows end that have met all keys then."""
         ...
 
     def prepared(self, key: Array, value: Array) -> Any:
@@ -174,13 +171,14 @@ class Block(Protocol):
         key: Array,
         value: Array,
         rows: WholeRows,
-        call: Call,
+        call: Call | Chosen,
         planes: Array | None,
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Array, Array, Array] | None:
         """(`sums` with what a call's keys bring to its rows, dK, dV), where rows, and
         queries, are all there are; sums of no keys are 0, or None for a call of all
         queries, and of all keys they are `dquery`'s `in_place`. `planes`: an array
-        whose first two are all keys and values."""
+        whose first two are all keys and values. Of what is chosen keys are all there
+        are, too, sums may be None, and None is as in `carry_on_some`."""
         ...
 
     def dquery(
@@ -234,10 +232,8 @@ class Emulated:
         )
         return with_rows(state, rows, first)
 
-    def carry_on_some(
-        self, state, query, key, value, spans, which, rank, prepared, ending
-    ):
-        del state, query, key, value, spans, which, rank, prepared, ending
+    def carry_on_some(self, state, query, key, value, chosen, prepared, ending):
+        del state, query, key, value, chosen, prepared, ending
 
     def finished(self, state, query):
         m, l, total = state  # noqa: E741
@@ -361,13 +357,9 @@ class Kernels:
         )
         return tuple(found)  # As where a plan has no calls.
 
-    def carry_on_some(
-        self, state, query, key, value, spans, which, rank, prepared, ending
-    ):
+    def carry_on_some(self, state, query, key, value, chosen, prepared, ending):
         from attn_jax.kernels import partial as kernels
-        from attn_jax.kernels.schedule import Chosen
 
-        chosen = Chosen(spans, which, rank)
         if not kernels.takes(query, key, value, chosen):
             return None
         add = functools.partial(kernels.carry_on, chosen=chosen)
@@ -443,12 +435,19 @@ class Kernels:
     def backward_in_place(self, sums, query, key, value, rows, call, planes):
         from attn_jax.kernels import partial as kernels
 
-        keys = kernels.Keys(key, value, call.key[0], planes)
+        if isinstance(call, Chosen):
+            if not kernels.adds_some(call, query, value):
+                return None
+            first, queries, is_causal = 0, (0, query.shape[1]), False
+        else:
+            first, queries, is_causal = call.key[0], call.query, call.is_causal
+        keys = kernels.Keys(key, value, first, planes)
         return kernels.backward_in_place(
             *(sums, query, keys, rows.dout, rows.lse, rows.excess, rows.ranges),
-            call.query,
+            queries,
             scale=self.scale,
-            is_causal=call.is_causal,
+            is_causal=is_causal,
+            chosen=call if isinstance(call, Chosen) else None,
         )
 
     def dquery(self, total, dlse, rows, *, in_place):

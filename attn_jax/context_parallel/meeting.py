@@ -22,7 +22,7 @@ from attn_jax.emulator.partial import Partial
 from attn_jax.emulator.sums import read, write
 from attn_jax.mask import Mask, slice_tile
 from attn_jax.recipe_schema import Step
-from attn_jax.span import Ended, Ending
+from attn_jax.span import Chosen, Ended, Ending
 from attn_jax.varying import varying_alike
 
 # What JAX traces and lowers once for all hops that have it, by plan and by whether the
@@ -186,9 +186,9 @@ def _carried(
 
     def run(so_far, shard: AnyShard, which, rank):
         key, value = shard.keys(0, shard.key_count)
+        chosen = Chosen(spans, which, rank)
         return block.carry_on_some(
-            *(so_far, shard.query, key, value, spans, which, rank),
-            *(shard.prepared, ending),
+            so_far, shard.query, key, value, chosen, shard.prepared, ending
         )
 
     if (spans, ending) not in made:
@@ -254,9 +254,11 @@ def add_backward(
                 sums = so_far.dquery
                 if begins and number == 0 and call.query == (0, sums.shape[1]):
                     sums = None  # Nothing is there that need be read.
-                dquery, *of_keys = block.backward_in_place(
+                found = block.backward_in_place(
                     sums, shard.query, key, value, rows, call, shard.planes
                 )
+                assert found is not None
+                dquery, *of_keys = found
                 so_far = so_far._replace(dquery=dquery)
                 dkey, dvalue = (
                     add(x, part, 1, call.key[0], step)
@@ -284,8 +286,48 @@ def add_backward(
             dbias = with_pairs(dbias, found.dbias, first, call.key[0])
         return so_far, dkey, dvalue, dbias
 
+    if in_place and hop is not None:
+        found = _added(schedule, block, so_far, shard, rows, rank, hop, begins, made)
+        if found is not None:
+            return *found, None
     operands = so_far, shard, rows
     return _choose(schedule, run, operands, rank, source, hop, made, begins)
+
+
+def _added(
+    schedule: Schedule,
+    block: Block,
+    so_far: Partial,
+    shard: Shard | Arriving,
+    rows: WholeRows,
+    rank,
+    hop: int,
+    begins: bool,
+    made: Made | None,
+) -> tuple[Partial, Array, Array] | None:
+    """`add_backward` in place with one kernel for all plans of a hop; as `_carried`."""
+    found = schedule.spans(hop)
+    if found is None or len(found[0]) == 1:
+        return None
+    spans, which = found
+    made = {} if made is None else made
+
+    def run(sums, shard: Shard | Arriving, rows, which, rank):
+        key, value = shard.keys(0, shard.key_count)
+        chosen = Chosen(spans, which, rank)
+        return block.backward_in_place(
+            *(None if begins else sums, shard.query, key, value, rows),
+            *(chosen, shard.planes),
+        )
+
+    if (spans, begins) not in made:
+        made[spans, begins] = jax.jit(run)
+    which = jnp.asarray(which)
+    added = made[spans, begins](so_far.dquery, shard, rows, which, rank)
+    if added is None:
+        return None
+    dquery, dkey, dvalue = added
+    return so_far._replace(dquery=dquery), dkey, dvalue
 
 
 def adds_in_place(

@@ -40,6 +40,8 @@ Where it rounds (16 bit: the inputs' format):
   scale is applied to the sums, which are then rounded once (`hopper_query_gradient`).
 """
 
+import functools
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -47,8 +49,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.kernels import internals, tuning
-from attn_jax.kernels.hopper_fused_copies import load, store
+from attn_jax.kernels import internals, tuning, turns
+from attn_jax.kernels.hopper_fused_copies import leave_zeros, load, store
 from attn_jax.kernels.hopper_fused_work import (
     DS_BUFFERS,
     KEY_TILE,
@@ -59,8 +61,10 @@ from attn_jax.kernels.hopper_fused_work import (
     Shapes,
     Work,
     hide,
+    picked,
     reason_against,
     slot,
+    ways_of,
 )
 from attn_jax.kernels.hopper_query_gradient import query_gradient
 from attn_jax.kernels.hopper_range import Range, power_of_two
@@ -75,6 +79,7 @@ from attn_jax.kernels.tiles import (
 )
 from attn_jax.kernels.visibility import Band
 from attn_jax.pairwise import pairwise_sum
+from attn_jax.span import Chosen
 
 CONSUMER_REGISTERS = 232
 OTHER_REGISTERS = 24  # the loading and the storing warpgroup
@@ -147,21 +152,24 @@ def sums_over_keys(
     query, key, value, dout, lse2, delta, numbers: Range, before=None,
     *, query_count: int, key_count: int, scale: float, is_causal: bool,
     window: Band | None, plan: tuning.Plan, dq_dtype: jnp.dtype, wide: bool,
-    first_query: int = 0, first_key: int = 0,
+    first_query: int = 0, first_key: int = 0, chosen: Chosen | None = None,
 ):  # fmt: skip
     """(sums over keys of dS K' in FP32, scaled, dK, dV), padded: of all keys, or of
     long tiles and, for the last queries, of short ones. `lse2` is LSE in units of log2,
     less log2 of what dS is scaled by. `before`: sums that these are added to. Keys and
-    values may be the first two of some planes, which the `key` is then."""
+    values may be the first two of some planes, which the `key` is then. `chosen`: no
+    more than that of these queries and keys, whole blocks, without a mask; of the rest
+    all is 0 but the sums before."""
     batch, rows_in_all, query_heads, head_dim = query.shape
     dtype = query.dtype
     shapes = Shapes(batch, query_count, key_count, query_heads, key.shape[-2], head_dim)
     shapes = shapes._replace(first_query=first_query, first_key=first_key)
-    shapes = shapes.in_parts(plan, is_causal=is_causal, window=window)
+    ways = ways_of(shapes, plan, chosen, is_causal=is_causal, window=window)
+    shapes = ways[0].shapes
+    ctas = max(way.ctas for way in ways)
     in_fp32 = wide or shapes.parts > 1  # dK and dV
     queries = shapes.queries
     by_rows = queries == 128  # dQ's pieces, one for each warpgroup; else by columns
-    ring = shapes.ring(plan, is_causal=is_causal, window=window)
     unit = scale * LOG2_E
     # Whether a warpgroup has no key in the last tile. It has nothing to multiply there,
     # and leaves the tensor cores to the other.
@@ -172,7 +180,19 @@ def sums_over_keys(
     of_rows = max(shapes.blocks * queries, lse2.shape[2])
     rows = (pad_rows(x, of_rows) for x in (lse2, delta))
 
-    def attention_backward_fused(
+    def attention_backward_fused(chosen_gmem, *refs):
+        way = picked(ways, chosen_gmem)
+        *dqs, dk_gmem, dv_gmem, _smem, _barriers = refs[10:]
+        blocks = len(dqs) * batch * query_heads * shapes.blocks
+        take = functools.partial(of_way, *refs, way, turns.semaphores(blocks))
+        if chosen_gmem is None:
+            take()
+            return
+        sums = dqs[0] if before is None else None
+        leave_zeros(way, ctas, sums, dk_gmem, dv_gmem)
+        pl.when(lax.axis_index("cta") < way.ctas)(take)
+
+    def of_way(
         q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, centre_gmem,
         key_factor, row_divisor, before_gmem, *results,
     ):  # fmt: skip
@@ -180,9 +200,9 @@ def sums_over_keys(
         keys_at, values_at = (k_gmem, ()), (v_gmem, ())
         if value is None:
             keys_at, values_at = (k_gmem, (0,)), (k_gmem, (1,))
-        *dq_gmem, dk_gmem, dv_gmem, smem, barriers = results
+        *dq_gmem, dk_gmem, dv_gmem, smem, barriers, way, semaphores = results
         i32 = jnp.int32
-        work = Work.of(lax.axis_index("cta"), shapes, ring)
+        work = Work.of(lax.axis_index("cta"), way.shapes, way.ring)
         warpgroup = lax.axis_index("warpgroup")
 
         def buffer(step):
@@ -433,12 +453,12 @@ def sums_over_keys(
         @pl.when(warpgroup == WARPGROUPS + 1)
         def add_dq():
             plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
-            store(work, plan, smem, barriers, dq_gmem, begun=before is not None)
+            of_sums = dq_gmem, semaphores, before is not None
+            store(work, plan, smem, barriers, *of_sums)
 
     dkv = jax.ShapeDtypeStruct(key.shape, dq_dtype)
     if in_fp32:  # TMA leaves out what lies past the end; other stores do not.
-        keys = shapes.tiles * KEY_TILE
-        dkv = (batch, keys, shapes.key_parts, head_dim)
+        dkv = batch, shapes.tiles * KEY_TILE, shapes.key_parts, head_dim
         dkv = jax.ShapeDtypeStruct(dkv, jnp.float32)
 
     def sum_of_parts(x):
@@ -447,14 +467,12 @@ def sums_over_keys(
         return x if wide else x.astype(dtype)
 
     # Of all queries and, apart, of those that see a short tile.
-    firsts = [0, ring.long_tiles * KEY_TILE] if ring.apart else [0]
-    dqs = [
-        jax.ShapeDtypeStruct(
-            (batch, rows_in_all - first, *query.shape[2:]), jnp.float32
-        )
-        for first in firsts
-    ]
+    firsts = [0, ways[0].ring.long_tiles * KEY_TILE] if ways[0].ring.apart else [0]
+    lengths = [rows_in_all - first for first in firsts]
+    of_dq = [(batch, length, *query.shape[2:]) for length in lengths]
+    dqs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in of_dq]
     operands = (
+        None if chosen is None else (chosen.which, jnp.reshape(chosen.at, 1)),
         *(query, key, value, dout, *rows, numbers.centre, numbers.key_factor),
         *(power_of_two(-numbers.row_exponent), before),
     )
@@ -465,7 +483,7 @@ def sums_over_keys(
         aliases=aliases,
         out_type=[*dqs, dkv, dkv],
         scratch_types=[Memory.scratch(shapes, dtype, dq_dtype), Barriers.scratch(plan)],
-        grid=(ring.ctas,),
+        grid=(ctas,),
         grid_names=("cta",),
         num_threads=WARPGROUPS + 2,
         thread_name="warpgroup",

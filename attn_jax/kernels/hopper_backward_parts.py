@@ -18,6 +18,7 @@ from attn_jax.kernels.hopper_backward_fused import sums_over_keys
 from attn_jax.kernels.hopper_fused_work import KEY_TILE, QUERIES
 from attn_jax.kernels.hopper_range import Range
 from attn_jax.kernels.tiles import LOG2_E
+from attn_jax.span import Chosen
 
 # TMA reads 16-bit tiles in groups of 8 rows.
 SEQUENCE_MULTIPLE = 8
@@ -51,6 +52,11 @@ def added_in_place(
     )
 
 
+def fits(chosen: Chosen, head_dim: int) -> bool:
+    """Whether `add_to` takes it: whole blocks of queries and tiles of keys."""
+    return chosen.fit(QUERIES[head_dim], KEY_TILE)
+
+
 def add_to(
     sums: Float32[Array, "B T N H"] | None,
     query: Float[Array, "B T N H"],
@@ -65,12 +71,14 @@ def add_to(
     scale: float,
     is_causal: bool,
     dq_dtype: jnp.dtype = jnp.dtype(jnp.float16),
+    chosen: Chosen | None = None,
 ) -> tuple[
     Float32[Array, "B T N H"], Float32[Array, "B s K H"], Float32[Array, "B s K H"]
 ]:
     """(`sums`, dK, dV): to the sums of dS K' of `query_count` rows from the first on,
     which `added_in_place` says it takes, those over these keys are added where they
     lie. Of all keys `query_gradient` makes dQ of them. None: of no keys, for all rows.
+    `chosen`: of all rows and all these keys that alone, which `fits`, without a mask.
 
     Raises:
       NotImplementedError: `reason_against` has one.
@@ -97,5 +105,6 @@ def add_to(
         plan=dataclasses.replace(plan, apart=False),
         dq_dtype=dq_dtype,
         wide=True,
+        chosen=chosen,
     )
     return total, dk, dv

@@ -45,7 +45,7 @@ from attn_jax.kernels.visibility import (
     listed_pairs,
     whole_tiles,
 )
-from attn_jax.span import Ended, Ending
+from attn_jax.span import Chosen, Ended, Ending
 
 # Registers a thread (consumers, producer) by number of consumer warpgroups: setmaxnreg
 # moves them from the loading warpgroup to the others.
@@ -76,7 +76,7 @@ def forward(
     carries: bool = False,
     before: Carried | None = None,
     first_row: int = 0,
-    chosen: schedule.Chosen | None = None,
+    chosen: Chosen | None = None,
     ending: Ending | None = None,
 ) -> (
     tuple[

@@ -15,6 +15,7 @@ from attn_jax.kernels.hopper_fused_work import (
     WARPGROUPS,
     Barriers,
     Memory,
+    Way,
     Work,
     slot,
 )
@@ -99,15 +100,21 @@ def load(
 
 
 def store(
-    work: Work, plan: Plan, smem: Memory, barriers: Barriers, dqs, *, begun: bool
+    work: Work,
+    plan: Plan,
+    smem: Memory,
+    barriers: Barriers,
+    dqs,
+    semaphores,
+    begun: bool,
 ) -> None:
     """The storing warpgroup: adds tiles of dQ to `dqs`, in global memory, in turn: one
     array, or one for each part of the ring (`Ring.part`), the second without the
-    queries that see no short tile. `begun`: something is there already."""
+    queries that see no short tile. `semaphores`: one for each block of each. `begun`:
+    something is there already."""
     shapes, storers = work.shapes, plan.storers
     i32 = jnp.int32
     blocks_in_all = shapes.batch * shapes.query_heads * shapes.blocks
-    semaphores = turns.semaphores(len(dqs) * blocks_in_all)
     # What the first step waits for: its predecessor is read.
     plgpu.barrier_arrive(barriers.dq_free.at[storers - 1])
 
@@ -127,10 +134,10 @@ def store(
             )
 
     def put(item, turn, reduction_op):
-        first_rows = [0, work.ring.long_tiles * KEY_TILE]
         if len(dqs) == 1:
             put_into(dqs[0], 0, item, turn, reduction_op)
             return
+        first_rows = [0, work.ring.long_tiles * KEY_TILE]
         for part, (dq, first_row) in enumerate(zip(dqs, first_rows, strict=True)):
             pl.when(work.ring.part(item.tile) == part)(
                 functools.partial(put_into, dq, first_row, item, turn, reduction_op)
@@ -199,3 +206,32 @@ def store(
             pl.when(warp < storers)(lambda: store_all(warp))
     else:
         store_all(i32(0))
+
+
+def leave_zeros(way: Way, ctas: int, dq, dk, dv) -> None:
+    """By all warpgroups of all CTAs: what there is that the way does not go over. `dq`:
+    None, if something is there already."""
+    i32, shapes = jnp.int32, way.shapes
+    takers = ctas * (WARPGROUPS + 2)
+    me = lax.axis_index("cta") * (WARPGROUPS + 2) + lax.axis_index("warpgroup")
+
+    def fill(targets, heads: int, count: int, first, skipped) -> None:
+        """Rows of each head, so many, but those skipped from the first on."""
+        zeros = jnp.zeros((KEYS, shapes.head_dim), jnp.float32)
+        zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+        pieces = lax.div(count - skipped, i32(KEYS))
+        in_all = shapes.batch * heads * pieces
+
+        @pl.loop(0, lax.div(in_all - me + (takers - 1), i32(takers)))
+        def _(i):
+            number = me + i * takers
+            head, row = lax.div(number, pieces), lax.rem(number, pieces) * KEYS
+            row = jnp.where(row < first, row, row + skipped)
+            b, n = lax.div(head, i32(heads)), lax.rem(head, i32(heads))
+            for target in targets:
+                target[b, pl.ds(row, KEYS), n] = zeros
+
+    if dq is not None:
+        of_rows = shapes.query_count, shapes.first_query, way.queries
+        fill([dq], shapes.query_heads, *of_rows)
+    fill([dk, dv], shapes.key_parts, shapes.tiles * KEY_TILE, i32(0), way.keys)

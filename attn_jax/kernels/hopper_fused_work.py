@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from attn_jax.kernels import ring_order
-from attn_jax.kernels.integers import rem
+from attn_jax.kernels.integers import Number, rem
 from attn_jax.kernels.ring_order import Dealt, Ring, Sliding, ring_of, sliding_of
 from attn_jax.kernels.tiles import (
     hide_columns_before,
@@ -23,6 +24,7 @@ from attn_jax.kernels.tiles import (
 )
 from attn_jax.kernels.tuning import Plan
 from attn_jax.kernels.visibility import Band
+from attn_jax.span import Chosen
 
 KEYS = 64  # of a consumer warpgroup
 WARPGROUPS = 2
@@ -141,6 +143,69 @@ class Shapes(NamedTuple):
     def tiles(self) -> int:
         """Tiles of keys in a head."""
         return -(-self.key_count // KEY_TILE)
+
+
+class Way(NamedTuple):
+    """One way to go over queries and keys.
+
+    Attributes:
+      shapes: of all that there are; `first_query` is the way's own.
+      ring: of the queries and keys that the way goes over.
+      ctas: that have anything to do.
+      queries, keys: how many it goes over.
+    """
+
+    shapes: Shapes
+    ring: Ring | Sliding
+    ctas: Number
+    queries: Number
+    keys: Number
+
+
+def ways_of(
+    shapes: Shapes, plan: Plan, chosen: Chosen | None, **mask: Any
+) -> list[Way]:
+    """Over all, or one for each of the spans, dealt to CTAs as suits the first that has
+    any pairs."""
+    if chosen is None:
+        shapes = shapes.in_parts(plan, **mask)
+        ring = shapes.ring(plan, **mask)
+        return [Way(shapes, ring, ring.ctas, shapes.query_count, shapes.key_count)]
+    some = next(span for span in chosen.spans if span.queries and span.keys)
+    own = shapes._replace(query_count=some.queries, key_count=some.keys)
+    parts = own.in_parts(plan, **mask).parts
+    ways = []
+    for first_query, queries, keys in chosen.spans:
+        of_all = shapes._replace(first_query=first_query, parts=parts)
+        # What goes over nothing has a ring like another's, without CTAs.
+        count = (queries, keys) if queries and keys else (some.queries, some.keys)
+        own = of_all._replace(query_count=count[0], key_count=count[1])
+        ring = own.ring(plan, **mask)
+        ctas = ring.ctas if queries and keys else 0
+        ways.append(Way(of_all, ring, ctas, queries, keys))
+    return ways
+
+
+def picked(ways: Sequence[Way], chosen: tuple[Any, Any] | None) -> Way:
+    """The way of number which[at], whose numbers are scalars of the kernel where others
+    may be meant; `chosen`: (which, at) in global memory, or None: the only one."""
+    if chosen is None:
+        return ways[0]
+    which, at = chosen
+    number = which[at[0]]
+
+    def pick(name: str) -> jax.Array:
+        first, *others = map(operator.attrgetter(name), ways)
+        found = jnp.int32(first)
+        for i, other in enumerate(others, 1):
+            found = jnp.where(number == i, jnp.int32(other), found)
+        return found
+
+    names = "tiles", "blocks", "size", "count"
+    ring = {name: pick(f"ring.{name}") for name in names}
+    shapes = ways[0].shapes._replace(first_query=pick("shapes.first_query"))
+    some = map(pick, ("ctas", "queries", "keys"))
+    return Way(shapes, dataclasses.replace(ways[0].ring, **ring), *some)
 
 
 def reason_against(

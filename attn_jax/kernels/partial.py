@@ -37,14 +37,13 @@ from attn_jax.kernels.hopper_outputs import Carried
 from attn_jax.kernels.hopper_query_gradient import by_xla
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.options import Options
-from attn_jax.kernels.schedule import Chosen
 from attn_jax.kernels.tiles import LN_2
 from attn_jax.kernels.tuning import Plan
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
 from attn_jax.pairwise import pairwise_sum
 from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
-from attn_jax.span import Ended, Ending
+from attn_jax.span import Chosen, Ended, Ending, Span
 from attn_jax.varying import varying_alike
 
 _OPTIONS = Options("mean", delta_source="o", half_weights=True)
@@ -202,7 +201,7 @@ def takes(
     """Whether `carry_on` does."""
     static, _ = _static(query, key, value, 1.0, Mask(), None)
     tiling = static.tilings.forward
-    return query.shape[1] % tiling.tile == 0 and chosen.fit(tiling)
+    return query.shape[1] % tiling.tile == 0 and chosen.fit(tiling.tile, tiling.columns)
 
 
 def finished(
@@ -338,6 +337,16 @@ def adds_in_place(
     )
 
 
+def adds_some(
+    chosen: Chosen, query: Float[Array, "B T N H"], key: Float[Array, "B S K H"]
+) -> bool:
+    """Whether `backward_in_place` takes it, if it takes each span by itself."""
+    whole = Span(0, query.shape[1], key.shape[1])
+    return hopper_backward_parts.fits(
+        chosen._replace(spans=(whole, *chosen.spans)), query.shape[-1]
+    )
+
+
 def backward_in_place(
     sums: Float32[Array, "B T N H"] | None,
     query: Float[Array, "B T N H"],
@@ -350,11 +359,13 @@ def backward_in_place(
     *,
     scale: float,
     is_causal: bool,
+    chosen: Chosen | None = None,
 ) -> tuple[
     Float32[Array, "B T N H"], Float32[Array, "B s K H"], Float32[Array, "B s K D"]
 ]:
     """(`sums` with these keys, for the (first, number of) queries, dK, dV), as of
-    `backward`; of all keys `dquery` is dQ. None: of no keys so far, for all rows."""
+    `backward`; of all keys `dquery` is dQ. None: of no keys so far, for all rows.
+    `chosen`: of all rows and all these keys that alone."""
     found = hopper_backward_parts.add_to(
         *(sums, query, keys, dout.astype(query.dtype), _of_seen(lse), excess),
         ranges.centred,
@@ -363,6 +374,7 @@ def backward_in_place(
         scale=scale,
         is_causal=is_causal,
         dq_dtype=_dq_dtype(keys.key),
+        chosen=chosen,
     )
     found = varying_alike(*found, query)
     return found[0], found[1], found[2]

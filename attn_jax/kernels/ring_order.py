@@ -31,7 +31,7 @@ in the order of their numbers (assumed, as all kernels of this kind do), a ring'
 numbers follow on each other, and it has no more members than the card has
 multiprocessors: what runs beside the first ring that is not over belongs to later
 rings, whose CTAs were launched after all of its own. So it does end, and then the next
-one.
+one. Where a grid has more CTAs than the rings have members, the last ones end at once.
 
 All this is of one kernel that has the card to itself. Two of them side by side, each
 with half of the multiprocessors, could wait for each other: as two processes under MPS,
@@ -89,12 +89,12 @@ class Ring:
         (`part`): where they meet, neither waits for the other.
     """
 
-    tiles: int
-    blocks: int
+    tiles: Number
+    blocks: Number
     group: int
     ratio: int | None
-    size: int
-    count: int
+    size: Number
+    count: Number
     apart: bool = False
 
     @property

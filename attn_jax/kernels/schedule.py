@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int32
 
 from attn_jax.kernels.ring_order import MULTIPROCESSORS
 from attn_jax.kernels.tuning import ForwardTiling, Tiling
-from attn_jax.span import Span
+from attn_jax.span import Chosen
 
 # What K and V of the heads that run together may take of the L2 cache (50 MB on H100
 # and H200).
@@ -93,24 +92,6 @@ def strips(rows: int, tiling: Tiling, *, whole_tiles: bool) -> Strips:
     if whole_tiles:
         return Strips(-(-rows // tiling.tile) * most, most)
     return Strips(-(-rows // tiling.rows), most)
-
-
-class Chosen(NamedTuple):
-    """One of some spans, that of the number `which[at]` (both int32); where this is may
-    be known on a device alone."""
-
-    spans: tuple[Span, ...]
-    which: Int32[Array, " W"]
-    at: Int32[Array, ""]
-
-    def fit(self, tiling: Tiling) -> bool:
-        """Whether they are of whole tiles of queries and whole blocks of keys."""
-        return not any(
-            span.first_query % tiling.tile
-            or span.queries % tiling.tile
-            or span.keys % tiling.columns
-            for span in self.spans
-        )
 
 
 def forward_table(
