@@ -28,6 +28,7 @@ from attn_jax.span import Chosen, Span
 from tests import gpu_compiler
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Program, h200_mesh
+from tests.parallel_runs import sharded
 
 pytestmark = pytest.mark.ci
 
@@ -153,6 +154,24 @@ def test_parts_of_the_kernels_are_put_together(family, layout, more):
         assert unit_error(got, want, BF16) <= bar
     # Logits of size ten at the most, of H products, and sums of T terms.
     np.testing.assert_allclose(lse, exact.lse, rtol=0, atol=10 * (H + T) * 2.0**-24)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_out_has_the_dtype_asked_for_whoever_ends_rows(layout, dtype):
+    """It had the query's where the last kernel does."""
+    attend = sharded(
+        2, "ring", layout, is_causal=True, implementation="pallas", out_dtype=dtype
+    )
+    query, key = (
+        jax.ShapeDtypeStruct((1, 2048, heads, 128), "bfloat16") for heads in (4, 2)
+    )
+    with _on_any_device(), made_for("hopper"):
+        out, _ = jax.eval_shape(attend, query, key, key)
+        (of_both, _), _ = jax.eval_shape(
+            lambda *given: jax.vjp(attend, *given), query, key, key
+        )
+    assert out.dtype == of_both.dtype == dtype
 
 
 def _compiled(strategy: str, layout: str) -> Program:

@@ -1,8 +1,8 @@
 """Block-level attention: what context parallelism asks of an implementation.
 
 A block takes some queries and some keys that one `Mask` describes, and the bias of
-their pairs if there is one. It leaves O and LSE in FP32 (or FP64) forward, and takes
-LSE and delta of whole rows backward.
+their pairs if there is one. It leaves O and LSE in FP32 (or FP64) forward, or O rounded
+where it ends rows with their last keys, and takes LSE and delta of whole rows backward.
 """
 
 import dataclasses
@@ -174,11 +174,12 @@ class Block(Protocol):
         call: Call | Chosen,
         planes: Array | None,
     ) -> tuple[Array, Array, Array] | None:
-        """(`sums` with what a call's keys bring to its rows, dK, dV), where rows, and
-        queries, are all there are; sums of no keys are 0, or None for a call of all
-        queries, and of all keys they are `dquery`'s `in_place`. `planes`: an array
-        whose first two are all keys and values. Of what is chosen keys are all there
-        are, too, sums may be None, and None is as in `carry_on_some`."""
+        """(`sums` with what a call's keys bring to its rows, dK, dV). Queries, `rows`
+        and `sums` are all there are, as are keys and values where a span is chosen.
+        `sums` of no keys: 0, or None if the call has all queries or is a choice; of all
+        keys `dquery` takes them, `in_place`. `planes`: an array whose first two are all
+        keys and values. What is returned is None if the block cannot tell on a device
+        what is chosen."""
         ...
 
     def dquery(

@@ -5,9 +5,9 @@ that it rounds as one device alone would and merges nothing (striped shards, who
 positions are no neighbours, meet the gathered shards one by one and merge). What a mask
 hides the kernels skip, by their lists of blocks; the emulator computes and hides it.
 
-In the backward pass each device has what its queries bring to all dK and dV, in FP32;
-they are added up and dealt out by one reduce-scatter. (Llama 3, arXiv 2407.21783,
-section 3.3.2, gathers keys likewise.)
+In the backward pass each device has what its queries bring to all dK and dV, in FP32
+(a `wire` may have 16 bits); they are added up and dealt out by one reduce-scatter.
+(Llama 3, arXiv 2407.21783, section 3.3.2, gathers keys likewise.)
 """
 
 import functools

@@ -97,8 +97,8 @@ class Local(NamedTuple):
 
 
 def ending(static: Static, x: Local, differentiated: bool) -> Ending | None:
-    """How the block may end rows by itself, or None: as `returned`, and with the exact
-    O for the backward pass."""
+    """How the block may end rows by itself, or None: rounded as `returned` does, short
+    of its last cast, and with the exact O for the backward pass."""
     if static.out_dtype.itemsize >= 4:
         return Ending(None, exact=True)
     known = WIRES.get(static.block.recipe.output.format)

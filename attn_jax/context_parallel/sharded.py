@@ -277,7 +277,7 @@ def _forward(static: Static, differentiated: bool, x: Local) -> tuple[Ended, All
 
 def _returned(static: Static, found: Ended) -> Array:
     if found.out is not None:
-        return named_out(found.out)
+        return named_out(found.out.astype(static.out_dtype))
     assert found.exact is not None
     return named_out(returned(static, found.exact))
 

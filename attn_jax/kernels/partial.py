@@ -6,7 +6,8 @@ of whole rows, are given. For Hopper, for now. Where it rounds is said in
 O has P in FP16, as where attention is differentiated, and dQ has dS and K in FP16, each
 scaled into its range by a power of two, one for all parts. From part to part go the
 running maximum m, sum l and weighted sum A of whole rows, in FP32: the forward kernel
-takes them and leaves them, and no LSE is rounded before the last. So do dQ's sums,
+takes them and leaves them, and no LSE is rounded before the last; or with the last keys
+it ends the rows, and leaves O, rounded or not, and LSE (`end_with`). So do dQ's sums,
 where one pass makes the gradients of all parts (`hopper_backward_parts`).
 """
 
