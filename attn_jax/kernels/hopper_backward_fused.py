@@ -180,16 +180,15 @@ def sums_over_keys(
     of_rows = max(shapes.blocks * queries, lse2.shape[2])
     rows = (pad_rows(x, of_rows) for x in (lse2, delta))
 
-    def attention_backward_fused(chosen_gmem, *refs):
+    def attention_backward_fused(chosen_gmem, given, *results):
         way = picked(ways, chosen_gmem)
-        *dqs, dk_gmem, dv_gmem, _smem, _barriers = refs[10:]
-        blocks = len(dqs) * batch * query_heads * shapes.blocks
-        take = functools.partial(of_way, *refs, way, turns.semaphores(blocks))
+        *dqs, dk_gmem, dv_gmem, _smem, _barriers = results
+        semaphores = turns.semaphores(len(dqs) * batch * query_heads * shapes.blocks)
+        take = functools.partial(of_way, *given, *results, way, semaphores)
         if chosen_gmem is None:
             take()
             return
-        sums = dqs[0] if before is None else None
-        leave_zeros(way, ctas, sums, dk_gmem, dv_gmem)
+        leave_zeros(way, ctas, dqs[0] if before is None else None, dk_gmem, dv_gmem)
         pl.when(lax.axis_index("cta") < way.ctas)(take)
 
     def of_way(
@@ -471,10 +470,11 @@ def sums_over_keys(
     lengths = [rows_in_all - first for first in firsts]
     of_dq = [(batch, length, *query.shape[2:]) for length in lengths]
     dqs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in of_dq]
+    divisor = power_of_two(-numbers.row_exponent)
+    columns = numbers.centre, numbers.key_factor
     operands = (
         None if chosen is None else (chosen.which, jnp.reshape(chosen.at, 1)),
-        *(query, key, value, dout, *rows, numbers.centre, numbers.key_factor),
-        *(power_of_two(-numbers.row_exponent), before),
+        (query, key, value, dout, *rows, *columns, divisor, before),
     )
     count = len(jax.tree.leaves(operands))
     aliases = {} if before is None else {count - 1: 0}
