@@ -333,8 +333,7 @@ def _carrying() -> Program:
     [
         (_in_one_pass, "attention_backward_fused", 120),
         (_onto_sums, "attention_backward_fused", 120),
-        # What two kernels do.
-        (functools.partial(_onto_sums, True), "attention_backward_fused", 240),
+        (functools.partial(_onto_sums, True), "attention_backward_fused", 120),
         (_carrying, "attention_forward", 0),
     ],
 )
