@@ -137,6 +137,6 @@ class Refs(NamedTuple):
 
     @property
     def ended(self) -> Ended:
-        """Where the results are of rows that end: the rounded O in the place that others
-        have for what rounding drops, the exact one in that of A, LSE in that of m."""
+        """Where the results are of rows that end: the rounded O in the place that what
+        rounding drops has elsewhere, the exact one in that of A, LSE in that of m."""
         return Ended(self.low, self.out, self.lse)
