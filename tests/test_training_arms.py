@@ -169,6 +169,21 @@ def test_an_arm_that_cannot_run_here_costs_no_rows(fresh, done, tmp_path, capsys
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_rows_of_a_gpu_become_tables_where_there_is_none(done, tmp_path, capsys):
+    rows = (done / "training.jsonl").read_text()
+    (tmp_path / "training.jsonl").write_text(rows.replace('"pallas"', '"cudnn"'))
+    options = [*COMMAND, "--arms", "re-run", "cudnn", "--out", str(tmp_path)]
+    assert main(options) == 0
+    assert {row["arm"] for row in _table(tmp_path / "weights.csv")} == {
+        "re-run",
+        "cudnn",
+    }
+    (tmp_path / "training.jsonl").write_text(rows)
+    assert main(options) == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
+    assert (tmp_path / "training.jsonl").read_text() == rows
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_tables_whose_rows_are_not_there_stay(packed, tmp_path, capsys):
     (tmp_path / "runs.csv").write_text("arm,seed,step")

@@ -123,20 +123,28 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     validate(_seeded(config, seeds[-1]))
     for arm in arms:
         configured(config, arm)
-    check_here(config, arms)
     out = options.out or Path("results", "training", f"weights-{options.preset}")
     if not options.fresh:
         _check_rows(out)
+    path = out / "training.jsonl"
+    if options.fresh or not path.exists():
+        # Before a file is emptied or begun.
+        check_here(config, arms)
     settings: dict[str, Any] = {"experiment": "training", "captions": captions}
     settings |= {"reference": flatten(config)}
     settings = json.loads(json.dumps(settings))
-    kept = Store(out / "training.jsonl", settings, fresh=options.fresh)
+    kept = Store(path, settings, fresh=options.fresh)
     with contextlib.closing(kept):
+        # Rows of a GPU are made into tables where there is none.
+        missing = [
+            arm for arm in arms if any(_cell(arm.name, s) not in kept for s in seeds)
+        ]
+        check_here(config, missing)
         for stem in (out / "weights", out / "runs"):
             check_writable(stem)
         described = environment(command)
         instruments = Instruments(captions)
-        if any(_cell(arm.name, seed) not in kept for arm in arms for seed in seeds):
+        if missing:
             kept.describe(described)
         for seed in seeds:
             _train_missing(config, arms, seed, kept, options.together, instruments)
