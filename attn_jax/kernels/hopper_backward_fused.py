@@ -51,32 +51,21 @@ from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import internals, tuning, turns
 from attn_jax.kernels.hopper_fused_copies import leave_zeros, load, store
+from attn_jax.kernels.hopper_fused_products import Products
 from attn_jax.kernels.hopper_fused_work import (
-    DS_BUFFERS,
     KEY_TILE,
-    KEYS,
     WARPGROUPS,
     Barriers,
     Memory,
     Shapes,
     Work,
-    hide,
     picked,
     reason_against,
-    slot,
     ways_of,
 )
 from attn_jax.kernels.hopper_query_gradient import query_gradient
 from attn_jax.kernels.hopper_range import Range, power_of_two
-from attn_jax.kernels.integers import rem
-from attn_jax.kernels.tiles import (
-    COLUMNS,
-    LOG2_E,
-    accumulator,
-    along_columns,
-    opaque,
-    pad_rows,
-)
+from attn_jax.kernels.tiles import LOG2_E, pad_rows
 from attn_jax.kernels.visibility import Band
 from attn_jax.pairwise import pairwise_sum
 from attn_jax.span import Chosen
@@ -168,16 +157,10 @@ def sums_over_keys(
     shapes = ways[0].shapes
     ctas = max(way.ctas for way in ways)
     in_fp32 = wide or shapes.parts > 1  # dK and dV
-    queries = shapes.queries
-    by_rows = queries == 128  # dQ's pieces, one for each warpgroup; else by columns
-    unit = scale * LOG2_E
-    # Whether a warpgroup has no key in the last tile. It has nothing to multiply there,
-    # and leaves the tensor cores to the other.
-    some_are_idle = 0 < key_count % KEY_TILE <= KEYS
     # Past the last query everything is zero, read from memory or filled in by TMA:
     # P = exp(0 - 0) = 1 meets dO = 0 there, and dS = 1 * (0 - 0) = 0. What is added to
     # dQ past its end TMA leaves out.
-    of_rows = max(shapes.blocks * queries, lse2.shape[2])
+    of_rows = max(shapes.blocks * shapes.queries, lse2.shape[2])
     rows = (pad_rows(x, of_rows) for x in (lse2, delta))
 
     def attention_backward_fused(chosen_gmem, given, *results):
@@ -200,245 +183,24 @@ def sums_over_keys(
         if value is None:
             keys_at, values_at = (k_gmem, (0,)), (k_gmem, (1,))
         *dq_gmem, dk_gmem, dv_gmem, smem, barriers, way, semaphores = results
-        i32 = jnp.int32
         work = Work.of(lax.axis_index("cta"), way.shapes, way.ring)
         warpgroup = lax.axis_index("warpgroup")
 
-        def buffer(step):
-            return rem(step, DS_BUFFERS)
-
-        def storer(step):
-            return rem(step, plan.storers)
-
-        def await_dq_smem(step):
-            """Until the tile of the step before is read."""
-            plgpu.barrier_wait(barriers.dq_free.at[storer(step + plan.storers - 1)])
-
-        def hand_on_dq(dq, step):
-            """A piece of a step's tile of dQ, to who adds it."""
-            smem.dq[opaque(warpgroup)] = dq
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(barriers.dq_ready.at[storer(step)])
-
         @pl.when(warpgroup < WARPGROUPS)
-        def consume():
+        def multiply():
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            part, columns = 0, pl.ds(warpgroup * 64, 64)
-            if by_rows:
-                part, columns = warpgroup, slice(None)
-
-            def dq_product(dq_acc, step, warpgroups=WARPGROUPS):
-                """dq_acc += dS K' over the keys of the first `warpgroups`."""
-                for w in range(warpgroups):
-                    at = w + opaque(i32(0))
-                    plgpu.wgmma(
-                        dq_acc,
-                        smem.ds.at[buffer(step), at, part].transpose((1, 0)),
-                        smem.keys.at[at, :, columns],
-                    )
-
-            def logits(s_acc, step):
-                plgpu.wgmma(
-                    s_acc,
-                    smem.k.at[opaque(warpgroup)],
-                    smem.q.at[slot(step)].transpose((1, 0)),
-                )
-
-            def dp_product(dp_acc, step):
-                plgpu.wgmma(
-                    dp_acc,
-                    smem.v.at[opaque(warpgroup)],
-                    smem.dout.at[slot(step)].transpose((1, 0)),
-                )
-
-            def probabilities(s, item, turn, step):
-                """P^T of a block from its logits."""
-                _, _, block = work.block_of(item, turn)
-                s = hide(s, work, item.tile, block, warpgroup)
-                row_lse = plgpu.load(smem.rows.at[0, slot(step)], layout=COLUMNS)
-                return jnp.exp2(s * unit - along_columns(row_lse, s.shape))
-
-            def gradient(p, dp, step):
-                row_delta = plgpu.load(smem.rows.at[1, slot(step)], layout=COLUMNS)
-                return p * (dp - along_columns(row_delta, dp.shape))
-
-            def write_ds(ds, step):
-                here = opaque(warpgroup)
-                for i in range(queries // 64):
-                    piece = lax.slice(ds, (0, i * 64), (KEYS, (i + 1) * 64))
-                    smem.ds[buffer(step), here, i] = piece.astype(dq_dtype)
-                plgpu.commit_smem()
-
-            def put_ds(ds, step):
-                """dS for dQ, into shared memory."""
-                write_ds(ds, step)
-                plgpu.barrier_arrive(barriers.ds_ready.at[buffer(step)])
-
-            def released(step):
-                # Orders the reads of rows before TMA's next write to them.
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(barriers.dout_free.at[slot(step)])
-                plgpu.barrier_arrive(barriers.q_free.at[slot(step)])
-
-            def release_tile(free, item, turn):
-                @pl.when(turn == item.steps - 1)
-                def _():
-                    plgpu.barrier_arrive(free)
-
-            def make_keys():
-                """K' of one's own keys; what is written next commits it."""
-                here = opaque(warpgroup)
-                wide = smem.k[here].astype(jnp.float32)
-                row = plgpu.load(smem.columns.at[0], layout=COLUMNS)
-                wide = wide - along_columns(row, wide.shape)
-                wide = wide * smem.columns[1, 0]
-                # dK and dV of the keys before have left.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                smem.keys[here] = wide.astype(dq_dtype)
-
-            block_acc = accumulator(KEYS, queries)
-            dq_acc = accumulator(64, 64)
-
-            def take(item, turn, step, dk_acc, dv_acc):
-                now, before = slot(step), buffer(step + 1)
-                plgpu.barrier_wait(barriers.q_ready.at[now])
-
-                def first_products(s_acc, dq_acc):
-                    logits(s_acc, step)
-                    plgpu.barrier_wait(barriers.ds_ready.at[before])
-                    dq_product(dq_acc, step + 1)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=WARPGROUPS)
-                    release_tile(barriers.k_free, item, turn)
-                    p = probabilities(s, item, turn, step)
-                    # Keeps ptxas from moving the wait for dQ above the exponentials.
-                    plgpu.barrier_wait(barriers.dout_ready.at[now])
-                    return p, dq_acc[...]
-
-                p, dq = pl.run_scoped(first_products, block_acc, dq_acc)
-
-                @pl.when(turn > 0)
-                def _():
-                    await_dq_smem(step - 1)
-                    hand_on_dq(dq, step - 1)
-
-                def second_products(dp_acc):
-                    dp_product(dp_acc, step)
-                    plgpu.wgmma(dv_acc, p.astype(dtype), smem.dout.at[now])
-                    return plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-
-                dp = pl.run_scoped(second_products, block_acc)
-                release_tile(barriers.v_free, item, turn)
-                ds = gradient(p, dp, step)
-                put_ds(ds, step)
-                plgpu.wgmma(dk_acc, ds.astype(dtype), smem.q.at[now])
-                plgpu.wgmma_wait(0)
-                released(step)
-
-            def take_none(item, turn, step):
-                """Without keys of one's own, which the last warpgroup alone may be: a
-                piece of dQ from the others' dS."""
-                plgpu.barrier_wait(barriers.q_ready.at[slot(step)])
-
-                def product(dq_acc):
-                    plgpu.barrier_wait(barriers.ds_ready.at[buffer(step + 1)])
-                    dq_product(dq_acc, step + 1, WARPGROUPS - 1)
-                    return dq_acc[...]
-
-                dq = pl.run_scoped(product, dq_acc)
-                plgpu.barrier_arrive(barriers.ds_ready.at[buffer(step)])
-                plgpu.barrier_wait(barriers.dout_ready.at[slot(step)])
-                released(step)
-                release_tile(barriers.k_free, item, turn)
-                release_tile(barriers.v_free, item, turn)
-
-                @pl.when(turn > 0)
-                def _():
-                    await_dq_smem(step - 1)
-                    hand_on_dq(dq, step - 1)
-
-            def last_dq(step):
-                def product(dq_acc):
-                    plgpu.barrier_wait(barriers.ds_ready.at[buffer(step)])
-                    dq_product(dq_acc, step)
-                    return dq_acc[...]
-
-                dq = pl.run_scoped(product, dq_acc)
-                await_dq_smem(step)
-                hand_on_dq(dq, step)
-
-            def consume_item(item, first, number):
-                divisor = row_divisor[item.b, item.kv_head]
-                plgpu.barrier_wait(barriers.tile_ready)
-                make_keys()
-
-                def accumulate(dk_acc, dv_acc):
-                    # The block before the first one: dS = 0, its dQ goes nowhere.
-                    zero = jnp.zeros((KEYS, queries), jnp.float32)
-                    zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
-                    steps = item.steps
-                    if some_are_idle:
-                        idle = item.tile * KEY_TILE + warpgroup * KEYS >= key_count
-                        steps = jnp.where(idle, 0, steps)
-
-                        # The others read both buffers, and nothing more is written.
-                        @pl.when(idle)
-                        def _():
-                            write_ds(zero, first)
-
-                    put_ds(zero, first + 1)
-
-                    @pl.loop(0, steps)
-                    def _(turn):
-                        take(item, turn, first + turn, dk_acc, dv_acc)
-
-                    if some_are_idle:
-
-                        @pl.loop(steps, item.steps)
-                        def _(turn):
-                            take_none(item, turn, first + turn)
-
-                    last_dq(first + item.steps - 1)
-                    return dk_acc[...], dv_acc[...]
-
-                total = accumulator(KEYS, head_dim)
-                dk, dv = pl.run_scoped(accumulate, total, total)
-                # Others read this K' and this dS until the last dQ is made. What comes
-                # next into either is written by this warpgroup.
-                plgpu.barrier_arrive(barriers.all_done)
-                plgpu.barrier_wait(barriers.all_done)
-                here = opaque(warpgroup)
-                # Anew, rather than in registers all along.
-                done = work.item(opaque(number))
-                first_row = done.tile * KEY_TILE + here * KEYS
-                out = (done.b, pl.ds(first_row, KEYS), done.key_part)
-                dk, dv = dk * divisor, dv * divisor
-                if in_fp32:
-                    dk_gmem[out], dv_gmem[out] = dk * scale, dv
-                    return
-                of_dk = [smem.keys.at[here]]
-                of_dv = [smem.ds.at[i, here, 0] for i in range(head_dim // 64)]
-                write(dk * scale, of_dk)
-                write(dv, of_dv)
-                plgpu.commit_smem()
-                put(of_dk, dk_gmem, out)
-                put(of_dv, dv_gmem, out)
-
-            def write(x, targets):
-                """A tile into shared memory, by columns. That has dQ's operands' type,
-                so the bits go as such."""
-                low = lax.bitcast_convert_type(x.astype(dtype), dq_dtype)
-                width = head_dim // len(targets)
-                for i, smem in enumerate(targets):
-                    smem[...] = lax.slice(low, (0, i * width), (KEYS, (i + 1) * width))
-
-            def put(targets, gmem, out):
-                width = head_dim // len(targets)
-                for i, smem in enumerate(targets):
-                    columns = pl.ds(i * width, width)
-                    plgpu.copy_smem_to_gmem(smem, gmem.at[(*out, columns)])
-
-            work.for_each(consume_item)
-            plgpu.wait_smem_to_gmem(0)
+            products = Products.of(
+                warpgroup,
+                work,
+                smem=smem,
+                barriers=barriers,
+                scale=scale,
+                dtype=dtype,
+                dq_dtype=dq_dtype,
+                in_fp32=in_fp32,
+                storers=plan.storers,
+            )
+            products.make_all(row_divisor, dk_gmem, dv_gmem)
 
         @pl.when(warpgroup == WARPGROUPS)
         def produce():
