@@ -49,7 +49,6 @@ Where it rounds (16 bit: BF16, the inputs' format):
 """
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -58,28 +57,25 @@ from jaxtyping import Array, Float, Float32
 from attn_jax.kernels import ampere_fixed_point as fixed_point
 from attn_jax.kernels import ampere_tiles as tiles
 from attn_jax.kernels import architecture, internals, turns
+from attn_jax.kernels.ampere_fused_tile import (
+    KEY_TILE,
+    PAIRED_QUERIES,
+    STAGES,
+    SWIZZLED,
+    Blocks,
+    Form,
+    Memory,
+    Tile,
+    make_keys,
+)
 from attn_jax.kernels.ampere_fused_work import deal
 from attn_jax.kernels.ampere_query_gradient import query_gradient
 from attn_jax.kernels.hopper_range import Range, power_of_two
-from attn_jax.kernels.tiles import LOG2_E, smem_tile, write_tile
+from attn_jax.kernels.tiles import LOG2_E, write_tile
 from attn_jax.kernels.tuning import FUSED_HEAD_DIMS, AmperePlan
 
-KEY_TILE = 128
-# Blocks of queries, and of dS, in shared memory.
-STAGES = 2
-# Columns of the strips that tiles are read in.
-SWIZZLED = 64
 # CTAs of a multiprocessor, by head dim.
 SIDE_BY_SIDE = {64: 2, 128: 1}
-# Queries of a block of two warpgroups: V lies where two such blocks will. Those that
-# their dP is made of at a time.
-PAIRED_QUERIES = 64
-PAIRED_STRIP = 32
-# Keys up to which the second warpgroup passes over the block whose queries are all
-# before its keys. On an H200 0.6 % of both passes at 1024; at 4096 and 16 384 the
-# branch costs 0.3 and 1.2 % (`results/prototypes/ampere_patches.csv`), and between them
-# nothing was measured.
-PASSES_OVER = 2048
 
 
 def reason_against(
@@ -191,11 +187,17 @@ def _sums(
     _, key_heads, head_dim = numbers.centre.shape
     group = query_heads // key_heads
     dtype = query.dtype
-    queries = plan.queries
-    warpgroups = head_dim // fixed_point.COLUMNS
-    paired = warpgroups == 2
-    keys = KEY_TILE // warpgroups  # of a warpgroup
-    strip = PAIRED_STRIP if paired else queries  # of dP
+    form = Form(
+        dtype=dtype,
+        head_dim=head_dim,
+        queries=plan.queries,
+        blocks=query_blocks,
+        group=group,
+        key_count=key_count,
+        scale=scale,
+        is_causal=is_causal,
+    )
+    keys, warpgroups = form.keys, form.warpgroups
     key_tiles = key.shape[1] // KEY_TILE
     pairs = batch * key_heads
     work = deal(
@@ -205,77 +207,31 @@ def _sums(
         side_by_side=SIDE_BY_SIDE[head_dim],
     )
     most = work.together
-    passes_over = is_causal and paired and key_count <= PASSES_OVER
     cleared = key_tiles * warpgroups  # parts of a pair's sums
 
     def attention_backward_fused(
         q_gmem, k_gmem, v_gmem, dout_gmem, statistics_gmem, centre_gmem, key_factor,
-        row_divisor, _begun_gmem, sums_gmem, dk_gmem, dv_gmem, parts_gmem, smem,
+        row_divisor, _begun_gmem, sums_gmem, dk_gmem, dv_gmem, parts_gmem, memory,
     ):  # fmt: skip
-        k_smem, v_smem, keys_smem, block_smem, statistics_smem, ds_smem = smem
         i32 = jnp.int32
-
         semaphores = turns.semaphores(pairs + work.cut)
         pair, tile, share = work.of(lax.axis_index("cta"))
         b, kv_head = lax.div(pair, i32(key_heads)), lax.rem(pair, i32(key_heads))
         warpgroup = lax.axis_index("warpgroup")
         first_key = tile * KEY_TILE + warpgroup * keys
-        blocks = i32(query_blocks)
+        seen = i32(query_blocks)
         if is_causal:
-            blocks = blocks - tile * (KEY_TILE // queries)
-        skipped, steps = work.turns(blocks * group, share)
-        last_block = query_blocks - 1 - (skipped if group == 1 else 0)
-
-        def slot(turn):
-            """Of a block in shared memory, or of its dS."""
-            return lax.rem(turn, i32(STAGES))
-
-        def q_of(turn):
-            return block_smem.at[slot(turn)]
-
-        def dout_of(turn):
-            return block_smem.at[STAGES + slot(turn)]
-
-        def block_of(turn):
-            """(query head, block of queries)"""
-            if group == 1:
-                return kv_head, last_block - turn
-            in_group, i = (f(turn + skipped, blocks) for f in (lax.div, lax.rem))
-            return kv_head * group + in_group, last_block - i
-
-        def all_copies():
-            """All that was copied is there for all; a barrier of the CTA."""
-            tiles.wait_for_copies(0)
-            if paired:
-                tiles.cta_barrier(warpgroups)
+            seen = seen - tile * (KEY_TILE // plan.queries)
+        skipped, steps = work.turns(seen * group, share)
+        blocks = Blocks.of(
+            *(form, memory, q_gmem, dout_gmem, statistics_gmem, warpgroup),
+            *(b, kv_head, seen),
+            skipped=skipped,
+            steps=steps,
+        )
 
         def own_rows(gmem):
             return tiles.head_rows(gmem, b, first_key, keys, kv_head, head_dim)
-
-        def start(turn):
-            """Copies a block, if there is one: Q and its rows' numbers the first
-            warpgroup, dO the last."""
-            head, block = block_of(turn)
-
-            def if_own(number):
-                exists = turn < steps
-                return pl.when(exists & (warpgroup == number) if paired else exists)
-
-            def rows(gmem):
-                return tiles.head_rows(
-                    gmem, b, block * queries, queries, head, head_dim
-                )
-
-            @if_own(0)
-            def _():
-                tiles.start_copy(rows(q_gmem), q_of(turn))
-                tiles.start_copy(
-                    statistics_gmem.at[b, head, block], statistics_smem.at[slot(turn)]
-                )
-
-            @if_own(warpgroups - 1)
-            def _():
-                tiles.start_copy(rows(dout_gmem), dout_of(turn))
 
         # Of CTAs that share a tile the last one does it.
         is_to_clear = pair + most < pairs
@@ -297,135 +253,25 @@ def _sums(
         def say_it_is_clear():
             pl.when(is_to_clear)(lambda: turns.count_up(semaphores.at[pair + most]))
 
-        def make_keys():
-            """K' of one's own keys."""
-            for k in range(0, head_dim, SWIZZLED):
-                part = pl.ds(k, SWIZZLED)
-                own = plgpu.load(
-                    k_smem.at[warpgroup, :, part], layout=tiles.ACCUMULATOR
-                )
-                row = plgpu.load(
-                    centre_gmem.at[b, kv_head, part],
-                    layout=tiles.COLUMNS,
-                    optimized=False,
-                )
-                wide = own.astype(jnp.float32)
-                wide = wide - tiles.along_columns(row, wide.shape)
-                wide = wide * key_factor[b, kv_head, 0]
-                keys_smem[warpgroup, :, part] = wide.astype(jnp.float16)
-
-        def add_dq(turn):
-            """A block's dS K', 64 columns of it, to the sums."""
-            columns = pl.ds(warpgroup * fixed_point.COLUMNS, fixed_point.COLUMNS)
-            # Two warpgroups have few registers left.
-            dq = fixed_point.product(
-                [ds_smem.at[slot(turn), w] for w in range(warpgroups)],
-                [keys_smem.at[w, :, columns] for w in range(warpgroups)],
-                tiles.STRIP if paired else 64,
-            )
-            head, block = block_of(turn)
-            groups = queries // fixed_point.GROUP
-            width = 4 * fixed_point.COLUMNS
-            own = pl.ds(block * groups, groups), slice(None)
-            own = *own, pl.ds(warpgroup * width, width)
-            fixed_point.add(sums_gmem.at[b, head, *own], dq)
-
-        def add_dq_before(turn, number):
-            """The dQ of the block before, if it is this warpgroup's time for that."""
-            exists = turn > 0
-            exists = exists & (warpgroup == number) if paired else exists
-            pl.when(exists)(lambda: add_dq(turn - 1))
-
-        def hide(block, s):
-            """-inf where a key comes after its query or does not exist."""
-            if is_causal:
-                return tiles.hide_later_rows(s, first_key - block * queries)
-            return tiles.hide_rows_from(s, key_count - first_key)
-
-        def masked(block, s):
-            if is_causal:
-                partial = block * queries < first_key + (keys - 1)
-            elif key_count % KEY_TILE:
-                partial = first_key + keys > key_count
-            else:
-                return s
-            return lax.cond(partial, lambda s: hide(block, s), lambda s: s, s)
-
-        def make_dlogits(turn, p, column):
-            """dS of some queries, FP32; P of all of them is at hand."""
-            part = lax.slice(p, (0, column), (keys, column + strip))
-            douts = dout_of(turn).at[pl.ds(column, strip)]
-            dp = tiles.inner_products(v, douts, SWIZZLED)
-            return part * (dp - statistic(turn, 1, column, strip))
-
-        def statistic(turn, index, column, count):
-            x = plgpu.load(
-                statistics_smem.at[slot(turn), index, pl.ds(column, count)],
-                layout=tiles.COLUMNS,
-            )
-            return tiles.along_columns(x, (keys, count))
-
-        def see(turn, block, dk, dv):
-            """dK and dV with what a block adds to them; its dS to shared memory."""
-            q, dout = q_of(turn), dout_of(turn)
-            s = masked(block, tiles.inner_products(k, q, SWIZZLED))
-            p = jnp.exp2(s * (scale * LOG2_E) - statistic(turn, 0, 0, queries))
-            dv = tiles.multiply(dv, p.astype(dtype), dout)
-            for column in range(0, queries, strip):
-                rows = pl.ds(column, strip)
-                ds = make_dlogits(turn, p, column)
-                ds_smem[slot(turn), warpgroup, :, rows] = ds.astype(jnp.float16)
-                dk = tiles.multiply(dk, ds.astype(dtype), q.at[rows])
-            return dk, dv
-
-        def pass_over(turn, dk, dv):
-            """Of a block whose queries are all before this warpgroup's keys."""
-            none = jnp.zeros((keys, queries), jnp.float16)
-            none = plgpu.layout_cast(none, tiles.ACCUMULATOR)
-            ds_smem[slot(turn), warpgroup] = none
-            return dk, dv
-
-        def step(turn, carry):
-            _, block = block_of(turn)
-            # This block has arrived, as has dS of the one before, with which all are
-            # done but for that.
-            all_copies()
-            start(turn + 1)
-            add_dq_before(turn, 0)
-            if passes_over:
-                is_hidden = (block + 1) * queries <= first_key
-                carry = lax.cond(
-                    is_hidden,
-                    lambda carry: pass_over(turn, *carry),
-                    lambda carry: see(turn, block, *carry),
-                    carry,
-                )
-            else:
-                carry = see(turn, block, *carry)
-            if paired:
-                add_dq_before(turn, 1)
-            return carry
-
         # To registers V goes by way of where the second blocks will lie.
-        v_place = block_smem.at[1 + STAGES * warpgroup] if paired else v_smem
-        tiles.start_copy(own_rows(k_gmem), k_smem.at[warpgroup])
-        tiles.start_copy(own_rows(v_gmem), v_place)
-        start(i32(0))
+        k = memory.k.at[warpgroup]
+        v = memory.blocks.at[1 + STAGES * warpgroup] if form.paired else memory.v
+        tiles.start_copy(own_rows(k_gmem), k)
+        tiles.start_copy(own_rows(v_gmem), v)
+        blocks.start(i32(0))
         clear_next()
         # All see that others have cleared what they will add to.
         pl.when(pair >= most)(
             lambda: turns.await_count_by_all(semaphores.at[pair], cleared)
         )
         tiles.wait_for_copies(2)  # K is there.
-        make_keys()
+        of_head = centre_gmem.at[b, kv_head], key_factor.at[b, kv_head]
+        make_keys(form, memory, warpgroup, *of_head)
         tiles.wait_for_copies(0)
         say_it_is_clear()
-        k = k_smem.at[warpgroup]
-        v = tiles.left_strips(v_place, SWIZZLED) if paired else v_place
-        zero = tiles.accumulator(keys, head_dim)
-        dk, dv = lax.fori_loop(i32(0), steps, step, (zero, zero))
-        all_copies()
-        add_dq(steps - 1)
+        v = tiles.left_strips(v, SWIZZLED) if form.paired else v
+        own = Tile(form, memory, blocks, warpgroup, first_key, v, sums_gmem)
+        dk, dv = own.gradients()
 
         def leave(*sums):
             divisor = row_divisor[b, kv_head]
@@ -464,14 +310,6 @@ def _sums(
         def _():
             leave(*lax.cond(share.number < 0, lambda *x: x, take_over, dk, dv))
 
-    scratch = (
-        smem_tile((warpgroups, keys, head_dim), dtype),
-        None if paired else smem_tile((keys, head_dim), dtype),
-        smem_tile((warpgroups, keys, head_dim), jnp.float16),
-        smem_tile((2 * STAGES, queries, head_dim), dtype),
-        plgpu.SMEM((STAGES, *statistics.shape[3:]), jnp.float32),
-        smem_tile((STAGES, warpgroups, keys, queries), jnp.float16, strip),
-    )
     dkv = jax.ShapeDtypeStruct(key.shape, dtype)
     sums = jax.ShapeDtypeStruct(
         fixed_point.shape_of_sums(batch, query_heads, query.shape[1], head_dim),
@@ -490,7 +328,7 @@ def _sums(
         attention_backward_fused,
         aliases={len(operands) - 1: 0},
         out_type=[sums, dkv, dkv, parts if work.cut else None],
-        scratch_types=[scratch],
+        scratch_types=[Memory.scratch(form, statistics.shape[3:])],
         grid=(work.ctas,),
         grid_names=("cta",),
         compiler_params=tiles.COMPILER_PARAMS,
