@@ -2,7 +2,9 @@
 
 import functools
 import numbers
+import re
 import typing
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -20,6 +22,16 @@ from attn_jax.residuals import named_lse, named_out
 
 Implementation = Literal["pallas", "emulated", "reference", "xla", "cudnn"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = typing.get_args(Implementation)
+# What `Mask` calls some of the arguments.
+_FIELDS = {
+    "mask.dense": "mask",
+    "mask.query_lengths": "query_seq_lengths",
+    "mask.key_value_lengths": "key_value_seq_lengths",
+    "mask.query_segment_ids": "query_segment_ids",
+    "mask.key_value_segment_ids": "key_value_segment_ids",
+    "mask.query_offset": "query_offset",
+    "window": "local_window_size",
+}
 
 
 def dot_product_attention(
@@ -64,11 +76,11 @@ def dot_product_attention(
       query_seq_lengths, key_value_seq_lengths: [B] int; what lies beyond is masked.
       local_window_size: (left, right) or one number for both: query i sees the keys
         i - left <= j <= i + right; None leaves a side open.
-      implementation: `pallas` (our kernels: A100 and Hopper GPUs, H and D of 32, 64,
-        96, 128, 192 and 256), `emulated` (a recipe's roundings in plain JAX, any
-        device), `reference` (exact: float64 under x64, else float32), `xla` and `cudnn`
-        (jax.nn's). A named one runs or raises. None picks `pallas` where it can run,
-        else `xla`, else `reference`.
+      implementation: `pallas` (our kernels: A100 and Hopper GPUs, BF16 and FP16, H and
+        D of 32, 64, 96, 128, 192 and 256), `emulated` (a recipe's roundings in plain
+        JAX, any device), `reference` (exact: float64 under x64, else float32), `xla`
+        and `cudnn` (jax.nn's). A named one runs or raises. None picks `pallas` where it
+        can run, else `xla`, else `reference`.
       return_residual: also return LSE = log(sum(exp(logits))), [B] T N, natural log,
         float32 (float64 if computed so), differentiable.
       query_segment_ids, key_value_segment_ids: [B] T and [B] S int; a pair takes part
@@ -85,17 +97,19 @@ def dot_product_attention(
         (`kernels.attention.declared_recipe`), and `recipe.ATTN_JAX` where `pallas` has
         no kernels for them. Of `pallas`, which of its options are wanted (None: its
         own): `dq_centre`, `dq_dlogits`, `dq_sum`, `delta_source`, `rescale_threshold`,
-        `repeated_max_factor` and `probability` with `probability_scale`; the third
-        from last takes P in the inputs' format. Blocks, order of keys, name and source
-        are ignored there, and any other difference from `declared_recipe` is refused.
+        `repeated_max_factor` and `probability` with `probability_scale`;
+        `rescale_threshold` takes P in the inputs' format. Blocks, order of keys, name
+        and source are ignored there, and any other difference from `declared_recipe` is
+        refused.
         A recipe is taken at its word: those of `pallas` itself, but for one thing, are
         `dataclasses.replace(declared_recipe(...), dq_centre="row")`, with all that it
         asks for of the call.
       rounding_key: a key of `jax.random` for a recipe that rounds stochastically, and
         only then.
 
-    Where each implementation rounds is said in its module (`kernels/hopper_forward.py`,
-    `kernels/ampere_forward.py`, `recipe.py`, `reference.py`, `external.py`).
+    Where each implementation rounds is said in its module: `kernels/hopper_forward.py`
+    and `kernels/hopper_backward_fused.py`, `_dq` and `_dkv`, for Ampere alike,
+    `recipe_schema.py`, `reference.py`, `external.py`.
 
     Under `jax.checkpoint` the output has the name "attn_jax_out" and LSE the name
     "attn_jax_lse", with what the backward pass reads of them. A policy that saves both,
@@ -123,7 +137,8 @@ def dot_product_attention(
 
     if isinstance(is_causal, jax.Array):
         raise ValueError("is_causal must be a Python bool; it is compiled in")
-    rules = Mask(
+    rules = _in_own_words(
+        Mask,
         is_causal=bool(is_causal),
         window=_window(local_window_size),
         dense=batched(mask, 4),
@@ -135,7 +150,10 @@ def dot_product_attention(
     )
     bias = batched(bias, 4)
     sinks = None if sinks is None else jnp.asarray(sinks)
-    reference.check_arguments(query, key, value, bias=bias, mask=rules, sinks=sinks)
+    arrays = query, key, value
+    _in_own_words(
+        reference.check_arguments, *arrays, bias=bias, mask=rules, sinks=sinks
+    )
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, "
@@ -158,7 +176,7 @@ def dot_product_attention(
     def refusal(name: Implementation) -> str | None:
         if name == "pallas":
             return _pallas_refusal(
-                query, key, value, bias, rules, soft_cap, sinks, out_dtype, recipe
+                query, key, value, bias, rules, soft_cap, out_dtype, recipe
             )
         if name in ("xla", "cudnn"):
             return external.unsupported(
@@ -241,6 +259,16 @@ def dot_product_attention(
     return out, lse[0] if unbatched else lse
 
 
+def _in_own_words(make: Callable, *args, **kwargs):
+    """make(...), whose ValueError names `dot_product_attention`'s arguments."""
+    try:
+        return make(*args, **kwargs)
+    except ValueError as error:
+        names = "|".join(map(re.escape, sorted(_FIELDS, key=len, reverse=True)))
+        text = re.sub(rf"^({names})\b", lambda name: _FIELDS[name[0]], str(error))
+        raise ValueError(text) from None
+
+
 def _per_entry(x: ArrayLike | None, batch: int) -> Array | None:
     """One number for each batch entry, from those or from one for all."""
     if x is None:
@@ -289,7 +317,7 @@ def _kernels_recipes(
 
 
 def _pallas_refusal(
-    query, key, value, bias, mask: Mask, soft_cap, sinks, out_dtype, recipe
+    query, key, value, bias, mask: Mask, soft_cap, out_dtype, recipe
 ) -> str | None:
     reason = lacks_kernels(
         "an A100 or a Hopper GPU (compute capability 8.0 or 9.0)",
@@ -305,7 +333,6 @@ def _pallas_refusal(
         value,
         bias=bias,
         mask=mask,
-        sinks=sinks,
         soft_cap=soft_cap,
         out_dtype=out_dtype,
         recipe=recipe,

@@ -31,7 +31,6 @@ class Step:
 
 _BF16 = Step(BF16)
 _FP32 = Step(FP32)
-_FP64 = Step(FP64)
 # Of r and w: beyond it they and what they scale would leave an FP32 carrier.
 MOST_HEAD_EXPONENT = 100
 

@@ -1,4 +1,4 @@
-"""Queries that meet keys, as kernels and context parallelism say it to one another."""
+"""What context parallelism tells kernels: which queries meet keys, how rows end."""
 
 from typing import Any, NamedTuple
 

@@ -30,6 +30,7 @@ class Store:
     Attributes:
       Error: what it raises.
       needed: columns that every row has.
+      elsewhere, anew: what its lines propose, another file and another start.
       dropped: how many cells were there that no longer hold, since a setting of `anew`
         was another and all others the same.
 
@@ -40,6 +41,8 @@ class Store:
 
     Error: type[Exception] = StoreError
     needed: tuple[str, ...] = ()
+    elsewhere: str = "another --out"
+    anew: str = "--fresh"
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class Store:
                 if before != now:
                     raise self.Error(
                         f"{self.path} holds cells measured with {name} {before}, here "
-                        f"it is {now}: finish it there, or start anew with --fresh"
+                        f"it is {now}: finish it there, or start anew with {self.anew}"
                     )
         self.environments.append(environment)
         self._append({"environment": environment})
@@ -110,8 +113,8 @@ class Store:
             content = self._file.read()
         except BlockingIOError as error:
             raise self.Error(
-                f"another run is writing {self.path}: wait for it, or give another "
-                "--out"
+                f"another run is writing {self.path}: wait for it, or give "
+                f"{self.elsewhere}"
             ) from error
         except OSError as error:
             raise self._unwritable(error) from error
@@ -166,7 +169,7 @@ class Store:
             differences = ", ".join(_differences(there, here))
             raise self.Error(
                 f"{self.path} holds rows of other settings ({differences}): give "
-                "another --out, or start anew with --fresh"
+                f"{self.elsewhere}, or start anew with {self.anew}"
             )
         return not differing
 
@@ -189,7 +192,7 @@ class Store:
         )
 
     def _damaged(self) -> Exception:
-        return self.Error(f"{self.path} is damaged: start anew with --fresh")
+        return self.Error(f"{self.path} is damaged: start anew with {self.anew}")
 
     def _unwritable(self, error: OSError) -> Exception:
         return self.Error(f"cannot write {self.path}: {error.strerror}")

@@ -35,9 +35,12 @@ def inputs(B=2, T=5, S=7, N=4, K=2, H=8, dtype=jnp.float32):
         (dict(K=0), {}, "at least 1"),
         (dict(dtype=int), {}, "query must be floating"),
         (dict(dtype=complex), {}, "query must be floating"),
-        ({}, dict(mask=np.ones((1, 1, 5, 7), np.float32)), "mask.dense must be bool"),
+        ({}, dict(mask=np.ones((1, 1, 5, 7), np.float32)), "^mask must be bool"),
+        ({}, dict(mask=np.ones((1, 1, 4, 7), bool)), "^mask must broadcast"),
         ({}, dict(bias=np.ones((1, 1, 5, 7), bool)), "bias must be floating"),
-        ({}, dict(key_value_seq_lengths=[2.5, 3.0]), "must be integer"),
+        ({}, dict(key_value_seq_lengths=[2.5, 3.0]), "^key_value_seq_lengths must be "),
+        ({}, dict(query_seq_lengths=[2, 3, 4]), "^query_seq_lengths must have shape"),
+        ({}, dict(local_window_size=(-1, 2)), "^local_window_size must be "),
     ],
 )
 def test_meaningless_inputs_are_refused_in_one_line(

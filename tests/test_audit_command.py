@@ -212,7 +212,9 @@ def test_an_edited_function_is_measured_anew(tmp_path, capsys, monkeypatch):
     assert audited(1) == (0, "")
     status, said = audited(1)
     assert status == 0 and len(said.splitlines()) == 1
-    assert re.match(r"(\d+) of \1 parts taken from .*; --fresh measures anew", said)
+    assert re.match(
+        r"(\d+) of \1 parts taken from .*; .*\(--fresh\) measures anew", said
+    )
     status, said = audited(2)
     assert status == 4 and len(said.splitlines()) == 1
     assert "the code changed since" in said

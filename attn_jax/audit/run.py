@@ -168,7 +168,7 @@ def audit_attention(
         if parts.taken:
             say(
                 f"{parts.taken} of {parts.done} parts taken from {folder}, measured "
-                "earlier; --fresh measures anew"
+                "earlier; fresh=True (--fresh) measures anew"
             )
     report = _report(audit, result, passed.result(), began)
     if written is not None:
@@ -290,6 +290,13 @@ def _target(fn: str | Callable[..., Any] | Target, adapter: Adapter) -> Target:
     return Target(name, fn, adapter)
 
 
+class _Store(Store):
+    """Of a function's argument `folder`, or of a command."""
+
+    elsewhere = "another folder (--out)"
+    anew = "fresh=True (--fresh)"
+
+
 @contextlib.contextmanager
 def _store(audit: Audit, folder: Path | None, fresh: bool) -> Iterator[Store | None]:
     if folder is None:
@@ -297,7 +304,7 @@ def _store(audit: Audit, folder: Path | None, fresh: bool) -> Iterator[Store | N
         return
     path = folder / "parts.jsonl"
     with contextlib.closing(
-        Store(path, audit.settings(), fresh=fresh, anew=["code"])
+        _Store(path, audit.settings(), fresh=fresh, anew=["code"])
     ) as store:
         if store.dropped:
             say(f"the code changed since {path} was written: all is measured anew")

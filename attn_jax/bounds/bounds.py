@@ -109,7 +109,7 @@ def bound(
     The exact result is that on the inputs as rounded to `recipe.inputs`. A bound that
     is "deterministic" holds always, one that is "probabilistic" for each entry with
     probability `confidence`, under the assumptions of this module's docstring.
-    Arguments as of `emulator.attention`, with cotangents `dout` [B, T, N, H] and `dlse`
+    Arguments as of `emulator.attention`, with cotangents `dout` [B, T, N, D] and `dlse`
     [B, N, T] (zero if None); a result is taken to be returned in a type that holds its
     step's format, dbias and dsinks in the carrier. FP64 NumPy, a few dozen T x S arrays
     for each of the query heads that share a key head.
@@ -167,6 +167,8 @@ def order_bound(
     values over many entries. Errors common to an output's channels are added up as if
     they had one sign, so it is some times too large, and yet far below what another
     recipe changes: one in which P or O is rounded differently is told apart.
+
+    Arguments and what is raised as of `bound`; without `dout` there are no gradients.
     """
     with np.errstate(all="ignore"):
         balls = _balls(recipe, "order", query, key, value, dout, bias, mask, scale)

@@ -2,12 +2,12 @@
 
 At hop h shard r has the keys of shard r - h. A hop's message is sent before its work
 begins and is there when it ends, so that it travels while the device computes: the
-keys of the hop after, and in the backward pass the sums of the hop before, in FP32
-unless a `wire` has 16 bits.
-There a shard's own keys come last, so that no sums are left to travel then; in the
-forward pass they come first, when no others are there yet. Hops at which no shard sees
-anything are left out; what travels takes them in one step. Every sum has a fixed
-order, hop by hop.
+keys of the hop after, and in the backward pass the sums of the hop before, in the
+recipe's format of those sums (FP32, if it is ours) unless a `wire` has 16 bits. There a
+shard's own keys come last (`ring_own_keys`), so that no sums are left to travel then;
+in the forward pass they come first, when no others are there yet. Hops at which no
+shard sees anything are left out; what travels takes them in one step. Every sum has a
+fixed order, hop by hop.
 """
 
 from collections.abc import Callable, Sequence

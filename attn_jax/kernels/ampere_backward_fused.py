@@ -211,7 +211,7 @@ def _sums(
 
     def attention_backward_fused(
         q_gmem, k_gmem, v_gmem, dout_gmem, statistics_gmem, centre_gmem, key_factor,
-        row_divisor, _begun_gmem, sums_gmem, dk_gmem, dv_gmem, parts_gmem, memory,
+        row_unscale, _begun_gmem, sums_gmem, dk_gmem, dv_gmem, parts_gmem, memory,
     ):  # fmt: skip
         i32 = jnp.int32
         semaphores = turns.semaphores(pairs + work.cut)
@@ -274,8 +274,8 @@ def _sums(
         dk, dv = own.gradients()
 
         def leave(*sums):
-            divisor = row_divisor[b, kv_head]
-            factors = divisor * scale, divisor
+            unscale = row_unscale[b, kv_head]
+            factors = unscale * scale, unscale
             for x, factor, gmem in zip(sums, factors, (dk_gmem, dv_gmem)):
                 x = (x * factor).astype(dtype)
                 tiles.store_rows(x, k, own_rows(gmem), SWIZZLED)

@@ -1,8 +1,8 @@
 """A tile of keys in Ampere's one-pass backward kernel, and the blocks of queries that
 pass by it.
 
-`ampere_backward_fused` has the formulas, and says where they round. All functions are
-called by all warpgroups of a CTA, of one or two.
+`ampere_backward_fused` has the formulas, and says where they round. All warpgroups of a
+CTA, one or two, run what is here; branches on the warpgroup say what is one's alone.
 """
 
 import dataclasses

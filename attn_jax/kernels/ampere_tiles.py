@@ -1,7 +1,8 @@
 """What the Ampere kernels share: mma.sync fragments, cp.async, the running softmax.
 
 A CTA is one warpgroup (two in `ampere_backward_fused`). Its four warps share the rows
-of every product: in a tile of R rows, rows 16 w .. 16 w + 15 of every 64 are warp w's.
+of every product but dQ's there (`ampere_fixed_point`): in a tile of R rows, rows 16 w
+.. 16 w + 15 of every 64 are warp w's.
 The right operand is needed whole by all four, so it comes from shared memory;
 accumulators and left operands stay in registers.
 

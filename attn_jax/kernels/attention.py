@@ -71,7 +71,9 @@ def attention(
     128, 192 and 256 (`tuning.HEAD_DIMS`). A query that sees no key gives out 0, LSE
     -inf (or the sink's logit) and no gradient. Both results are differentiable, and
     named for `jax.checkpoint` (`residuals`) with what the backward pass has of them.
-    Where it rounds is said in `<architecture>_forward` and `<architecture>_backward`.
+    Where it rounds is said in `<architecture>_forward`, and in
+    `<architecture>_backward_fused`, `_backward_dq`, `_backward_dkv` and
+    `_backward_dbias`.
     Where it is differentiated P of the forward product is an FP16 number on Hopper,
     whatever the inputs, and V with it (`hopper_key_numbers`), unless `recipe` says
     otherwise; so out may differ in the last place from that of a call that is not.
@@ -121,7 +123,6 @@ def attention(
         value,
         bias=bias,
         mask=mask,
-        sinks=sinks,
         soft_cap=soft_cap,
         out_dtype=out_dtype,
         backward=backward,
@@ -182,7 +183,6 @@ def unsupported(
     *,
     bias: Array | None = None,
     mask: Mask = Mask(),
-    sinks: Array | None = None,
     soft_cap: float | None = None,
     out_dtype=None,
     backward: Backward | None = None,

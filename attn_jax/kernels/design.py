@@ -27,9 +27,9 @@ LEAST_SHARE = 0.5
 
 # On Ampere, by head dim, how many keys a query is to see in the mean, for what comes
 # before and after the fused kernel to be worth it: few of those timed on an H200 where
-# one pass won (`prototypes/designs_ampere.csv`; 128: `ampere_lots.csv` beside two
-# kernels, whose table is not kept). At 128 to 256 keys and 32 heads of 64 two kernels
-# were faster before numbers of K and V had a kernel of their own.
+# one pass won (`results/prototypes/designs_ampere.csv`; 128: `ampere_lots.csv` beside
+# two kernels, whose table is not kept). At 128 to 256 keys and 32 heads of 64 two
+# kernels were faster before numbers of K and V had a kernel of their own.
 LEAST_KEYS = {64: 320, 128: 512}
 
 # And how busy it must be, of `busy_beside_two_kernels`. Where that is 0.25 to 0.52 two

@@ -12,7 +12,8 @@ dQ gets an FP32 tile from every CTA that sees the block, added by TMA, by a warp
 that does nothing else. So that two runs give the same bits the additions to a block are
 made in a fixed order, by a semaphore for each block of queries: the order in which
 tiles arrive by themselves (`ring_order`, which also says why nobody waits for ever).
-The first one is stored and not added, so dQ needs no zeroing.
+The first one is stored and not added, so dQ needs no zeroing; but where there is a sum
+already all are added to that.
 
 dS for dQ, and the centre
 -------------------------
@@ -167,7 +168,9 @@ def sums_over_keys(
         way = picked(ways, chosen_gmem)
         *dqs, dk_gmem, dv_gmem, _smem, _barriers = results
         semaphores = turns.semaphores(len(dqs) * batch * query_heads * shapes.blocks)
-        take = functools.partial(of_way, *given, *results, way, semaphores)
+        take = functools.partial(
+            of_way, *given, *results, way=way, semaphores=semaphores
+        )
         if chosen_gmem is None:
             take()
             return
@@ -176,13 +179,13 @@ def sums_over_keys(
 
     def of_way(
         q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, centre_gmem,
-        key_factor, row_divisor, before_gmem, *results,
+        key_factor, row_unscale, before_gmem, *results, way, semaphores,
     ):  # fmt: skip
         del before_gmem  # Lies where dQ does.
         keys_at, values_at = (k_gmem, ()), (v_gmem, ())
         if value is None:
             keys_at, values_at = (k_gmem, (0,)), (k_gmem, (1,))
-        *dq_gmem, dk_gmem, dv_gmem, smem, barriers, way, semaphores = results
+        *dq_gmem, dk_gmem, dv_gmem, smem, barriers = results
         work = Work.of(lax.axis_index("cta"), way.shapes, way.ring)
         warpgroup = lax.axis_index("warpgroup")
 
@@ -200,7 +203,7 @@ def sums_over_keys(
                 in_fp32=in_fp32,
                 storers=plan.storers,
             )
-            products.make_all(row_divisor, dk_gmem, dv_gmem)
+            products.make_all(row_unscale, dk_gmem, dv_gmem)
 
         @pl.when(warpgroup == WARPGROUPS)
         def produce():
@@ -232,11 +235,11 @@ def sums_over_keys(
     lengths = [rows_in_all - first for first in firsts]
     of_dq = [(batch, length, *query.shape[2:]) for length in lengths]
     dqs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in of_dq]
-    divisor = power_of_two(-numbers.row_exponent)
+    unscale = power_of_two(-numbers.row_exponent)
     columns = numbers.centre, numbers.key_factor
     operands = (
         None if chosen is None else (chosen.which, jnp.reshape(chosen.at, 1)),
-        (query, key, value, dout, *rows, *columns, divisor, before),
+        (query, key, value, dout, *rows, *columns, unscale, before),
     )
     count = len(jax.tree.leaves(operands))
     aliases = {} if before is None else {count - 1: 0}

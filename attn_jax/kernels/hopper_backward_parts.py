@@ -17,11 +17,8 @@ from attn_jax.kernels import tuning
 from attn_jax.kernels.hopper_backward_fused import sums_over_keys
 from attn_jax.kernels.hopper_fused_work import KEY_TILE, QUERIES
 from attn_jax.kernels.hopper_range import Range
-from attn_jax.kernels.tiles import LOG2_E
+from attn_jax.kernels.tiles import LOG2_E, SEQUENCE_MULTIPLE
 from attn_jax.span import Chosen
-
-# TMA reads 16-bit tiles in groups of 8 rows.
-SEQUENCE_MULTIPLE = 8
 
 
 class Keys(NamedTuple):

@@ -1,4 +1,4 @@
-"""The warpgroups of the fused backward kernel that copy: one loads, one adds dQ."""
+"""The warpgroups of Hopper's fused backward kernel that load, and that add up dQ."""
 
 import functools
 

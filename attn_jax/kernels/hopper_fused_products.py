@@ -1,4 +1,4 @@
-"""The warpgroups of the fused backward kernel that multiply.
+"""The warpgroups of Hopper's fused backward kernel that multiply.
 
 `hopper_backward_fused` has the formulas, and says where they round.
 
@@ -42,7 +42,7 @@ class Products:
       in_fp32: dK and dV leave as they are; else in `dtype`, whose bits are written into
         shared memory of type `dq_dtype`.
       storers: how many threads add tiles of dQ, in turns.
-      part, columns: which piece of dQ is made here: of queries or of columns.
+      piece, columns: which part of a block's dQ is made here, of queries or of columns.
     """
 
     work: Work
@@ -54,21 +54,21 @@ class Products:
     in_fp32: bool
     storers: int
     warpgroup: jax.Array
-    part: Any
+    piece: Any
     columns: Any
 
     @classmethod
     def of(cls, warpgroup: jax.Array, work: Work, **given: Any) -> "Products":
-        piece = {"part": 0, "columns": pl.ds(warpgroup * 64, 64)}
+        own = {"piece": 0, "columns": pl.ds(warpgroup * 64, 64)}
         if work.shapes.queries == 128:
-            piece = {"part": warpgroup, "columns": slice(None)}
-        return cls(warpgroup=warpgroup, work=work, **piece, **given)
+            own = {"piece": warpgroup, "columns": slice(None)}
+        return cls(warpgroup=warpgroup, work=work, **own, **given)
 
-    def make_all(self, row_divisor, dk_gmem, dv_gmem) -> None:
-        """All items of the CTA. `row_divisor`: what dS is scaled by, of each head."""
+    def make_all(self, row_unscale, dk_gmem, dv_gmem) -> None:
+        """All items of the CTA. `row_unscale`: of each head, what undoes dS's scale."""
 
         def make(item, first, number):
-            divisor = row_divisor[item.b, item.kv_head]
+            unscale = row_unscale[item.b, item.kv_head]
             dk, dv = self._sums(item, first)
             # Others read this K' and this dS until the last dQ is made. What comes
             # next into either is written by this warpgroup.
@@ -79,7 +79,7 @@ class Products:
             done = self.work.item(opaque(number))
             first_row = done.tile * KEY_TILE + here * KEYS
             out = (done.b, pl.ds(first_row, KEYS), done.key_part)
-            dk, dv = dk * divisor, dv * divisor
+            dk, dv = dk * unscale, dv * unscale
             if self.in_fp32:
                 dk_gmem[out], dv_gmem[out] = dk * self.scale, dv
                 return
@@ -110,9 +110,9 @@ class Products:
                 # The others read both buffers, and nothing more is written.
                 @pl.when(idle)
                 def _():
-                    self._write_ds(zero, first)
+                    self._write_ds(zero, _buffer(first))
 
-            self._put_ds(zero, first + 1)
+            self._put_ds(zero, _buffer_before(first))
 
             @pl.loop(0, steps)
             def _(turn):
@@ -133,7 +133,7 @@ class Products:
     def _take(self, item: Item, turn, step, dk_acc, dv_acc) -> None:
         """A step: what a block adds to dK and dV, and the dQ of the block before."""
         barriers, smem = self.barriers, self.smem
-        now, before = slot(step), _buffer(step + 1)
+        now, before = slot(step), _buffer_before(step)
         block_acc = accumulator(KEYS, self.work.shapes.queries)
         plgpu.barrier_wait(barriers.q_ready.at[now])
 
@@ -141,7 +141,7 @@ class Products:
             at = opaque(self.warpgroup)
             plgpu.wgmma(s_acc, smem.k.at[at], smem.q.at[now].transpose((1, 0)))
             plgpu.barrier_wait(barriers.ds_ready.at[before])
-            self._dq_product(dq_acc, step + 1)
+            self._dq_product(dq_acc, before)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=WARPGROUPS)
             self._release_tile(barriers.k_free, item, turn)
             p = self._probabilities(s, item, turn, step)
@@ -161,7 +161,7 @@ class Products:
         dp = pl.run_scoped(second_products, block_acc)
         self._release_tile(barriers.v_free, item, turn)
         ds = self._gradient(p, dp, step)
-        self._put_ds(ds, step)
+        self._put_ds(ds, _buffer(step))
         plgpu.wgmma(dk_acc, ds.astype(self.dtype), smem.q.at[now])
         plgpu.wgmma_wait(0)
         self._release_block(step)
@@ -173,8 +173,9 @@ class Products:
         plgpu.barrier_wait(barriers.q_ready.at[slot(step)])
 
         def product(dq_acc):
-            plgpu.barrier_wait(barriers.ds_ready.at[_buffer(step + 1)])
-            self._dq_product(dq_acc, step + 1, WARPGROUPS - 1)
+            before = _buffer_before(step)
+            plgpu.barrier_wait(barriers.ds_ready.at[before])
+            self._dq_product(dq_acc, before, WARPGROUPS - 1)
             return dq_acc[...]
 
         dq = pl.run_scoped(product, _DQ_PIECE)
@@ -189,19 +190,20 @@ class Products:
         """The dQ of an item's last block."""
 
         def product(dq_acc):
-            plgpu.barrier_wait(self.barriers.ds_ready.at[_buffer(step)])
-            self._dq_product(dq_acc, step)
+            last = _buffer(step)
+            plgpu.barrier_wait(self.barriers.ds_ready.at[last])
+            self._dq_product(dq_acc, last)
             return dq_acc[...]
 
         self._hand_on_dq(pl.run_scoped(product, _DQ_PIECE), step)
 
-    def _dq_product(self, dq_acc, step, warpgroups: int = WARPGROUPS) -> None:
-        """dq_acc += dS K' over the keys of the first `warpgroups`."""
+    def _dq_product(self, dq_acc, buffer, warpgroups: int = WARPGROUPS) -> None:
+        """dq_acc += dS K' over the keys of the first `warpgroups`; dS of a buffer."""
         for w in range(warpgroups):
             at = w + opaque(jnp.int32(0))
             plgpu.wgmma(
                 dq_acc,
-                self.smem.ds.at[_buffer(step), at, self.part].transpose((1, 0)),
+                self.smem.ds.at[buffer, at, self.piece].transpose((1, 0)),
                 self.smem.keys.at[at, :, self.columns],
             )
 
@@ -231,16 +233,16 @@ class Products:
         row_delta = plgpu.load(self.smem.rows.at[1, slot(step)], layout=COLUMNS)
         return p * (dp - along_columns(row_delta, dp.shape))
 
-    def _put_ds(self, ds, step) -> None:
+    def _put_ds(self, ds, buffer) -> None:
         """dS for dQ, into shared memory."""
-        self._write_ds(ds, step)
-        plgpu.barrier_arrive(self.barriers.ds_ready.at[_buffer(step)])
+        self._write_ds(ds, buffer)
+        plgpu.barrier_arrive(self.barriers.ds_ready.at[buffer])
 
-    def _write_ds(self, ds, step) -> None:
+    def _write_ds(self, ds, buffer) -> None:
         here = opaque(self.warpgroup)
         for i in range(self.work.shapes.queries // 64):
             piece = lax.slice(ds, (0, i * 64), (KEYS, (i + 1) * 64))
-            self.smem.ds[_buffer(step), here, i] = piece.astype(self.dq_dtype)
+            self.smem.ds[buffer, here, i] = piece.astype(self.dq_dtype)
         plgpu.commit_smem()
 
     def _release_block(self, step) -> None:
@@ -298,3 +300,8 @@ _DQ_PIECE = accumulator(64, 64)
 def _buffer(step: jax.Array) -> jax.Array:
     """Where a step's dS is."""
     return rem(step, DS_BUFFERS)
+
+
+def _buffer_before(step: jax.Array) -> jax.Array:
+    """Where the dS of the step before is."""
+    return rem(step + DS_BUFFERS - 1, DS_BUFFERS)

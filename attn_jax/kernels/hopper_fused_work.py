@@ -1,4 +1,4 @@
-"""The fused backward kernel's sizes, shared memory, and what a CTA does."""
+"""Hopper's fused backward kernel: sizes, shared memory, and what a CTA does."""
 
 import dataclasses
 import functools

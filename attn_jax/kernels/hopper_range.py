@@ -1,6 +1,6 @@
-"""What Hopper's backward kernels scale dS by, and the centre that comes off the keys.
+"""What backward kernels scale dS by, and the centre that comes off the keys.
 
-From the numbers of K and V, and from dO."""
+From the numbers of K and V, and from dO; for Hopper and Ampere."""
 
 from typing import NamedTuple
 

@@ -32,6 +32,7 @@ from attn_jax.kernels import (
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers, key_numbers
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.options import DEFAULT, Options
+from attn_jax.kernels.tiles import SEQUENCE_MULTIPLE
 from attn_jax.kernels.tuning import AmperePlan, Backward, Configuration, Plan
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.pairwise import pairwise_sum
@@ -43,9 +44,6 @@ _ROW_SUMS = {"ampere": ampere_row_sums, "hopper": hopper_row_sums}
 _BACKWARD_DQ = {"ampere": ampere_backward_dq, "hopper": hopper_backward_dq}
 _BACKWARD_DKV = {"ampere": ampere_backward_dkv, "hopper": hopper_backward_dkv}
 _BACKWARD_DBIAS = {"ampere": ampere_backward_dbias, "hopper": hopper_backward_dbias}
-
-# TMA reads 16-bit tiles in groups of 8 rows.
-SEQUENCE_MULTIPLE = 8
 
 
 class Static(NamedTuple):

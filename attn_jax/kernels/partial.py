@@ -38,7 +38,7 @@ from attn_jax.kernels.hopper_outputs import Carried
 from attn_jax.kernels.hopper_query_gradient import by_xla
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.options import Options
-from attn_jax.kernels.tiles import LN_2
+from attn_jax.kernels.tiles import LN_2, SEQUENCE_MULTIPLE
 from attn_jax.kernels.tuning import Plan
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
@@ -188,7 +188,7 @@ def prepared(
 ) -> Prepared | None:
     """K and V as all devices are to have them for `carry_on`, or None."""
     inputs = local.INPUTS[jnp.dtype(key.dtype)]
-    if inputs == FP16 or key.shape[1] % local.SEQUENCE_MULTIPLE:
+    if inputs == FP16 or key.shape[1] % SEQUENCE_MULTIPLE:
         return None
     return hopper_key_numbers.prepared(key, value, inputs)
 
@@ -412,8 +412,10 @@ def ranges(
     dout_norm: Float32[Array, "B N T"],
 ) -> Ranges:
     """Of all keys and these whole rows (`row_sums`), for `backward`: powers of two for
-    |dS| <= |dO| |V| + |excess|, by norms, and for |K - c| <= 2 |K|. By columns, c and
-    the largest |K| and |V|; None where there are no such powers."""
+    |dS| <= 2 |dO| |V| + |dLSE|, by norms, and for |K - c| <= 2 |K|. |dLSE| is taken for
+    no less than |excess| = |delta - dLSE|, which is at hand: at most a bit of FP16's
+    range. By columns, c and the largest |K| and |V|; None where there are no such
+    powers."""
     is_scaled = key_largest is not None
     numbers = None
     if key_largest is not None:

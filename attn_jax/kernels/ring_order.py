@@ -1,4 +1,4 @@
-"""Which CTA of the fused backward kernel has which tiles, and the order of additions.
+"""Which CTA of Hopper's fused backward kernel has which tiles; the order of additions.
 
 CTAs that share a (batch, key head) pair are a *ring*; rings with successive numbers
 take one pair after the other. Tiles of keys are dealt to the members of a ring; each

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: shared-memory tiles, visibility, the loading loop.
+"""What kernels share: shared-memory tiles, visibility, Hopper's loading loop.
 
 Kernels work on one (batch, head) pair at a time. A *tile* is what one thread block
 (CTA) owns; each of its consumer warpgroups owns `block` rows of it. What the Ampere
@@ -23,6 +23,8 @@ from attn_jax.kernels.integers import rem
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+# TMA reads 16-bit tiles in groups of so many rows.
+SEQUENCE_MULTIPLE = 8
 
 # In an accumulator of wgmma or of mma a thread holds columns c, c + 8, c + 16, ...
 GROUP = 8
