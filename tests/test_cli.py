@@ -1,5 +1,6 @@
 """The command line: help without JAX, exit codes, one line for a mistake."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def nothing_compiles(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        (["--oops=3"], ["--oops"]),
+        (["--oops=3"], ["--oops", "(see python -m train --help)"]),
         (["--attn=fast"], ["fast", "pallas"]),
         (["--preset=huge"], ["huge", "small"]),
         (["--lr=much"], ["lr", "much"]),
@@ -93,13 +94,26 @@ def nothing_compiles(monkeypatch):
             + ["--distributed.process-id=2", "--distributed.enabled"],
             ["--distributed.process-id is 2", "[0, 2)"],
         ),
+        (
+            ["--distributed.coordinator=here", "--distributed.processes=2"]
+            + ["--distributed.process-id=0", "--distributed.enabled"],
+            ["--distributed.coordinator=here", "host:port"],
+        ),
         (["--model.heads=8"], ["96, 128, 192, 256)", "not 16", "--attn=xla"]),
         (["--attention-inputs=fp32"], ["--attention-inputs=bf16"]),
         (["--preset=small", "--precision=fp32"], ["--attention-inputs=bf16"]),
         (["--model.heads=3"], ["--model.heads 3"]),
         (["--data.resolution=30"], ["--model.patch 8"]),
         (["--mesh.seq=2", "--attn=xla"], ["--mesh.seq 2", "--attn=pallas"]),
+        (
+            ["--context-parallel=zigzag"],
+            ["--context-parallel=zigzag", "--mesh.seq 2 or more"],
+        ),
         (["--mesh.tensor=4"], ["--mesh.tensor 4", "heads"]),
+        (
+            ["--mesh.fsdp=8", "--model.width=100", "--model.heads=1", "--attn=xla"],
+            ["--model.width 100", "--mesh.fsdp 8", "multiple"],
+        ),
         (["--mesh.fsdp=3", "--batch-size=33"], ["8 devices"]),
         (["--mesh.data=5", "--batch-size=35"], ["8 devices"]),
         (["--batch-size=12"], ["--batch-size 12", "multiple"]),
@@ -112,7 +126,17 @@ def nothing_compiles(monkeypatch):
             ["/nowhere"],
         ),
         (["--data.name=folder", "--data.path=/nowhere"], ["--model.tokenizer=byte"]),
+        (["--data.path=/tmp"], ["--data.path=/tmp", "--data.name=folder"]),
+        (
+            ["--data.path=/tmp", "--data.name=digits"],
+            ["--data.path=/tmp", "--data.name=folder", "--data.name=digits"],
+        ),
         (["--config=/nowhere/config.json"], ["/nowhere/config.json"]),
+        (
+            ["--config=/nowhere/config.json", "--preset", "small"],
+            ["--preset=small", "--config=/nowhere/config.json", "leave out one"],
+        ),
+        (["--preset"], ["--preset", "Missing"]),
         (["--run-dir=/proc/run"], ["/proc/run"]),
         (["--init-from=/nowhere"], ["/nowhere", "run folder"]),
     ],
@@ -141,6 +165,7 @@ def test_a_mistake_is_exit_2_and_one_line(
         (["--sampler-steps=-3"], ["--sampler-steps is -3", "at least 1"]),
         (["--seed=-1"], ["--seed is -1"]),
         (["--guidance=nan"], ["--guidance is nan", "finite"]),
+        (["--oops=3"], ["--oops", "(see python -m train sample --help)"]),
     ],
 )
 def test_a_picture_that_cannot_be_made_is_refused_at_once(
@@ -167,6 +192,43 @@ def test_flags_override_the_preset_and_print_as_json(capfd):
     assert printed["preset"] == "small" and printed["lr"] == 3e-4
     assert printed["model"]["patch"] == 2 and printed["model"]["width"] == 384
     assert printed["print_config"] is False
+
+
+def test_the_last_preset_or_file_counts_as_the_last_value_of_any_option(tmp_path):
+    """For all values, not for the name alone."""
+    given = ["--preset=small", "--lr=1", "--preset", "base", "--lr=2"]
+    assert parse_config(given) == dataclasses.replace(PRESETS["base"], lr=2.0)
+    for name in ("small", "base"):
+        (tmp_path / name).write_text(to_json(PRESETS[name]))
+    given = [f"--config={tmp_path}/small", "--config", f"{tmp_path}/base"]
+    assert parse_config(given) == PRESETS["base"]
+
+
+@pytest.mark.parametrize(
+    ("slurm", "names"),
+    [
+        ({}, ["coordinator_address"]),
+        # A batch script itself, not a step of it.
+        ({"SLURM_NTASKS": "2", "SLURM_JOB_ID": "3"}, ["srun"]),
+    ],
+)
+def test_where_no_cluster_is_detected_a_line_says_what_to_give(slurm, names, tmp_path):
+    command = [sys.executable, "-m", "train", f"--run-dir={tmp_path}/run"]
+    result = subprocess.run(
+        command if slurm else [*command, "--distributed.enabled"],
+        cwd=REPOSITORY,
+        env={"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"} | slurm,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    last = result.stderr.splitlines()[-1]
+    for name in ("coordinator", "processes", "process-id"):
+        assert f"--distributed.{name}" in last
+    for name in names:
+        assert name in last
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", PRESETS)

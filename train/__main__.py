@@ -66,25 +66,38 @@ def parse_config(arguments: Sequence[str]) -> Config:
     """The configuration of a command line: a preset or a file, then its changes.
 
     Raises:
-      UsageError: an argument is unknown or has no such value.
+      UsageError: an argument is unknown or has no such value, or there are both a
+        preset and a file.
     """
-    arguments, file = _take(list(arguments), "--config")
+    arguments, file = _take(arguments, "--config")
+    _, name = _take(arguments, "--preset")
+    if file is not None and name is not None:
+        raise UsageError(
+            f"--preset={name} and --config={file} both give the starting values of all "
+            "options: leave out one of them"
+        )
     if file is not None:
         default = load(Path(file))
     else:
-        _, name = _take(list(arguments), "--preset")
         # An unknown name is left to the parser, which lists those there are.
         default = PRESETS.get(name or Config().preset, Config())
     return _parse(Config, arguments, prog="python -m train", default=default)
 
 
-def _take(arguments: list[str], flag: str) -> tuple[list[str], str | None]:
-    for index, argument in enumerate(arguments):
-        if argument.startswith(f"{flag}="):
-            return arguments[:index] + arguments[index + 1 :], argument.split("=", 1)[1]
-        if argument == flag and index + 1 < len(arguments):
-            return arguments[:index] + arguments[index + 2 :], arguments[index + 1]
-    return arguments, None
+def _take(arguments: Sequence[str], flag: str) -> tuple[list[str], str | None]:
+    """The other arguments, and the flag's last value, the one that counts for the
+    parser, too."""
+    rest, found, words = [], None, iter(arguments)
+    for word in words:
+        name, equals, text = word.partition("=")
+        value = None
+        if name == flag:
+            value = text if equals else next(words, None)
+        if value is None:  # A flag without its value is the parser's to refuse.
+            rest.append(word)
+        else:
+            found = value
+    return rest, found
 
 
 def _parse(kind: Any, arguments: list[str], *, prog: str, default: Any = None) -> Any:
@@ -98,7 +111,8 @@ def _parse(kind: Any, arguments: list[str], *, prog: str, default: Any = None) -
     except SystemExit as stop:
         if not stop.code:
             raise
-    raise UsageError(_first_message(complaint.getvalue()))
+    message = _first_message(complaint.getvalue())
+    raise UsageError(f"{message} (see {prog} --help)")
 
 
 def _first_message(box: str) -> str:
@@ -111,7 +125,7 @@ def _first_message(box: str) -> str:
         if text[0] == "─":
             break
         lines.append(text)
-    return f"{' '.join(lines)} (see python -m train --help)"
+    return " ".join(lines)
 
 
 def _one_line(text: str) -> str:

@@ -29,7 +29,7 @@ from train.layers import Norms
 from train.model import AttentionFn
 from train.optimizer import make_optimizer
 from train.precision import Policy, make_policy
-from train.sharding import batch_shards, check_widths, make_mesh
+from train.sharding import batch_shards, check_width, make_mesh
 from train.state import (
     ModelParts,
     TrainState,
@@ -82,7 +82,7 @@ def assemble(config: Config, devices: list[Any] | None = None) -> Assembly:
     """Builds the parts; compiles nothing and makes no array of weights.
 
     Args:
-      config: checked by `train.config.validate`.
+      config: checked by `train.validate.validate`.
       devices: those of the mesh; default all.
 
     Raises:
@@ -90,8 +90,7 @@ def assemble(config: Config, devices: list[Any] | None = None) -> Assembly:
     """
     policy = make_policy(config)
     mesh = make_mesh(config, devices)
-    hidden = config.model.mlp_ratio * config.model.width
-    check_widths(mesh, config.model.width, hidden)
+    check_width(mesh, config.model.width)
     attention = resolve_attention(config, mesh.devices.flat[0])
     function = make_attention(attention, policy)
     parallel = attention.parallel

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from train.config import Config, DistributedConfig, UsageError
+from train.validate import check_batch
 
 AXES = ("data", "fsdp", "tensor", "seq")
 BATCH = P(("data", "fsdp"))
@@ -34,18 +35,30 @@ def start_processes(config: DistributedConfig) -> None:
 
     Must run before any other use of JAX. Slurm, Open MPI and Kubernetes describe
     themselves; elsewhere coordinator, processes and process id have to be given.
+
+    Raises:
+      UsageError: JAX finds no cluster, or not what it needs of one. If the others do
+        not come in time, JAX ends the process itself.
     """
     slurm = int(os.environ.get("SLURM_NTASKS", "1")) > 1
     if config.enabled or slurm:
         where = config.coordinator or "the coordinator that the scheduler names"
         said = f"waiting for the other processes at {where}, {_WAITED} s at the most"
         print(said, file=sys.stderr, flush=True)
-        jax.distributed.initialize(
-            coordinator_address=config.coordinator,
-            num_processes=config.processes,
-            process_id=config.process_id,
-            initialization_timeout=_WAITED,
-        )
+        try:
+            jax.distributed.initialize(
+                coordinator_address=config.coordinator,
+                num_processes=config.processes,
+                process_id=config.process_id,
+                initialization_timeout=_WAITED,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise UsageError(
+                f"cannot join the processes of the run ({' '.join(str(error).split())})"
+                f": {'start them with srun, or ' if slurm else ''}give "
+                "--distributed.enabled, --distributed.coordinator, "
+                "--distributed.processes and --distributed.process-id"
+            ) from error
 
 
 def make_mesh(config: Config, devices: list[Any] | None = None) -> Mesh:
@@ -65,11 +78,7 @@ def make_mesh(config: Config, devices: list[Any] | None = None) -> Mesh:
             f"{sizes.tensor} x {sizes.seq} does not fit {len(devices)} devices: the "
             "product must be the device count (--mesh.data 0 fills up)"
         )
-    if config.batch_size % (data * sizes.fsdp):
-        raise UsageError(
-            f"--batch-size {config.batch_size} cannot be spread over data x fsdp = "
-            f"{data} x {sizes.fsdp} devices: it must be a multiple"
-        )
+    check_batch(config.batch_size, data, sizes.fsdp)
     grid = np.asarray(devices).reshape(data, sizes.fsdp, sizes.tensor, sizes.seq)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -152,20 +161,16 @@ def parameter_shardings(mesh: Mesh, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(place, params)
 
 
-def check_widths(mesh: Mesh, width: int, hidden: int) -> None:
-    """Checks that the split axes divide.
+def check_width(mesh: Mesh, width: int) -> None:
+    """Checks that the axes that split weights divide the model's width, and so the
+    hidden width, a multiple of it.
 
     Raises:
       UsageError: naming the axis that does not.
     """
-    for axis, size in (
-        ("fsdp", width),
-        ("tensor", width),
-        ("tensor", hidden),
-        ("fsdp", hidden),
-    ):
-        if size % mesh.shape[axis]:
+    for axis in ("fsdp", "tensor"):
+        if width % mesh.shape[axis]:
             raise UsageError(
-                f"--mesh.{axis} {mesh.shape[axis]} does not divide the model's width "
-                f"{size}"
+                f"--model.width {width} cannot be spread over --mesh.{axis} "
+                f"{mesh.shape[axis]}: it must be a multiple"
             )

@@ -80,6 +80,11 @@ def validate(config: Config) -> None:
     needs_path = config.data.name in ("folder", "webdataset", "parquet")
     if needs_path and config.data.path is None:
         raise UsageError(f"--data.name={config.data.name} needs --data.path")
+    if not needs_path and config.data.path is not None:
+        raise UsageError(
+            f"--data.path={config.data.path} needs --data.name=folder, webdataset or "
+            f"parquet: --data.name={config.data.name} reads no files"
+        )
     if model.tokenizer == "word" and needs_path:
         raise UsageError(
             "--model.tokenizer=word knows the captions of shapes and digits only: "
@@ -102,11 +107,7 @@ def validate(config: Config) -> None:
             f"--model.heads {model.heads} cannot be spread over --mesh.tensor "
             f"{mesh.tensor}: it must divide the heads"
         )
-    if config.batch_size % (max(mesh.data, 1) * mesh.fsdp):
-        raise UsageError(
-            f"--batch-size {config.batch_size} cannot be spread over data x fsdp = "
-            f"{max(mesh.data, 1)} x {mesh.fsdp} devices: it must be a multiple"
-        )
+    check_batch(config.batch_size, max(mesh.data, 1), mesh.fsdp)
     _validate_attention(config)
 
 
@@ -143,6 +144,19 @@ def check_number(name: str, value: int | float, works: bool, what: str) -> None:
         raise UsageError(f"--{flag} is {value}; it must {what}")
 
 
+def check_batch(size: int, data: int, fsdp: int) -> None:
+    """Refuses a batch that these axes of the mesh do not divide.
+
+    Raises:
+      UsageError: naming batch and axes.
+    """
+    if size % (data * fsdp):
+        raise UsageError(
+            f"--batch-size {size} cannot be spread over data x fsdp = {data} x {fsdp} "
+            "devices: it must be a multiple"
+        )
+
+
 def _validate_processes(config: Config) -> None:
     given = config.distributed
     number, count = given.process_id, given.processes
@@ -156,6 +170,12 @@ def _validate_processes(config: Config) -> None:
         )
     if not given.enabled:
         raise UsageError("--distributed.coordinator needs --distributed.enabled")
+    host, _, port = given.coordinator.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(
+            f"--distributed.coordinator={given.coordinator} must be host:port, such as "
+            "host0:55527"
+        )
     check_number("distributed.processes", count, count >= 1, "be at least 1")
     works = 0 <= number < count
     what = f"lie in [0, {count}), --distributed.processes being {count}"
@@ -165,6 +185,8 @@ def _validate_processes(config: Config) -> None:
 def _validate_between_devices(config: Config) -> None:
     """Options of context parallelism that have nothing to say."""
     devices, how, given = config.mesh.seq, config.context_parallel, config.mesh.ulysses
+    if devices == 1 and how != "contiguous":
+        raise UsageError(f"--context-parallel={how} needs --mesh.seq 2 or more")
     if given is not None:
         if how != "ring+ulysses":
             raise UsageError(
