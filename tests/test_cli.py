@@ -260,6 +260,10 @@ def test_without_a_driver_jax_looks_for_no_gpu(monkeypatch):
     prefer_cpu_without_driver()
     assert "JAX_PLATFORMS" not in os.environ
     monkeypatch.setattr("train.gpu.has_driver", lambda: False)
+    with monkeypatch.context() as with_tpu:
+        with_tpu.setattr("importlib.util.find_spec", lambda name: name == "libtpu")
+        prefer_cpu_without_driver()
+    assert "JAX_PLATFORMS" not in os.environ
     prefer_cpu_without_driver()
     assert os.environ["JAX_PLATFORMS"] == "cpu"
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")

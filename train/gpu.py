@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 _DRIVER = Path("/dev/nvidiactl")
+# Libraries of devices that are no NVIDIA GPUs.
+_OTHERS = "libtpu", "jax_rocm7_plugin", "jax_rocm60_plugin"
 # Effect of each: deterministic scatter, convolution and cuDNN attention, first
 # autotuning candidate; no Triton GEMM whose fusion depends on its neighbours.
 _EXACT_XLA_FLAGS = (
@@ -21,12 +23,15 @@ def has_driver() -> bool:
 
 
 def prefer_cpu_without_driver() -> None:
-    """Keeps JAX from looking for a GPU where there is no driver; before its import.
+    """Keeps JAX from looking for an NVIDIA GPU where there is no driver; before its
+    import.
 
     With CUDA wheels installed, as for compiling kernels without a GPU, the search ends
-    in a traceback on stderr. A choice the user has made stands.
+    in a traceback on stderr. A choice the user has made stands, and where JAX knows
+    devices that are no NVIDIA GPUs it looks for them. (`attn_jax.machine` has the same
+    for when JAX is there.)
     """
-    if not has_driver():
+    if not has_driver() and not any(map(importlib.util.find_spec, _OTHERS)):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
