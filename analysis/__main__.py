@@ -1,10 +1,9 @@
 """Command line: `python -m analysis list`, or an experiment's name and its options.
 
 Tables go to stderr and to files, one line of JSON to stdout. Exit codes: 0 done; 1 the
-experiment failed or a promise did not hold; 2 unusable command.
+experiment failed or a promise did not hold; 2 unusable command; 130 Ctrl-C.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -17,32 +16,27 @@ from train.config import UsageError
 from train.gpu import prefer_cpu_without_driver
 
 
-class _Parser(argparse.ArgumentParser):
-    """Complains in one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     prefer_cpu_without_driver()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] in (["weights"], ["weights-speed"]):
         fast_sort()
-    from analysis.experiments import EXPERIMENTS  # Imports jax.
+    # These import jax.
+    from analysis.experiments import EXPERIMENTS
+    from attn_jax.command import Parser, interrupted
 
-    parser = _Parser(prog="python -m analysis", description=__doc__)
+    parser = Parser(prog="python -m analysis", description=__doc__)
     commands = parser.add_subparsers(metavar="EXPERIMENT", required=True, dest="name")
     commands.add_parser("list", help="the experiments, one a line")
     for name, experiment in EXPERIMENTS.items():
         command = commands.add_parser(
-            name, help=experiment.summary, description=experiment.summary
+            name, help=experiment.SUMMARY, description=experiment.SUMMARY
         )
         experiment.add_arguments(command)
     options = parser.parse_args(arguments)
     if options.name == "list":
-        lines = (f"{name}: {of.summary}" for name, of in EXPERIMENTS.items())
+        lines = (f"{name}: {of.SUMMARY}" for name, of in EXPERIMENTS.items())
         try:
             print(*lines, sep="\n", flush=True)
         except BrokenPipeError:
@@ -58,6 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ExperimentError as error:
         print(f"{parser.prog} {options.name}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        # Experiments that keep no rows have nothing to make afresh.
+        said = interrupted(options) if hasattr(options, "fresh") else "interrupted"
+        print(f"{parser.prog} {options.name}: {said}", file=sys.stderr)
+        return 130
     print(json.dumps(result))
     return 0
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from attn_jax import machine
 from train.config import UsageError
 from train.record import environment as general_environment
@@ -36,6 +38,11 @@ def environment(command: str) -> dict[str, Any]:
         described["driver"] = machine.driver()
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"command": command, "date": now, **described}
+
+
+def device_name() -> str:
+    """The device, as files are called after it: nvidia-h200."""
+    return jax.devices()[0].device_kind.lower().replace(" ", "-")
 
 
 def write(rows: Sequence[Row], described: dict[str, Any], stem: Path) -> list[Path]:

@@ -253,6 +253,19 @@ def test_another_card_is_refused_in_one_line(accept, capsys):
     assert "NVIDIA B200" in said and len(said.splitlines()) == 1
 
 
+def test_ctrl_c_is_said_and_what_was_tuned_is_kept(
+    accept, capsys, monkeypatch, tmp_path
+):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.Search, "run", interrupted)
+    code, data, _ = accept()
+    assert code == 130 and data["results"]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"interrupted; what was tuned is kept in {tmp_path}, for the same" in last
+
+
 def test_a_report_with_nothing_in_it_accepts_nothing():
     report = Report("ampere", True, A100, 0.0, ())
     assert not report.accepted

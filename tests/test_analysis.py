@@ -208,10 +208,35 @@ def test_unusable_command_is_exit_2_and_one_line(options, reason, capsys):
     assert one_line(error) and reason in error
 
 
-def test_unusable_value_is_exit_2_and_one_line(capsys):
-    assert main(["accuracy", "--seeds", "0"]) == 2
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--seeds", "0"], "--seeds"),
+        # The emulator is not among the implementations that are the default.
+        (["--recipes", "flash3"], "--recipes is for --implementations emulated"),
+        (["--float16-cotangent", "3"], "must be a power of two, got 3"),
+        (["--float16-cotangent", "0"], "must be a power of two, got 0"),
+        (["--float16-cotangent", "nan"], "must be a power of two, got nan"),
+        (["--float16-cotangent", "inf"], "must be a power of two, got inf"),
+    ],
+)
+def test_unusable_value_is_exit_2_and_one_line(options, reason, tmp_path, capsys):
+    command = ["accuracy", "--preset", "toy", "--out", str(tmp_path / "out")]
+    assert main([*command, *options]) == 2
     error = capsys.readouterr().err
-    assert one_line(error) and "--seeds" in error
+    assert one_line(error) and reason in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_recipes_are_what_the_emulator_emulates(tmp_path):
+    options = ["accuracy", "--preset", "toy", "--seeds", "1", "--families", "normal"]
+    options += ["--implementations", "emulated", "--recipes", "flash2", "flash3"]
+    options += ["--float16-cotangent", "0.25"]
+    assert main([*options, "--out", str(tmp_path)]) == 0
+    with open(tmp_path / "cpu-toy.csv") as file:
+        rows = list(csv.DictReader(file))
+    names = {row["implementation"] for row in rows}
+    assert names == {"emulated/flash2", "emulated/flash3"}
 
 
 def test_shapes_for_a_gpu_are_refused_off_one(tmp_path, capsys):
@@ -292,8 +317,11 @@ def test_accuracy_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(accuracy, "measure_cells", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        main(options)
+    for more, again in ([], "the same command"), (["--fresh"], "without --fresh"):
+        assert main([*options, *more]) == 130
+        said = capsys.readouterr().err
+        assert f"what is done is kept in {tmp_path}, for" in said
+        assert said.endswith(f"{again}\n")
     left = []
 
     def noted(cells, *arguments):
@@ -309,6 +337,24 @@ def test_accuracy_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch):
     # Rows of other implementations are no part of this table.
     assert main([*options, "--implementations", "xla"]) == 2
     assert "other settings" in capsys.readouterr().err
+
+
+def test_an_interrupted_experiment_that_keeps_nothing_promises_nothing(
+    tmp_path, capsys, monkeypatch
+):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(emulator_speed, "_row", interrupted)
+    assert (
+        main(
+            ["emulator-speed", *TOY_OPTIONS["emulator-speed"]]
+            + ["--out", str(tmp_path)]
+        )
+        == 130
+    )
+    error = capsys.readouterr().err
+    assert error == "python -m analysis emulator-speed: interrupted\n"
 
 
 def test_accuracy_on_the_inputs_of_a_run(tmp_path, capsys):

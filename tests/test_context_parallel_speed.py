@@ -63,6 +63,9 @@ def test_a_strategy_that_cannot_be_says_why(tmp_path):
         (["--devices", "1"], "numbers from 2 to 8"),
         (["--heads", "3"], "--heads 3 must be a multiple of --kv-heads 2"),
         (["--tokens", "0"], "must be above 0"),
+        (["--seconds", "0"], "--seconds must be above 0, got 0"),
+        (["--seconds", "nan"], "--seconds must be above 0, got nan"),
+        (["--seconds", "inf"], "--seconds must be above 0, got inf"),
     ],
 )
 def test_bad_numbers_are_one_line(arguments, says, tmp_path, capsys):

@@ -269,6 +269,11 @@ def on_a_card(monkeypatch):
         ({"capability": "8.0"}, ["--head-dims", "64x128"], "no head dim 64x128"),
         ({}, ["--kernels", "backward_fused", "--head-dims", "96"], "head dims 64, 128"),
         (
+            {"capability": "8.0", "multiprocessors": 108},
+            ["--kernels", "backward_fused", "--head-dims", "96"],
+            "Ampere's backward_fused is for head dims 64, 128\n",
+        ),
+        (
             {"multiprocessors": 114},
             ["--kernels", "backward_fused"],
             "with 132 multiprocessors",
@@ -319,6 +324,31 @@ def test_the_command_writes_the_table(
         assert tuning.read(table.read_text()) == tuning.ENTRIES
     assert on_a_card(H200 | {"device": "NVIDIA H100"}, *arguments) == 2
     assert "NVIDIA H200, here it is NVIDIA H100" in capsys.readouterr().err
+
+
+def _interrupted(*arguments, **options):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("fresh", [[], ["--fresh"]])
+def test_ctrl_c_is_one_line_that_says_where_to_go_on(
+    fresh, on_a_card, monkeypatch, tmp_path, capsys
+):
+    """Without --fresh, which would throw away what is done."""
+    monkeypatch.setattr(
+        command, "Search", lambda *a, **k: Search(*a, **k, attempt=_interrupted)
+    )
+    arguments = ["--kernels", "backward_dq", "--head-dims", "64", *fresh]
+    assert on_a_card(H200, "--out", str(tmp_path), *arguments) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"what is done is kept in {tmp_path}, for the same command" in line
+    assert line.endswith("without --fresh") == bool(fresh)
+
+
+def test_an_interrupted_dry_run_has_nothing_to_keep(monkeypatch, capsys):
+    monkeypatch.setattr(command, "reason_against", _interrupted)
+    assert command.main(["--dry-run", "--kernels", "backward_dq"]) == 130
+    assert capsys.readouterr().err.endswith("tune: interrupted\n")
 
 
 def test_a_dry_run_without_a_compiler_lists(monkeypatch, capsys):

@@ -1,9 +1,7 @@
 """The table of experiments: what `python -m analysis NAME` runs."""
 
 import argparse
-import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from analysis import capture
 from analysis.experiments import (
@@ -36,78 +34,49 @@ from analysis.experiments import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-    """An entry of the table.
+class Experiment(Protocol):
+    """What a module of the table has."""
 
-    Attributes:
-      summary: one line for `list` and for the help text.
-      add_arguments: adds the experiment's options to its parser.
-      run: does it, given the parsed options and the command as text; returns what
-        the last line of stdout says, as JSON.
-    """
+    @property
+    def SUMMARY(self) -> str:
+        """One line for `list` and for the help text."""
+        ...
 
-    summary: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, str], dict[str, Any]]
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the experiment's options to its parser."""
+
+    def run(self, options: argparse.Namespace, command: str) -> dict[str, Any]:
+        """Does it, given the parsed options and the command as text; returns what
+        the last line of stdout says, as JSON."""
+        ...
 
 
-EXPERIMENTS = {
-    "capture": Experiment(capture.SUMMARY, capture.add_arguments, capture.run),
-    "accuracy": Experiment(accuracy.SUMMARY, accuracy.add_arguments, accuracy.run),
-    "emulator-speed": Experiment(
-        emulator_speed.SUMMARY, emulator_speed.add_arguments, emulator_speed.run
-    ),
-    "speed": Experiment(speed.SUMMARY, speed.add_arguments, speed.run),
-    "speed-and-error": Experiment(
-        speed_and_error.SUMMARY, speed_and_error.add_arguments, speed_and_error.run
-    ),
-    "kernels": Experiment(kernels.SUMMARY, kernels.add_arguments, kernels.run),
-    "random-cases": Experiment(
-        random_cases.SUMMARY, random_cases.add_arguments, random_cases.run
-    ),
-    "memory": Experiment(memory.SUMMARY, memory.add_arguments, memory.run),
-    "flash-attention-2": Experiment(
-        flash_attention_2.SUMMARY,
-        flash_attention_2.add_arguments,
-        flash_attention_2.run,
-    ),
-    "precision": Experiment(precision.SUMMARY, precision.add_arguments, precision.run),
-    "sequence-length": Experiment(
-        sequence_length.SUMMARY, sequence_length.add_arguments, sequence_length.run
-    ),
-    "tiling": Experiment(tiling.SUMMARY, tiling.add_arguments, tiling.run),
-    "state-format": Experiment(
-        state_format.SUMMARY, state_format.add_arguments, state_format.run
-    ),
-    "backward": Experiment(backward.SUMMARY, backward.add_arguments, backward.run),
-    "attribution": Experiment(
-        attribution.SUMMARY, attribution.add_arguments, attribution.run
-    ),
-    "saturation": Experiment(
-        saturation.SUMMARY, saturation.add_arguments, saturation.run
-    ),
-    "bias": Experiment(bias.SUMMARY, bias.add_arguments, bias.run),
-    "ring": Experiment(ring.SUMMARY, ring.add_arguments, ring.run),
-    "context-parallel-error": Experiment(
-        context_parallel_error.SUMMARY,
-        context_parallel_error.add_arguments,
-        context_parallel_error.run,
-    ),
-    "context-parallel-speed": Experiment(
-        context_parallel_speed.SUMMARY,
-        context_parallel_speed.add_arguments,
-        context_parallel_speed.run,
-    ),
-    "depth": Experiment(depth.SUMMARY, depth.add_arguments, depth.run),
-    "census": Experiment(census.SUMMARY, census.add_arguments, census.run),
-    "training": Experiment(training.SUMMARY, training.add_arguments, training.run),
-    "step-speed": Experiment(
-        step_speed.SUMMARY, step_speed.add_arguments, step_speed.run
-    ),
-    "gallery": Experiment(gallery.SUMMARY, gallery.add_arguments, gallery.run),
-    "weights": Experiment(weights.SUMMARY, weights.add_arguments, weights.run),
-    "weights-speed": Experiment(
-        weights_speed.SUMMARY, weights_speed.add_arguments, weights_speed.run
-    ),
+EXPERIMENTS: dict[str, Experiment] = {
+    "capture": capture,
+    "accuracy": accuracy,
+    "emulator-speed": emulator_speed,
+    "speed": speed,
+    "speed-and-error": speed_and_error,
+    "kernels": kernels,
+    "random-cases": random_cases,
+    "memory": memory,
+    "flash-attention-2": flash_attention_2,
+    "precision": precision,
+    "sequence-length": sequence_length,
+    "tiling": tiling,
+    "state-format": state_format,
+    "backward": backward,
+    "attribution": attribution,
+    "saturation": saturation,
+    "bias": bias,
+    "ring": ring,
+    "context-parallel-error": context_parallel_error,
+    "context-parallel-speed": context_parallel_speed,
+    "depth": depth,
+    "census": census,
+    "training": training,
+    "step-speed": step_speed,
+    "gallery": gallery,
+    "weights": weights,
+    "weights-speed": weights_speed,
 }

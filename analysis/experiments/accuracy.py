@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import sys
 from collections import deque
@@ -36,7 +37,7 @@ from analysis import ExperimentError, capture, store, sweep
 from analysis.agreement import FORMATS, VANISHING, Problem, same_bits
 from analysis.kernel_options import OPTIONS, recipe_of
 from analysis.problems import PRESETS
-from analysis.record import Row, check_writable, environment, show, write
+from analysis.record import Row, check_writable, device_name, environment, show, write
 from attn_jax import IMPLEMENTATIONS, RECIPES, dot_product_attention
 from attn_jax.api import Implementation
 from attn_jax.audit import error
@@ -74,8 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipes",
         nargs="+",
         choices=RECIPES,
-        default=["attn_jax"],
-        help="what 'emulated' emulates",
+        help="what 'emulated' emulates (default attn_jax)",
     )
     add("--families", nargs="+", choices=FAMILIES, help="inputs (default all)")
     add(
@@ -127,6 +127,10 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """
     arms = _arms(options.implementations, options.recipes)
     cotangent = options.float16_cotangent
+    if math.frexp(cotangent)[0] != 0.5:
+        raise UsageError(
+            f"--float16-cotangent must be a power of two, got {cotangent:g}"
+        )
     if options.inputs is None:
         name = options.preset or "quick"
         seeds = 4 if options.seeds is None else options.seeds
@@ -148,7 +152,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             return inputs[cell.family]
 
     described = environment(command)
-    device = str(described["device"]).lower().replace(" ", "-")
+    device = device_name()
     stem = options.out / f"{device}-{name}"
     check_writable(stem)
     settings = {"experiment": "accuracy", "arms": list(arms), "cotangent": cotangent}
@@ -208,13 +212,19 @@ def _captured(label: str, inputs: Inputs) -> Cell:
 
 
 def _arms(
-    implementations: Sequence[str], recipes: Sequence[str]
+    implementations: Sequence[str], recipes: Sequence[str] | None
 ) -> dict[str, Implementation]:
-    """Row name -> implementation; the emulator stands once for each recipe."""
+    """Row name -> implementation; the emulator stands once for each recipe.
+
+    Raises:
+      UsageError: recipes are given, and nothing emulates them.
+    """
+    if recipes and "emulated" not in implementations:
+        raise UsageError("--recipes is for --implementations emulated: give it")
     arms: dict[str, Implementation] = {}
     for name in implementations:
         if name == "emulated":
-            arms |= {f"emulated/{recipe}": name for recipe in recipes}
+            arms |= {f"emulated/{recipe}": name for recipe in recipes or ["attn_jax"]}
         else:
             arms[name] = cast(Implementation, "pallas" if name in OPTIONS else name)
     return arms

@@ -45,7 +45,15 @@ from jax.sharding import PartitionSpec as P
 
 from analysis import ExperimentError, device_trace, parallel, store
 from analysis.figures import Panel, write_figure
-from analysis.record import Row, check_writable, environment, show, write, written
+from analysis.record import (
+    Row,
+    check_writable,
+    device_name,
+    environment,
+    show,
+    write,
+    written,
+)
 from analysis.speed import in_jax
 from attn_jax import context_parallel, dot_product_attention
 from attn_jax.context_parallel import Layout, Strategy
@@ -142,8 +150,10 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     sizes = sorted(set(options.tokens or ([8192, 32768] if gpu else [256])))
     doubled = [2**n for n in range(1, 10) if 2**n <= there]
     counts = sorted(set(options.devices or (doubled if target is None else [there])))
-    if min(*heads, *sizes) < 1 or options.seconds <= 0:
-        raise UsageError("--tokens, heads, --head-dim and --seconds must be above 0")
+    if min(*heads, *sizes) < 1:
+        raise UsageError("--tokens, heads and --head-dim must be above 0")
+    if not 0 < options.seconds < float("inf"):
+        raise UsageError(f"--seconds must be above 0, got {options.seconds:g}")
     if heads.query % heads.key:
         raise UsageError(
             f"--heads {heads.query} must be a multiple of --kv-heads {heads.key}"
@@ -156,7 +166,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             "one; --compile-for h200 says without them what programs hold"
         )
     described = environment(command)
-    device = str(described["device"]).lower().replace(" ", "-")
+    device = device_name()
     stem = options.out / (f"compiled-for-{target}" if target else f"{device}-x{there}")
     check_writable(stem)
     strategies = options.strategies or list(get_args(Strategy))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from analysis.record import Row, check_writable, environment, show, write
+from analysis.record import Row, check_writable, device_name, environment, show, write
 from attn_jax import RECIPES, emulator
 from attn_jax.audit.inputs import Shape, make_inputs
 from attn_jax.formats import FP64
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         for length in lengths:
             _check(options.recipe, length, options.heads)
         described = environment(command)
-        device = str(described["device"]).lower().replace(" ", "-")
+        device = device_name()
         check_writable(options.out / device)
         rows = [_row(options.recipe, length, options.heads) for length in lengths]
     files = write(rows, described, options.out / device)

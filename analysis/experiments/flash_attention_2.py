@@ -45,7 +45,7 @@ from analysis.agreement import (
     lower,
     order_sizes,
 )
-from analysis.record import Row, check_writable, environment, show, write
+from analysis.record import Row, check_writable, device_name, environment, show, write
 from attn_jax.audit.inputs import FAMILIES, Inputs
 from attn_jax.recipe import RECIPES, Recipe
 from train.config import UsageError
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     torch = _import_torch()
     described = environment(command) | {"canaries": certified()}
     described["torch"] = torch.__version__
-    device = str(described["device"]).lower().replace(" ", "-")
+    device = device_name()
     stem = options.out / f"{device}-{options.preset}"
     check_writable(stem)
     began = time.monotonic()

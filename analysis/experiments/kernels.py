@@ -40,7 +40,7 @@ from analysis.agreement import (
     lower,
     order_sizes,
 )
-from analysis.record import Row, environment, show, write
+from analysis.record import Row, device_name, environment, show, write
 from attn_jax import dot_product_attention
 from attn_jax.audit.inputs import FAMILIES, Inputs
 from attn_jax.formats import FP32, FP64
@@ -147,7 +147,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     began = time.monotonic()
     rows = list(measure(problems, options.families, options.seeds))
     described["seconds"] = round(time.monotonic() - began, 1)
-    device = str(described["device"]).lower().replace(" ", "-")
+    device = device_name()
     files = write(rows, described, options.out / f"{device}-{options.preset}")
     show(largest(rows), "Kernels against recipes, in units of the final rounding")
     failed = failures(rows, ("recipe", "tensor", "family", "H", "is_causal"))

@@ -20,7 +20,7 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from analysis import ExperimentError
-from analysis.record import Row, check_writable, environment, show, write
+from analysis.record import Row, check_writable, device_name, environment, show, write
 from analysis.speed import in_jax
 from analysis.speed.cases import Case, Pass
 from analysis.speed.timing import reason
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         names = ["xla", "emulated"]
     names = list(dict.fromkeys(names))
     described = environment(command)
-    device = str(described["device"]).lower().replace(" ", "-")
+    device = device_name()
     check_writable(options.out / device)
     rows, programs = [], {}
     for name in names:

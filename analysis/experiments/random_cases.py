@@ -32,7 +32,7 @@ from analysis import ExperimentError, cases
 from analysis.agreement import certified
 from analysis.case_check import ROUNDED, TENSORS, check, recipe_of
 from analysis.cases import BATCH, LONGEST, PROGRAMS, Program
-from analysis.record import Row, check_writable, environment, show, write
+from analysis.record import Row, check_writable, device_name, environment, show, write
 from analysis.store import Store
 from attn_jax.api import Implementation
 from attn_jax.recipe import Architecture
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     if not tasks:
         raise UsageError("--programs and --cases leave no case to run")
     described = environment(command) | {"canaries": certified()}
-    device = str(described["device"]).lower().replace(" ", "-")
+    device = device_name()
     stem = options.out / "-".join(
         filter(None, [device, options.implementation, options.architecture])
     )

@@ -36,7 +36,15 @@ from analysis import ExperimentError
 from analysis.agreement import VANISHING
 from analysis.experiments.accuracy import REPRODUCIBLE
 from analysis.figures import Panel, write_figure
-from analysis.record import Row, check_writable, environment, show, write, written
+from analysis.record import (
+    Row,
+    check_writable,
+    device_name,
+    environment,
+    show,
+    write,
+    written,
+)
 from analysis.speed import errors, in_jax, in_torch, timing
 from analysis.speed.cases import FLOPS, PASSES, PRESETS, Case, Pass, chosen
 from analysis.speed.torch_process import TorchProcess, is_installed
@@ -123,7 +131,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             "--preset=toy runs anywhere"
         )
     names = _installed(options.preset, options.implementations)
-    device = jax.devices()[0].device_kind.lower().replace(" ", "-")
+    device = device_name()
     stem = options.out / f"{device}-{options.preset}"
     check_writable(stem)
     cells = [

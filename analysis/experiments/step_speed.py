@@ -32,7 +32,15 @@ import jax
 
 from analysis import ExperimentError, store
 from analysis.figures import Panel, write_figure
-from analysis.record import Row, check_writable, environment, show, write, written
+from analysis.record import (
+    Row,
+    check_writable,
+    device_name,
+    environment,
+    show,
+    write,
+    written,
+)
 from analysis.step_case import StepCase, by_kind
 from analysis.step_programs import PARTS, Part
 from train.config import Config, UsageError
@@ -122,7 +130,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         )
     parts: list[Part] = [part for part in PARTS if part in options.parts]
     described = environment(command)
-    stem = options.out / str(described["device"]).lower().replace(" ", "-")
+    stem = options.out / device_name()
     check_writable(stem)
     settings = {
         **{"experiment": "step-speed", "implementations": list(names), "parts": parts},

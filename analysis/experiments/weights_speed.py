@@ -21,7 +21,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from analysis.record import Row, check_writable, environment, show, write
+from analysis.record import Row, check_writable, device_name, environment, show, write
 from analysis.weights import on_device
 from analysis.weights.compare import compare
 from analysis.weights.wasserstein import distance
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     from scipy.stats import wasserstein_distance
 
     described = environment(command)
-    stem = options.out / str(described["device"]).lower().replace(" ", "-")
+    stem = options.out / device_name()
     check_writable(stem)
     rng = np.random.default_rng(0)
     first = rng.standard_normal(options.size, dtype=np.float32)

@@ -6,7 +6,7 @@ that is left, tilings near those of the table. What does not fit into --minutes 
 as left out. OUT/acceptance.md and .json are what an issue about a card should have.
 
 Exit codes: 0 accepted: all checks of correctness ran and passed; 4 something failed, or
-a check did not fit; 2 unusable command.
+a check did not fit; 2 unusable command; 130 Ctrl-C: what was tuned is kept.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attn_jax.command import Parser
+from attn_jax.command import Parser, interrupted
 from attn_jax.kernels import card, checks
 from attn_jax.kernels.accept import parts
 from attn_jax.kernels.accept.report import Report, Result
@@ -202,6 +202,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"{command.prog}: cannot write {options.out}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        said = interrupted(options, "what was tuned is kept")
+        print(f"{command.prog}: {said}", file=sys.stderr)
+        return 130
     files = [str(path) for path in _paths(options.out)]
     for result in report.results:
         if result.status == "left out":

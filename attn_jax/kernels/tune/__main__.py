@@ -9,7 +9,8 @@ command goes on where it was ended.
 OUT/trials.jsonl has a line for every finished candidate, OUT/winners.md the fastest
 beside the present entries, OUT/tilings.json the whole table with the winners in it, in
 the form of attn_jax/kernels/tilings.json: copied there it is what the kernels use.
-Exit codes: 0 done; 2 unusable command; 3 out of time, run it again to go on.
+Exit codes: 0 done; 2 unusable command; 3 out of time, run it again to go on; 130
+Ctrl-C, likewise.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import jax
 
-from attn_jax.command import Parser
+from attn_jax.command import Parser, interrupted
 from attn_jax.kernels import card, ring_order, tuning
 from attn_jax.kernels.tune import trial
 from attn_jax.kernels.tune.candidates import (
@@ -107,6 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             more = "; --dry-run compiles the candidates without a GPU"
         print(f"{command.prog}: {error}{more}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        said = "interrupted" if options.dry_run else interrupted(options)
+        print(f"{command.prog}: {said}", file=sys.stderr)
+        return 130
 
 
 def _groups(
@@ -133,10 +138,12 @@ def _groups(
         for group in groups(architecture, name, wanted, multiprocessors)
     ]
     if not found:
+        card_of = ""
+        if architecture == "hopper":
+            card_of = f"a card with {ring_order.MULTIPROCESSORS} multiprocessors and "
         raise _Unusable(
-            f"{', '.join(names)} is for Hopper, a card with "
-            f"{ring_order.MULTIPROCESSORS} multiprocessors and head dims "
-            f"{', '.join(map(str, tuning.FUSED_HEAD_DIMS))}"
+            f"{architecture.capitalize()}'s {', '.join(names)} is for {card_of}"
+            f"head dims {', '.join(map(str, tuning.FUSED_HEAD_DIMS))}"
         )
     return found
 
