@@ -70,7 +70,8 @@ def dot_product_attention(
 
     Arguments up to `return_residual` mean what they mean in
     `jax.nn.dot_product_attention`; lengths become segment ids, and any axis of a bias
-    may have size one. The others are those of `sharded.attention`, and
+    may have size one. The others are those of `sharded.attention`, which has
+    `head_stride` besides, and
 
     Args:
       shards: devices that the sequence is cut between; all that there are if None.
