@@ -248,8 +248,8 @@ def test_a_killed_run_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(in_jax, "measure", fake)
     monkeypatch.setattr(errors, "columns", lambda *_: {"error": 1.0})
     monkeypatch.setattr(speed, "write_figure", lambda _, path, __: path.write_text(""))
-    with pytest.raises(KeyboardInterrupt):
-        measured(tmp_path, capsys, *options)
+    code, _, said = measured(tmp_path, capsys, *options)
+    assert code == 130 and "for the same command" in said.err
     code, rows, _ = measured(tmp_path, capsys, *options)
     assert code == 0 and asked == ["toy-full", "toy-causal", "toy-causal"]
     assert [row["case"] for row in rows] == ["toy-full", "toy-causal"]
