@@ -30,7 +30,7 @@ class Store:
     Attributes:
       Error: what it raises.
       needed: columns that every row has.
-      elsewhere, anew: what its lines propose, another file and another start.
+      elsewhere, afresh: what its lines propose, another file and another start.
       dropped: how many cells were there that no longer hold, since a setting of `anew`
         was another and all others the same.
 
@@ -42,7 +42,7 @@ class Store:
     Error: type[Exception] = StoreError
     needed: tuple[str, ...] = ()
     elsewhere: str = "another --out"
-    anew: str = "--fresh"
+    afresh: str = "--fresh"
 
     def __init__(
         self,
@@ -87,7 +87,8 @@ class Store:
                 if before != now:
                     raise self.Error(
                         f"{self.path} holds cells measured with {name} {before}, here "
-                        f"it is {now}: finish it there, or start anew with {self.anew}"
+                        f"it is {now}: finish it there, or start anew with "
+                        f"{self.afresh}"
                     )
         self.environments.append(environment)
         self._append({"environment": environment})
@@ -169,7 +170,7 @@ class Store:
             differences = ", ".join(_differences(there, here))
             raise self.Error(
                 f"{self.path} holds rows of other settings ({differences}): give "
-                f"{self.elsewhere}, or start anew with {self.anew}"
+                f"{self.elsewhere}, or start anew with {self.afresh}"
             )
         return not differing
 
@@ -192,7 +193,7 @@ class Store:
         )
 
     def _damaged(self) -> Exception:
-        return self.Error(f"{self.path} is damaged: start anew with {self.anew}")
+        return self.Error(f"{self.path} is damaged: start anew with {self.afresh}")
 
     def _unwritable(self, error: OSError) -> Exception:
         return self.Error(f"cannot write {self.path}: {error.strerror}")

@@ -255,6 +255,9 @@ def test_configuration_from_before_an_option_existed_is_the_same_run():
 def test_without_a_driver_jax_looks_for_no_gpu(monkeypatch):
     import os
 
+    import train.gpu
+    from attn_jax import machine
+
     monkeypatch.setattr("train.gpu.has_driver", lambda: True)
     monkeypatch.delenv("JAX_PLATFORMS")
     prefer_cpu_without_driver()
@@ -266,6 +269,8 @@ def test_without_a_driver_jax_looks_for_no_gpu(monkeypatch):
     assert "JAX_PLATFORMS" not in os.environ
     prefer_cpu_without_driver()
     assert os.environ["JAX_PLATFORMS"] == "cpu"
+    # Written twice: one of them works before JAX is imported.
+    assert train.gpu._OTHERS == machine._OTHERS
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     prefer_cpu_without_driver()
     assert os.environ["JAX_PLATFORMS"] == "cuda"

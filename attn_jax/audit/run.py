@@ -294,7 +294,7 @@ class _Store(Store):
     """Of a function's argument `folder`, or of a command."""
 
     elsewhere = "another folder (--out)"
-    anew = "fresh=True (--fresh)"
+    afresh = "fresh=True (--fresh)"
 
 
 @contextlib.contextmanager

@@ -412,10 +412,11 @@ def ranges(
     dout_norm: Float32[Array, "B N T"],
 ) -> Ranges:
     """Of all keys and these whole rows (`row_sums`), for `backward`: powers of two for
-    |dS| <= 2 |dO| |V| + |dLSE|, by norms, and for |K - c| <= 2 |K|. |dLSE| is taken for
-    no less than |excess| = |delta - dLSE|, which is at hand: at most a bit of FP16's
-    range. By columns, c and the largest |K| and |V|; None where there are no such
-    powers."""
+    |dS| <= |dO| |V| + |excess|, by norms, and for |K - c| <= 2 |K|. By columns, c and
+    the largest |K| and |V|; None where there are no such powers.
+
+    `range_of` is meant for dLSE, with |delta| <= |dO| |V| besides, and so takes the
+    first term twice: at most a bit of FP16's range that is not used."""
     is_scaled = key_largest is not None
     numbers = None
     if key_largest is not None:
