@@ -139,6 +139,36 @@ def test_a_ratio_is_infinite_for_nan_and_zero_without_a_bound():
     np.testing.assert_array_equal(nan, [np.inf, 0, np.inf, 0])
 
 
+def test_fp64_is_off_by_the_size_of_the_terms_that_it_sums():
+    """An exact 0 of terms of 1, which FP64 has as 3e-13, beside results of 1e-3."""
+    exact, limit = np.array([1e-3, 3e-13]), np.full(2, 1e-16)
+    x = np.array([1e-3, 0.0])
+    assert case_check.ratios(x, exact, limit)[1] > 1
+    assert not case_check.ratios(x, exact, limit, np.ones(2)).any()
+    assert case_check.ratios(x - [0, 3e-12], exact, limit, np.ones(2))[1] > 1
+
+
+def test_keys_that_agree_in_a_column_fail_nothing(monkeypatch):
+    """Those of very negative logits: dQ is 0 in their column, FP64's has what is left
+    of terms thousands of times as large as the largest dQ."""
+    program = cases.program(31, 83, 1500)
+    program = dataclasses.replace(program, T=128, S=128, H=64)
+    of_run = [cases.case(31, number, program) for number in range(664, 672)]
+    of_run = [dataclasses.replace(x, family="lse-130", changed=None) for x in of_run]
+    batch = cases.batch(31, program, of_run)
+    attend = case_check.attention_of(program, "emulated")
+    found = jax.device_get(case_check.compiled(program, attend, batch)(*batch))
+
+    def failed() -> list[str]:
+        rows = case_check.judged(program, of_run, batch, found, found, "emulated")
+        return [row["failed"] for row in rows if row["failed"]]
+
+    assert not failed()
+    whole = case_check.ratios
+    monkeypatch.setattr(case_check, "ratios", lambda *given: whole(*given[:3]))
+    assert "dq[" in failed()[0]
+
+
 def fitting(condition) -> int:
     """The number of the first small program of which a condition holds."""
     return next(

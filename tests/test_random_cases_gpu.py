@@ -16,6 +16,8 @@ REGRESSIONS = {
     # The sink's exponent had P's scale in it and was rounded near 15.
     "a sink that outweighs the keys, wide": (30, 6345, 1500),
     "a sink that outweighs the keys, offset": (30, 6348, 1500),
+    # What FP64 leaves of terms that cancel was held for an error.
+    "keys that agree in a column": (31, 669, 1500),
 }
 
 
