@@ -316,9 +316,8 @@ def ratios(
     """
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         error = np.where(x == exact, 0.0, np.abs(x - exact))
-        if terms is None:
-            terms = np.abs(exact[np.isfinite(exact)]).max(initial=0.0)
-        noise = _GOLDEN_ERROR * terms
+        largest = np.abs(exact[np.isfinite(exact)]).max(initial=0.0)
+        noise = _GOLDEN_ERROR * (largest if terms is None else terms)
         # Nothing to be off where nothing is rounded.
         noise = np.where((limit == 0) & (exact == 0), 0.0, noise)
         error = np.where(error <= noise, 0.0, error - noise)
