@@ -32,37 +32,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
-from attn_jax.kernels.hopper_range import Range, power_of_two
-from attn_jax.kernels.integers import rem
-from attn_jax.kernels.tiles import (
-    COLUMNS,
-    GROUP,
-    LOG2_E,
-    ROWS,
-    accumulator,
-    along_columns,
-    along_rows,
-    block_counts,
-    capped,
-    found_anew,
-    head_of,
-    hide_from,
-    pad_rows,
-    partial_sum,
-    read_tile,
-    row_positions,
-    smem_tile,
-    stream,
-    visible,
-    widen,
+from attn_jax.kernels.hopper_dq_products import (
+    Barriers,
+    Centre,
+    Form,
+    Inputs,
+    Memory,
+    Products,
+    Work,
+    load_blocks,
 )
-from attn_jax.kernels.tuning import PLENTY_OF_REGISTERS, Tiling
+from attn_jax.kernels.hopper_range import Range, power_of_two
+from attn_jax.kernels.tiles import LOG2_E, pad_rows
+from attn_jax.kernels.tuning import Tiling
 from attn_jax.kernels.visibility import (
     Band,
     Pairs,
     Rules,
     block_lists,
-    hide,
     pad_to_tiles,
     whole_tiles,
 )
@@ -174,18 +161,33 @@ def _over_keys(
     batch, _, query_heads, head_dim = query.shape
     value_dim = value.shape[-1]
     key_heads = key.shape[2]
-    dtype = query.dtype
-    rows, columns, stages = tiling.rows, tiling.columns, tiling.stages
-    warpgroups = tiling.warpgroups
-    tile_count = pl.cdiv(query_count, tiling.tile)
-    saves_registers = (head_dim, value_dim) not in PLENTY_OF_REGISTERS
-    unit = scale * LOG2_E if soft_cap is None and bias is None else 1.0
-    tile_rows = tile_count * tiling.tile
+    columns, warpgroups = tiling.columns, tiling.warpgroups
     makes_delta = len(rows_of) == 1
-    has_centre = centre is not None or row_centre is not None
-    half, half_slots = None, 1
+    half_slots = 0
     if numbers is not None:
         half_slots = half_stages(tiling, head_dim, value_dim)
+    form = Form(
+        query_heads=query_heads,
+        key_heads=key_heads,
+        query_count=query_count,
+        key_count=key_count,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=query.dtype,
+        scale=scale,
+        soft_cap=soft_cap,
+        has_bias=bias is not None,
+        is_causal=is_causal,
+        band=band,
+        tiling=tiling,
+        centre=_centre_of(centre, row_centre, query_count, listed=mask is not None),
+        half_slots=half_slots,
+        makes_delta=makes_delta,
+        wide=wide,
+    )
+    tile_rows = form.tile_count * tiling.tile
+    half = None
+    if numbers is not None:
         half_key = key.astype(jnp.float32) * numbers.key_factor[:, None]
         half_key = half_key.astype(jnp.float16)
         half = half_key, (power_of_two(-numbers.row_exponent), *numbers.undone())
@@ -194,12 +196,9 @@ def _over_keys(
         exponent = jnp.repeat(numbers.row_exponent, group, axis=1)[..., None]
         rows_of = rows_of[0] * LOG2_E - exponent, *rows_of[1:]
     rows_of = [pad_rows(x, tile_rows) for x in rows_of]
-    row_centres, own_centres, rows_more = False, False, tile_rows - query_count
-    if centre is not None:
-        own_centres = mask is not None and centre.shape[2] == query_count
-        row_centres = centre.shape[2] > 1 and not own_centres
-        if own_centres:
-            centre = jnp.pad(centre, ((0, 0), (0, 0), (0, rows_more), (0, 0)))
+    rows_more = tile_rows - query_count
+    if form.centre == "query":
+        centre = jnp.pad(centre, ((0, 0), (0, 0), (0, rows_more), (0, 0)))
     if row_centre is not None:
         row_centre = jnp.pad(row_centre, ((0, 0), (0, rows_more), (0, 0), (0, 0)))
     pairs = None
@@ -216,227 +215,21 @@ def _over_keys(
     if bias is not None:
         bias = whole_tiles(bias, tiling.tile, columns)
 
-    def attention_backward_dq(
-        q_gmem, k_gmem, v_gmem, dout_gmem, rows_gmem, centre_gmem, row_centre_gmem,
-        half_gmem, pairs, bias_gmem, result_gmem, smem, barriers,
-    ):  # fmt: skip
-        q_smem, dout_smem, k_smem, v_smem, half_smem, row_smem, centre_smem = smem
-        tile_ready, k_ready, v_ready, k_free, v_free, half_ready, half_free = barriers
-        b, n = lax.axis_index("batch"), lax.axis_index("head")
-        tile = jnp.int32(tile_count - 1) - lax.axis_index("tile")
+    def attention_backward_dq(gmem, result_gmem, smem, barriers):
         warpgroup = lax.axis_index("warpgroup")
-        kv_head = lax.div(n, jnp.int32(query_heads // key_heads))
-        if pairs is None:
-            full_blocks, blocks = block_counts(
-                tile * tiling.tile, tiling.tile, columns, key_count, is_causal
-            )
-        else:
-            listed = pairs.entries(b, n, tile)
-            full_blocks, blocks = jnp.int32(0), listed[0]
-
-        def slot(j, slots=stages):
-            return rem(j, slots)
-
-        def block_of(j):
-            return j if pairs is None else lax.div(listed[j + 1], jnp.int32(2))
+        work = Work.of(form, gmem.pairs)
 
         @pl.when(warpgroup < warpgroups)
         def consume():
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            ready = tile_ready.at[warpgroup]
-            q_tile, dout_tile = q_smem.at[warpgroup], dout_smem.at[warpgroup]
-            first_row = tile * tiling.tile + warpgroup * rows
-            q_slice = (b, pl.ds(first_row, rows), n)
-            plgpu.copy_gmem_to_smem(q_gmem.at[q_slice], q_tile, ready)
-            plgpu.copy_gmem_to_smem(dout_gmem.at[q_slice], dout_tile, ready)
-            for i, gmem in enumerate(rows_gmem):
-                plgpu.copy_gmem_to_smem(
-                    gmem.at[b, n, pl.ds(first_row, rows)],
-                    row_smem.at[warpgroup, i],
-                    ready,
-                )
-            if centre_gmem is not None:
-                centre_index = jnp.int32(0)
-                if row_centres:
-                    centre_index = tile * warpgroups + warpgroup
-                plgpu.copy_gmem_to_smem(
-                    centre_gmem.at[b, kv_head, centre_index],
-                    centre_smem.at[warpgroup],
-                    ready,
-                )
-            plgpu.barrier_wait(ready)
-
-            def load_rows(i):
-                return plgpu.load(row_smem.at[warpgroup, i], layout=ROWS)
-
-            row_lse = load_rows(0)  # in units of log2 where dS is scaled
-            if half_gmem is None:
-                row_lse = row_lse * LOG2_E
-            row_delta = None if makes_delta else load_rows(1)
-
-            def centred(dq, ds_sum):
-                """dq less what rounding left in the row sums, times the centre."""
-                own = None
-                if own_centres:
-                    own = centre_gmem.at[b, kv_head, pl.ds(first_row, rows)]
-                elif row_centre_gmem is not None:
-                    own = row_centre_gmem.at[q_slice]
-                if own is not None:
-                    layout = plgpu.Layout.WGMMA
-                    centres = plgpu.load(own, layout=layout, optimized=False)
-                else:
-                    centre_row = plgpu.load(centre_smem.at[warpgroup], layout=COLUMNS)
-                    centres = along_columns(centre_row, dq.shape)
-                excess = ds_sum if soft_cap is not None else ds_sum - load_rows(2)
-                return dq - along_rows(excess, dq.shape) * centres
-
-            def accumulate(dq_acc):
-                def step(j, row_sum):
-                    now = slot(j)
-
-                    if pairs is None:
-                        whole = j < full_blocks
-                    else:
-                        whole = lax.rem(listed[j + 1], jnp.int32(2)) == 0
-
-                    def hide_some(s):
-                        if pairs is not None:
-                            key_start = block_of(j) * columns
-                            return hide(s, pairs, band, b, n, first_row, key_start)
-                        if saves_registers:
-                            seen = key_count - j * columns
-                            if is_causal:
-                                diagonal = first_row + 1 - j * columns
-                                diagonal = row_positions(rows) + diagonal
-                                seen = jnp.minimum(diagonal, seen)
-                            return hide_from(s, seen)
-                        seen = visible(
-                            s.shape,
-                            query_start=first_row,
-                            key_start=j * columns,
-                            key_count=key_count,
-                            is_causal=is_causal,
-                        )
-                        return jnp.where(seen, s, -jnp.inf)
-
-                    q, dout = q_tile, dout_tile
-                    if saves_registers:
-                        here = found_anew(warpgroup)
-                        q, dout = q_smem.at[here], dout_smem.at[here]
-
-                    def products(s_acc, dp_acc):
-                        plgpu.wgmma(s_acc, q, k_smem.at[now].transpose((1, 0)))
-                        plgpu.barrier_wait(v_ready.at[now])
-                        plgpu.wgmma(dp_acc, dout, v_smem.at[now].transpose((1, 0)))
-                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                        if half_gmem is not None:
-                            plgpu.barrier_arrive(k_free.at[now])
-                        tile_bias = None
-                        if bias_gmem is not None:
-                            tile_bias = read_tile(
-                                head_of(bias_gmem, b, n),
-                                first_row,
-                                block_of(j) * columns,
-                                s.shape,
-                            )
-                        s, slope = capped(s, scale, soft_cap, tile_bias)
-                        s = lax.cond(whole, lambda s: s, hide_some, s)
-                        p = jnp.exp2(s * unit - along_rows(row_lse, s.shape))
-                        # All that P is for here is dS = P (dP - delta) slope.
-                        if slope is not None and not makes_delta:
-                            p = p * slope
-
-                        # As in the forward pass, these waits keep ptxas from moving
-                        # the wait for dP above the exponentials. A wait further down
-                        # would have exponentials moved below it.
-                        if half_gmem is not None:
-                            plgpu.barrier_wait(half_ready.at[slot(j, half_slots)])
-
-                        @pl.when(j + 1 < blocks)
-                        def _():
-                            plgpu.barrier_wait(k_ready.at[slot(j + 1)])
-
-                        return p, dp_acc[...]
-
-                    block = accumulator(rows, columns)
-                    p, dp = pl.run_scoped(products, block, block)
-                    plgpu.barrier_arrive(v_free.at[now])
-                    if row_delta is None:
-                        plgpu.barrier_arrive(k_free.at[now])
-                        return row_sum + partial_sum(p * dp)
-                    exact = p * (dp - along_rows(row_delta, dp.shape))
-                    if half_gmem is None:
-                        keys, keys_free = k_smem.at[now], k_free.at[now]
-                    else:
-                        place = slot(j, half_slots)
-                        keys, keys_free = half_smem.at[place], half_free.at[place]
-                    ds = exact.astype(keys.dtype)
-                    plgpu.wgmma(dq_acc, ds, keys)
-                    if has_centre:
-                        added = widen(ds)
-                        if soft_cap is not None:
-                            added -= exact
-                        row_sum = row_sum + partial_sum(added)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(keys_free)
-                    return row_sum
-
-                plgpu.barrier_wait(k_ready.at[0])
-                row_sum = plgpu.layout_cast(
-                    jnp.zeros((rows, GROUP), jnp.float32), plgpu.Layout.WGMMA
-                )
-                row_sum = lax.fori_loop(jnp.int32(0), blocks, step, row_sum)
-                dq = None if makes_delta else dq_acc[...]
-                return dq, row_sum.sum(axis=1)
-
-            if makes_delta:
-                _, row_sum = accumulate(None)
-                result_gmem[b, n, pl.ds(first_row, rows)] = row_sum
-                return
-            dq, ds_sum = pl.run_scoped(accumulate, accumulator(rows, head_dim))
-            if half_gmem is not None:
-                of_sum, first, second = (x[b, kv_head] for x in half_gmem[1])
-                dq, ds_sum = dq * first * second, ds_sum * of_sum
-            if has_centre:
-                dq = centred(dq, ds_sum)
-            if wide:
-                result_gmem[b, pl.ds(first_row, rows), n] = dq * scale
-                return
-            q_tile[...] = (dq * scale).astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_tile, result_gmem.at[q_slice])
-            plgpu.wait_smem_to_gmem(0)
+            Products.of(warpgroup, work, gmem, smem, barriers).make(result_gmem)
 
         @pl.when(warpgroup == warpgroups)
         def produce():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            load_blocks(work, gmem, smem, barriers)
 
-            def load(gmem, smem, ready, j, slots=stages):
-                place = slot(j, slots)
-                block = gmem.at[b, pl.ds(block_of(j) * columns, columns), kv_head]
-                plgpu.copy_gmem_to_smem(block, smem.at[place], ready.at[place])
-
-            def load_half(j):
-                assert half_gmem is not None
-                load(half_gmem[0], half_smem, half_ready, j, half_slots)
-
-            buffers = [
-                (lambda j: load(k_gmem, k_smem, k_ready, j), k_free),
-                (lambda j: load(v_gmem, v_smem, v_ready, j), v_free),
-            ]
-            if half_gmem is None:
-                stream(blocks, stages, buffers)
-            else:
-                slots = stages, stages, half_slots
-                stream(blocks, slots, [*buffers, (load_half, half_free)])
-
-    free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
-    half_smem = half_ready = half_free = None
-    if half is not None:
-        half_smem = smem_tile((half_slots, columns, head_dim), half[0].dtype, columns)
-        half_ready = plgpu.Barrier(num_barriers=half_slots)
-        half_free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=half_slots)
-    out_type = jax.ShapeDtypeStruct(query.shape, dtype)
+    out_type = jax.ShapeDtypeStruct(query.shape, query.dtype)
     # Plain stores do not stop at an array's end.
     if wide:
         shape = batch, tile_rows, query_heads, head_dim
@@ -444,36 +237,27 @@ def _over_keys(
     if makes_delta:
         out_type = jax.ShapeDtypeStruct((batch, query_heads, tile_rows), jnp.float32)
         attention_backward_dq.__name__ = "attention_backward_delta"
-    copies = 2 + len(rows_of) + (centre is not None)
-    centre_smem = plgpu.SMEM((warpgroups, head_dim), jnp.float32)
     result = plgpu.kernel(
         attention_backward_dq,
         out_type=out_type,
-        scratch_types=[
-            (
-                # S = Q K^T and dS K, a sum over `columns`, both read K.
-                smem_tile((warpgroups, rows, head_dim), dtype, columns),
-                smem_tile((warpgroups, rows, value_dim), dtype),
-                smem_tile((stages, columns, head_dim), dtype, columns),
-                smem_tile((stages, columns, value_dim), dtype),
-                half_smem,
-                plgpu.SMEM((warpgroups, len(rows_of), rows), jnp.float32),
-                None if centre is None else centre_smem,
-            ),
-            (
-                plgpu.Barrier(num_arrivals=copies, num_barriers=warpgroups),
-                plgpu.Barrier(num_barriers=stages),
-                plgpu.Barrier(num_barriers=stages),
-                free,
-                free,
-                half_ready,
-                half_free,
-            ),
-        ],
-        grid=(query_heads, tile_count, batch),
+        scratch_types=[Memory.scratch(form), Barriers.scratch(form)],
+        grid=(query_heads, form.tile_count, batch),
         grid_names=("head", "tile", "batch"),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query, key, value, dout, rows_of, centre, row_centre, half, pairs, bias)
+    )(Inputs(query, key, value, dout, rows_of, centre, row_centre, half, pairs, bias))
     return result[:, :, :query_count] if makes_delta else result[:, :query_count]
+
+
+def _centre_of(
+    centre: Array | None, row_centre: Array | None, query_count: int, *, listed: bool
+) -> Centre | None:
+    """What `centre`, or `row_centre` in its place, has one row for."""
+    if row_centre is not None:
+        return "query of head"
+    if centre is None:
+        return None
+    if listed and centre.shape[2] == query_count:
+        return "query"
+    return "rows" if centre.shape[2] > 1 else "head"
