@@ -198,7 +198,7 @@ class Work:
     whole: jax.Array
     blocks: jax.Array
     pairs: Pairs | None
-    listed: jax.Array | None
+    listed: Any
 
     @classmethod
     def of(cls, form: Form, pairs: Pairs | None) -> "Work":
