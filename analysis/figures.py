@@ -239,7 +239,7 @@ def draw(panels: Sequence[Panel], columns: int = 2, caption: str = "") -> "Figur
         axes.set_title(panel.title, fontsize=9)
         axes.set_xlabel(panel.x_label)
         if any(isinstance(value, str) for value in names):
-            axes.set_xticks(range(len(names)), names)
+            axes.set_xticks(range(len(names)), [_literal(str(x)) for x in names])
             # Names side by side would run into each other.
             axes.tick_params("x", labelrotation=90, labelsize=7)
         axes.set_ylabel(panel.y_label, fontsize=9)
@@ -247,8 +247,14 @@ def draw(panels: Sequence[Panel], columns: int = 2, caption: str = "") -> "Figur
         if panel.legend is not None:
             _write_legend(axes, panel.legend, looks)
     if shown:
-        figure.legend(shown.values(), shown, loc="outside right upper", fontsize=8)
+        labels = [_literal(name) for name in shown]
+        figure.legend(shown.values(), labels, loc="outside right upper", fontsize=8)
     return figure
+
+
+def _literal(name: str) -> str:
+    """A name as text: Matplotlib takes what stands between two $ for a formula."""
+    return name.replace("$", r"\$")
 
 
 def _write_legend(axes, legend: Mapping[str, str], looks: Mapping[str, Any]) -> None:

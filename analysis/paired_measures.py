@@ -16,10 +16,11 @@ the reference, too, as far as it makes sense there:
     feedback       ||B|| / ||w||: B is by how much the difference D of the weights grows
                    beyond L in that step
     aligned        cosine of L and D
-    held_out_loss  after the last step, of the averaged weights
+    held_out_loss  after the last step, of the averaged weights, with noise that is the
+                   same for all arms and seeds
     accuracy, captions
-                   share of so many images, drawn by them for held-out captions, that
-                   show their caption
+                   share of so many images, drawn by them for held-out captions from
+                   the same noise, that show their caption
 
 D(t + 1) - D(t) = L(t) + B(t): the split into a direct error and its feedback is that of
 the slides "Beyond tolerance / Cancellation Preservation", found on GitHub. What is

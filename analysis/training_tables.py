@@ -229,7 +229,9 @@ def _told_ratio(logs: Sequence[float]) -> str:
     if len(logs) < 2:
         return told
     error = np.std(logs, ddof=1) / math.sqrt(len(logs))
-    t = -abs(np.mean(logs)) / error if error else -math.inf
+    mean = abs(np.mean(logs))
+    # The same ratio in all seeds, which is 1 where an arm is what it is compared with.
+    t = -mean / error if error else -math.inf if mean else 0.0
     p = 2 * stdtr(len(logs) - 1, t)
     return f"{told} (x/ {math.exp(half_width(logs)):.3g}, p = {p:.2g})"
 

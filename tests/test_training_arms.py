@@ -94,6 +94,30 @@ def test_a_second_call_trains_what_is_missing_alone(done, monkeypatch, capsys):
     assert "weights after 4 steps" in capsys.readouterr().err
 
 
+def test_rows_of_a_reference_that_other_code_trained_are_not_mixed_with(
+    done, tmp_path, capsys
+):
+    """A missing arm trains beside the reference, which is to be the one of the rows."""
+    for path in done.iterdir():
+        shutil.copy(path, tmp_path)
+    rows = (tmp_path / "training.jsonl").read_text().splitlines()
+    place, row = next(
+        (place, row)
+        for place, row in enumerate(map(json.loads, rows))
+        if row.get("cell", {}).get("arm") == "reference"
+    )
+    row["rows"][-1]["loss"] *= 1 + 2**-20
+    rows[place] = json.dumps(row)
+    (tmp_path / "training.jsonl").write_text("\n".join(rows) + "\n")
+    before = (tmp_path / "runs.csv").read_bytes()
+    options = [*COMMAND, "--arms", "re-run", "order", "--out", str(tmp_path)]
+    assert main(options) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "reference, trained again beside order, is not what" in error
+    assert "give another --out, or --fresh" in error
+    assert (tmp_path / "runs.csv").read_bytes() == before
+
+
 def test_the_split_of_growth_adds_up(done):
     """From one state, D(t + 1) = D(t) + L + B."""
     rows = [json.loads(line) for line in (done / "training.jsonl").open()]
@@ -147,6 +171,11 @@ def test_the_split_of_growth_adds_up(done):
         (["--captions", "-1"], "--captions is -1; it must be at least 0"),
         (["--first-seed", "-1"], "--first-seed is -1; it must be at least 0"),
         (["--first-seed", "4294967296"], "must be below 4294967296"),
+        # An arm's first weights are of another seed than its noise.
+        (
+            ["--arms", "init", "--seeds", "1", "--first-seed", "4294967295"],
+            "must be below 4294967296",
+        ),
         (["--margin", "nan"], "--margin is nan; it must be positive and finite"),
         (["--redraw", "nowhere"], "nowhere has no tables to be made anew"),
     ],

@@ -127,6 +127,19 @@ def test_ratios_to_an_arm_come_with_their_interval_and_a_paired_test():
     assert training_tables.ratios_to(rows, "rel_l2", "bf16") == []
 
 
+def test_an_arm_that_is_what_it_is_compared_with_differs_by_no_test():
+    rows = [
+        weights_row(arm, seed, 16, float(seed + 1))
+        for arm in ("ulp", "graph+ulp", "twice")
+        for seed in range(3)
+    ]
+    for row in rows:
+        row["rel_l2"] *= 1 + (row["arm"] == "twice")
+    (found,) = training_tables.ratios_to(rows, "rel_l2", "ulp")
+    assert found["graph+ulp"] == "1 (x/ 1, p = 1)"
+    assert found["twice"] == "2 (x/ 1, p = 0)"
+
+
 def test_equal_losses_are_those_that_two_t_tests_cannot_tell_apart():
     reference = (1.0, 1.2, 1.1)
     near, far = (1e-3, -1e-3, 5e-4), (0.02, 0.021, 0.019)

@@ -194,6 +194,48 @@ def test_what_is_refused_leaves_no_folder(capsys):
         assert sorted(path.name for path in Path().iterdir()) == ["a.npz", "b.npz"]
 
 
+@pytest.mark.parametrize("name", ["training.jsonl", "training.jsonl.xz", "runs.csv"])
+def test_the_folder_of_a_training_is_left_alone(name, capsys):
+    for seed, one in enumerate("ab"):
+        save(f"{one}.npz", seed)
+    Path("o").mkdir()
+    Path("o", name).touch()
+    heard = said(capsys, "--runs", "a.npz", "b.npz", "--out", "o", code=2)
+    assert (
+        heard.err == "python -m analysis weights: o is of a training: give another "
+        "--out\n"
+    )
+    assert [path.name for path in Path("o").iterdir()] == [name]
+
+
+def test_names_that_are_no_text_are_refused_in_a_line(capsys):
+    save("a.npz", 0)
+    heard = said(capsys, "--runs", "a.npz", "b\udcff.npz", code=2)
+    assert "b\\udcff.npz is no UTF-8" in heard.err
+    heard = said(capsys, "--runs", "a.npz", "a.npz", "--out", "\udcff", code=2)
+    assert "\\udcff is no UTF-8" in heard.err
+
+
+def test_a_figure_has_every_run_whatever_its_step_and_name(capsys, monkeypatch):
+    panels = []
+    draw = figure.write_figure
+
+    def noted(made, picture):
+        panels.extend(made)
+        draw(made, picture)
+
+    monkeypatch.setattr(figure, "write_figure", noted)
+    names = ["plain.npz", "step_100.npz", "step_200.npz", "lr$x^{$.npz"]
+    for seed, name in enumerate(names):
+        save(name, seed, **{"layers.0.$\\frac$b.w": np.ones(3) + seed})
+    save("layers.npz", 9, **{"layers.\u00b2.w": np.ones(3)})
+    said(capsys, "--runs", *names, "layers.npz", "--out", "o")
+    for panel in panels:
+        assert {row["run"] for row in panel.rows} == {*names[1:], "layers.npz"}
+        assert panel.x_label == "group"
+    assert len(panels) == 3 and Path("o/weights.png").exists()
+
+
 def test_long_names_give_way_and_numbers_do_not(capsys, monkeypatch, undrawn):
     monkeypatch.setenv("COLUMNS", "80")
     runs = [save(f"{'n' * 60}{i}{'z' * 20}.npz", i, 1.2345e-10) for i in range(3)]

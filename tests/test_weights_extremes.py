@@ -130,6 +130,17 @@ def test_where_nothing_is_finite_there_is_no_distance(convert, most_megabytes):
     assert "x.half: 20 of 40 weights of B are not finite, left out" in found.problems
 
 
+@pytest.mark.parametrize("most_megabytes", [1024.0, 0.0])
+def test_equal_weights_have_no_spread(most_megabytes):
+    """Not what a rounded mean leaves of each: 768 times 0.1 sum to a bit more."""
+    a = {"c": np.full(768, 0.1), "v": np.arange(64.0)}
+    b = {"c": a["c"] + 0.01 * normal(0, 768), "v": a["v"] + 0.01}
+    found = compare(a, b, most_megabytes=most_megabytes)
+    assert tensor(found, "c")["w1_over_sigma"] is None
+    (all_of,) = (row for row in found.rows if row["kind"] == "all")
+    assert all_of["w1_over_sigma"] < 1
+
+
 def test_types_that_do_not_go_together_are_named():
     half = np.arange(3, dtype=np.float16)
     a = {"w": half, "k": half, "n": np.arange(3), "o": half > 1, "same": half > 1}

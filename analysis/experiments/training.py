@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"some of {', '.join(ARMS)}, emulated:RECIPE, or several as one, such as "
         f"bf16+pallas (default {' '.join(MAIN)})",
     )
-    add("--seeds", type=int, default=3, help="of weights, noise and data (default 3)")
+    add("--seeds", type=int, default=3, help=_SEEDS)
     add("--first-seed", type=int, default=0, help="the first of them (default 0)")
     add("--steps", type=int, help="of each training (256 for tiny, else 2000)")
     add(
@@ -96,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_SEEDS = "of weights, data and the noise of steps (default 3)"
 _MARGIN = "share of the loss within which losses count as equal (default 0.01)"
 
 
@@ -122,7 +123,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     validate(_seeded(config, seeds[-1]))
     for arm in arms:
-        configured(config, arm)
+        last = configured(_seeded(config, seeds[-1]), arm)
+        validate(dataclasses.replace(last, seed=last.seed + arm.weights))
     out = options.out or Path("results", "training", f"weights-{options.preset}")
     if not options.fresh:
         _check_rows(out)
@@ -259,8 +261,17 @@ def _train_missing(
     for start in range(0, len(missing), together):
         some, began = missing[start : start + together], time.monotonic()
         for name, rows in measure(config, some, instruments).items():
-            if _cell(name, seed) not in kept:
-                kept.add(_cell(name, seed), rows)
+            cell = _cell(name, seed)
+            if cell not in kept:
+                kept.add(cell, rows)
+            elif json.dumps([cell | row for row in rows]) != json.dumps(
+                kept.rows([cell])
+            ):
+                raise ExperimentError(
+                    f"seed {seed}: {name}, trained again beside {some[0].name}, is not "
+                    f"what {kept.path} has of it, which other code, XLA_FLAGS or "
+                    "another device trained: give another --out, or --fresh"
+                )
         names = ", ".join(arm.name for arm in some)
         seconds = time.monotonic() - began
         print(f"seed {seed}: {names}: {seconds:.1f} s", file=sys.stderr)

@@ -107,6 +107,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """
     if len(options.runs) < 2:
         raise UsageError("--runs takes the reference and at least one other")
+    for path in (*options.runs, options.out or "", options.initial or ""):
+        _check_name(path)
     twice = [path for path in options.runs[1:] if options.runs[1:].count(path) > 1]
     if twice:
         raise UsageError(f"--runs: {twice[0]} is given twice, keep one")
@@ -233,14 +235,24 @@ def _default_out(names: Sequence[str], command: str) -> Path:
     return out
 
 
+def _check_name(path: Path | str) -> None:
+    """Raises UsageError: tables and figures cannot hold its name."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        told = str(path).encode(errors="backslashreplace").decode()
+        raise UsageError(f"{told} is no UTF-8: give the file such a name") from error
+
+
 def _check_ours(out: Path) -> None:
-    """Raises UsageError: the folder has tables of another experiment."""
+    """Raises UsageError: the folder has rows or tables of another experiment."""
     try:
         others = "settings" in json.loads((out / "weights.json").read_text())
     except (OSError, ValueError, TypeError):
         others = False
-    if others or (out / "runs.csv").exists():
-        raise UsageError(f"{out} has the tables of a training: give another --out")
+    theirs = ("runs.csv", "training.jsonl", "training.jsonl.xz")
+    if others or any((out / name).exists() for name in theirs):
+        raise UsageError(f"{out} is of a training: give another --out")
 
 
 def _check_writable(stem: Path) -> None:

@@ -21,7 +21,9 @@ _LEAST, _MOST = 1e-200, 1e200
 
 def write(rows: Sequence[Row], picture: Path) -> bool:
     """Draws four measures; returns whether one of them has a point to be drawn."""
-    several = len({row["step"] for row in rows if row["step"]}) > 1
+    # A run without steps has no place on an axis of them.
+    steps = {row["step"] for row in rows}
+    several = None not in steps and len(steps - {0}) > 1
     panels = [
         _by_step(rows, name) if several else _by_group(rows, name) for name in _PANELS
     ]
@@ -39,11 +41,15 @@ def _by_step(rows: Sequence[Row], name: str) -> Panel:
 
 
 def _by_group(rows: Sequence[Row], name: str) -> Panel:
-    step = max((row["step"] or 0 for row in rows), default=0)
+    last: dict[str, int] = {}
+    for row in rows:
+        last[row["run"]] = max(row["step"] or 0, last.get(row["run"], 0))
     shown = [
         row
         for row in rows
-        if row["kind"] == "group" and (row["step"] or 0) == step and _drawn(row[name])
+        if row["kind"] == "group"
+        and (row["step"] or 0) == last[row["run"]]
+        and _drawn(row[name])
     ]
     title, groups = _PANELS[name], list(dict.fromkeys(row["scope"] for row in shown))
     if len(groups) > _MOST_GROUPS:

@@ -41,9 +41,9 @@ def built_in(name: str) -> tuple[str, int | None]:
     if ours and ours[2] in _OURS:
         return _OURS[ours[2]], None if ours[1] is None else int(ours[1])
     parts = re.split(r"[./]", name)
-    place = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     after = parts if place is None else parts[place + 1 :]
-    group = ".".join(part for part in after[:-1] if not part.isdigit())
+    group = ".".join(part for part in after[:-1] if not part.isdecimal())
     layer = None if place is None else int(parts[place])
     return group or (after[-1] if after else name), layer
 

@@ -136,7 +136,7 @@ class Moments:
                 _dot(gone, gone) * two,
                 _dot(other_gone, other_gone) * two,
             )
-        mean, reference_mean = float(d.mean()), float(a.mean())
+        mean, reference_mean = _mean(d), _mean(a)
         d_centred, a_centred = d - mean, a - reference_mean
         square = _dot(d, d) * two
         size = np.abs(whole, out=whole)
@@ -188,6 +188,13 @@ class Moments:
     def sigma(self) -> Decimal:
         """Standard deviation of the reference."""
         return (self.reference_spread / max(self.count, 1)).sqrt()
+
+
+def _mean(x: np.ndarray) -> float:
+    """That of equal numbers is the number, so that their spread is 0 and not what a
+    rounded mean leaves of each."""
+    first = x[0]
+    return float(first if (x == first).all() else x.mean())
 
 
 def unit(*values: float) -> float:

@@ -399,6 +399,9 @@ def _npz(path: Path) -> Tree:
                 member = _Member(path, name, math.prod(shape))
                 if dtype.hasobject:
                     raise ValueError(f"{name} holds objects of Python")
+                if dtype.fields is not None or dtype.char in "gG":
+                    # FP64 has not the range of the second.
+                    raise ValueError(f"{name} has the type {dtype}")
                 if dtype.kind == "V" and dtype.itemsize == 2:
                     # What NumPy writes for it: no other 16-bit type is not its own.
                     dtype = np.dtype(ml_dtypes.bfloat16)
