@@ -123,7 +123,8 @@ def plus_minus(row: Mapping[str, Any], value: str) -> str:
         return ""
     if mean == 0 or not math.isfinite(mean):
         told, by, power = f"{mean:g}", f"{width:.2g}", ""
-    elif -3 <= (exponent := math.floor(math.log10(abs(mean)))) <= 3:
+    # Of the mean as it is told: 9.999 is 10.0.
+    elif -3 <= (exponent := int(f"{mean:.2e}".partition("e")[2])) <= 3:
         places = max(0, 2 - exponent)
         told, by, power = f"{mean:.{places}f}", f"{width:.{places}f}", ""
     else:

@@ -82,8 +82,8 @@ def stored(folder: Path) -> tuple[list[Row], list[Row], Path]:
     except (OSError, ValueError, KeyError, TypeError, lzma.LZMAError) as error:
         raise UsageError(
             f"{folder} has no tables to be made anew ({error}): it needs runs.csv and "
-            "weights.parquet, or training.jsonl, as python -m analysis training "
-            "leaves them"
+            "beside it training.jsonl or weights.parquet, as python -m analysis "
+            "training leaves them"
         ) from error
 
 
