@@ -62,4 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status == 130:
+        from attn_jax.command import leave
+
+        leave(status)
+    sys.exit(status)

@@ -337,6 +337,26 @@ def test_ctrl_c_exits_130_in_one_line_and_the_run_can_go_on(tmp_path):
     assert max(steps) >= 3 and saved(folder, max(steps))["['step']"] == max(steps)
 
 
+def test_ctrl_c_ends_a_step_that_takes_long(tmp_path):
+    """It is not waited for, and nothing aborts where it is taken what it works with."""
+    wide = "--model.width=1024", "--model.heads=8", "--model.depth=4"
+    process = start(tmp_path / "run", *wide, "--batch-size=256", "--eval.every=0")
+    try:
+        for line in process.stderr or ():
+            if "; compiled in " in line:
+                break
+        time.sleep(2)  # A step of 2 TFLOP takes far longer.
+        process.send_signal(signal.SIGINT)
+        before = time.monotonic()
+        _, err = process.communicate(timeout=120)
+        seconds = time.monotonic() - before
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert err.startswith("python -m train: interrupted; nothing is saved yet in ")
+    assert len(err.splitlines()) == 1 and seconds < 10
+
+
 def test_verdicts_of_many_images_are_those_of_each_in_one_call(monkeypatch):
     source = Shapes(32, "all", "val", 0)
     examples = source.__getitems__(list(range(40)))

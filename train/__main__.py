@@ -133,4 +133,9 @@ def _one_line(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status == 130:
+        from attn_jax.command import leave
+
+        leave(status)
+    sys.exit(status)

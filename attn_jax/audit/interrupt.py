@@ -6,14 +6,13 @@ callbacks. So the work has a thread of its own, and the main one does nothing bu
 """
 
 import concurrent.futures
-import multiprocessing
-import os
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from typing import NoReturn
+
+from attn_jax import command
 
 _leaving = threading.Event()
 
@@ -63,11 +62,6 @@ def is_leaving() -> bool:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process and those that it started, whatever its threads do: XLA aborts
-    where Python's own end takes what it computes with."""
+    """`command.leave`, known to who waits for the processes (`is_leaving`)."""
     _leaving.set()
-    for child in multiprocessing.active_children():
-        child.terminate()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    command.leave(status)
