@@ -2,14 +2,10 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +15,7 @@ import pytest
 from PIL import Image
 
 from attn_jax.kernels import tuning
+from tests.train_process import start, wait_for, wait_until
 from train.assemble import assemble
 from train.attention import (
     ResolvedAttention,
@@ -40,7 +37,6 @@ from train.presets import PRESETS
 from train.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
-REPOSITORY = Path(__file__).resolve().parent.parent
 TINY = PRESETS["tiny"]
 CONFIG = dataclasses.replace(
     TINY,
@@ -62,13 +58,6 @@ CONFIG = dataclasses.replace(
     ),
     checkpoint=dataclasses.replace(TINY.checkpoint, every=3, keep=9),
 )
-# The same run as a command.
-COMMAND = (
-    "--attn=xla --steps=8 --batch-size=8 --log-every=1 --model.width=64 "
-    "--model.heads=1 --model.depth=1 --optimizer.warmup=2 --eval.every=4 "
-    "--eval.examples=8 --eval.captions=8 --eval.novel=8 --eval.batch-size=8 "
-    "--eval.grid=4 --eval.sampler-steps=2 --checkpoint.every=3 --checkpoint.keep=9"
-).split()
 
 
 def at(config: Config, folder: Path) -> Config:
@@ -101,27 +90,6 @@ def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"
     run(at(CONFIG, folder))
     return folder
-
-
-# As `python -m train` in a terminal, where Ctrl-C is never ignored; a job that a shell
-# put in the background inherits the opposite.
-PROGRAM = (
-    "import runpy, signal\n"
-    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    "runpy.run_module('train', run_name='__main__', alter_sys=True)\n"
-)
-
-
-def start(folder: Path, *more: str, **environment: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", PROGRAM, *COMMAND, "--run-dir", str(folder), *more]
-    return subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def test_run_folder_holds_what_a_reader_needs(finished):
@@ -260,18 +228,6 @@ def test_weights_that_do_not_fit_are_refused_by_name(finished, tmp_path):
     refused(
         r"/8: embedding is \(\d+, 64\) there and \(257, 64\)", newest, tokenizer="byte"
     )
-
-
-def wait_until(there: Callable[[], bool], process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 200
-    while not there():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def wait_for(path: Path, process: subprocess.Popen) -> None:
-    wait_until(path.exists, process)
 
 
 @pytest.mark.ci
