@@ -194,20 +194,6 @@ def test_what_is_refused_leaves_no_folder(capsys):
         assert sorted(path.name for path in Path().iterdir()) == ["a.npz", "b.npz"]
 
 
-@pytest.mark.parametrize("name", ["training.jsonl", "training.jsonl.xz", "runs.csv"])
-def test_the_folder_of_a_training_is_left_alone(name, capsys):
-    for seed, one in enumerate("ab"):
-        save(f"{one}.npz", seed)
-    Path("o").mkdir()
-    Path("o", name).touch()
-    heard = said(capsys, "--runs", "a.npz", "b.npz", "--out", "o", code=2)
-    assert (
-        heard.err == "python -m analysis weights: o is of a training: give another "
-        "--out\n"
-    )
-    assert [path.name for path in Path("o").iterdir()] == [name]
-
-
 def test_names_that_are_no_text_are_refused_in_a_line(capsys):
     save("a.npz", 0)
     heard = said(capsys, "--runs", "a.npz", "b\udcff.npz", code=2)

@@ -120,6 +120,9 @@ def test_a_folder_of_a_training_is_not_written_over(capsys):
     for kept, content in (
         ("weights.json", '{"settings": {"experiment": "training"}}'),
         ("runs.csv", "arm,seed,step\n"),
+        # One that has not come to its tables.
+        ("training.jsonl", "{}\n"),
+        ("training.jsonl.xz", ""),
     ):
         folder = Path(kept.replace(".", "-"))
         folder.mkdir()
@@ -127,7 +130,7 @@ def test_a_folder_of_a_training_is_not_written_over(capsys):
         (folder / "weights.parquet").write_text("rows")
         options = ["--runs", "a.npz", "b.npz", "--out", str(folder)]
         assert main(["weights", *options]) == 2
-        assert "has the tables of a training: give another" in capsys.readouterr().err
+        assert "is of a training: give another --out" in capsys.readouterr().err
         assert sorted(x.name for x in folder.iterdir()) == [kept, "weights.parquet"]
         assert (folder / kept).read_text() == content
     for _ in range(2):  # Its own tables are.
