@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from attn_jax.kernels.hopper_backward_form import BackwardForm
 from attn_jax.kernels.integers import rem
 from attn_jax.kernels.tiles import (
     COLUMNS,
@@ -31,26 +32,14 @@ from attn_jax.kernels.tiles import (
     stream,
     visible,
 )
-from attn_jax.kernels.tuning import PLENTY_OF_REGISTERS, Tiling
-from attn_jax.kernels.visibility import Band, Pairs, hide
+from attn_jax.kernels.visibility import Pairs, hide
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class Form(BackwardForm):
     """A call as it is known when it is compiled; `group`: query heads of a key head."""
 
-    query_count: int
     group: int
-    head_dim: int
-    value_dim: int
-    dtype: jnp.dtype
-    scale: float
-    soft_cap: float | None
-    has_bias: bool
-    is_causal: bool
-    band: Band
-    tiling: Tiling
-    wide: bool
 
     @property
     def query_blocks(self) -> int:
@@ -69,16 +58,6 @@ class Form:
     @property
     def value_part(self) -> int:
         return self.value_dim // self.tiling.split
-
-    @property
-    def unit(self) -> float:
-        """What logits are yet to be multiplied by to be exponents of 2."""
-        plain = self.soft_cap is None and not self.has_bias
-        return self.scale * LOG2_E if plain else 1.0
-
-    @property
-    def saves_registers(self) -> bool:
-        return (self.head_dim, self.value_dim) not in PLENTY_OF_REGISTERS
 
 
 class Memory(NamedTuple):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from attn_jax.kernels.hopper_backward_form import BackwardForm
 from attn_jax.kernels.integers import rem
 from attn_jax.kernels.tiles import (
     COLUMNS,
@@ -36,8 +37,7 @@ from attn_jax.kernels.tiles import (
     visible,
     widen,
 )
-from attn_jax.kernels.tuning import PLENTY_OF_REGISTERS, Tiling
-from attn_jax.kernels.visibility import Band, Pairs, hide
+from attn_jax.kernels.visibility import Pairs, hide
 
 # What has a centre of its own: a key head, a warpgroup's rows, a query whatever its
 # head, or a query of a query head.
@@ -45,7 +45,7 @@ Centre = Literal["head", "rows", "query", "query of head"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class Form(BackwardForm):
     """A call as it is known when it is compiled.
 
     Attributes:
@@ -57,21 +57,10 @@ class Form:
 
     query_heads: int
     key_heads: int
-    query_count: int
     key_count: int
-    head_dim: int
-    value_dim: int
-    dtype: jnp.dtype
-    scale: float
-    soft_cap: float | None
-    has_bias: bool
-    is_causal: bool
-    band: Band
-    tiling: Tiling
     centre: Centre | None
     half_slots: int
     makes_delta: bool
-    wide: bool
 
     @property
     def tile_count(self) -> int:
@@ -86,16 +75,6 @@ class Form:
     def centre_is_shared(self) -> bool:
         """Between query heads: then it comes with the queries."""
         return self.centre not in (None, "query of head")
-
-    @property
-    def unit(self) -> float:
-        """What logits are yet to be multiplied by to be exponents of 2."""
-        plain = self.soft_cap is None and not self.has_bias
-        return self.scale * LOG2_E if plain else 1.0
-
-    @property
-    def saves_registers(self) -> bool:
-        return (self.head_dim, self.value_dim) not in PLENTY_OF_REGISTERS
 
 
 class Inputs(NamedTuple):
