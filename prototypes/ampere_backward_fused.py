@@ -121,6 +121,7 @@ def backward_fused(
         pairs=batch * key_heads,
         group=group,
         ratio=KEY_TILE // queries if is_causal else None,
+        rings=batch * key_heads,
         multiprocessors=min(MULTIPROCESSORS, ring_order.MULTIPROCESSORS),
     )
     log2_scale = scale * LOG2_E
@@ -207,7 +208,7 @@ def backward_fused(
                 last one)"""
                 head, in_group, block = block_of(turn)
                 number = (b * query_heads + head) * blocks_in_all + block
-                rank, last = ring.rank(tile, in_group if group > 1 else 0, block)
+                rank, last = ring.rank(pair, tile, in_group if group > 1 else 0, block)
                 semaphore = semaphores.at[number * warpgroups + warpgroup]
                 target = dq_gmem.at[b, head, block, warpgroup]
                 return semaphore, target, i32(rank), i32(last)

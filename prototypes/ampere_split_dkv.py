@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ampere_tiles as tiles
 from attn_jax.kernels.tiles import LOG2_E, smem_tile
-from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.tilings import Tiling
 
 
 def backward_dkv(

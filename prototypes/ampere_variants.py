@@ -18,7 +18,7 @@ from attn_jax.kernels.tiles import (
     smem_tile,
     widen,
 )
-from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.tilings import Tiling
 
 # Blocks in shared memory, and columns of the strips that tiles are read in.
 STAGES = 2

@@ -117,7 +117,7 @@ def program(kernel, case, name):
         ampere_forward,
         tuning,
     )
-    from attn_jax.kernels.tuning import Tiling
+    from attn_jax.kernels.tilings import Tiling
 
     head_dim, length, is_causal = case
     if kernel == "backward":

@@ -35,7 +35,7 @@ def batch(length: int) -> int:
 
 
 def tilings_of(head_dim: int, is_causal: bool):
-    from attn_jax.kernels.tuning import ForwardTiling
+    from attn_jax.kernels.tilings import ForwardTiling
 
     if head_dim == 64:
         tilings = [

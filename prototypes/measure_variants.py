@@ -26,7 +26,7 @@ from collections import defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# B, T, N = K, H, is_causal
+# B, T, N = K, H, is_causal; or a number: a local window of so many keys to the left
 CASES = {
     "h128-1k-causal": (16, 1024, 16, 128, True),
     "h128-1k-full": (16, 1024, 16, 128, False),
@@ -41,7 +41,13 @@ CASES = {
     "h64-16k-full": (1, 16384, 32, 64, False),
     "h128-16k-causal": (1, 16384, 16, 128, True),
     "h128-16k-full": (1, 16384, 16, 128, False),
+    "h64-4k-causal": (4, 4096, 32, 64, True),
     "h64-16k-causal": (1, 16384, 32, 64, True),
+    "h128-1152-causal": (16, 1152, 16, 128, True),
+    "h64-1088-causal": (16, 1088, 32, 64, True),
+    "h128-4k-window": (4, 4096, 16, 128, 1023),
+    "h128-16k-window": (1, 16384, 16, 128, 1023),
+    "h64-4k-window": (4, 4096, 32, 64, 1023),
 }
 FIELDS = "case variant kernel ms same_bits".split()
 
@@ -72,11 +78,16 @@ def package_of(folder: Path):
     return attention.attention, mask.Mask, architecture.made_for
 
 
-def cudnn(is_causal: bool):
+def cudnn(mask: bool | int):
     import jax
 
+    # cuDNN's window is a causal one.
+    window = None if isinstance(mask, bool) else (mask, 0)
     return lambda *qkv: jax.nn.dot_product_attention(
-        *qkv, is_causal=is_causal, implementation="cudnn"
+        *qkv,
+        is_causal=bool(mask),
+        local_window_size=window,
+        implementation="cudnn",
     )
 
 
@@ -101,8 +112,9 @@ def programs(variants, cases, architecture: str, forward: bool, folder: Path):
     for variant in variants:
         attention, make_mask, made_for = package_of(patched(variant, folder))
         for case in cases:
-            *shape, is_causal = CASES[case]
-            mask, scale = make_mask(is_causal=is_causal), shape[-1] ** -0.5
+            *shape, mask = CASES[case]
+            rule = {"is_causal": mask} if isinstance(mask, bool) else {}
+            mask, scale = make_mask(**rule or {"window": (mask, 0)}), shape[-1] ** -0.5
 
             def ours(*qkv, attention=attention, mask=mask, scale=scale):
                 return attention(*qkv, scale=scale, mask=mask, **options)[0]
@@ -111,8 +123,8 @@ def programs(variants, cases, architecture: str, forward: bool, folder: Path):
                 program = lowered(ours, shape, forward)
             yield case, variant, program
     for case in cases if architecture == "hopper" else ():
-        *shape, is_causal = CASES[case]
-        yield case, "cudnn", lowered(cudnn(is_causal), shape, forward)
+        *shape, mask = CASES[case]
+        yield case, "cudnn", lowered(cudnn(mask), shape, forward)
 
 
 def measured(case: str, made: dict, forward: bool, seconds: float):

@@ -26,7 +26,7 @@ from attn_jax.kernels.compiler import shared_memory
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.interpreter import interpreted
-from attn_jax.kernels.tuning import AmperePlan
+from attn_jax.kernels.tilings import AmperePlan
 from attn_jax.mask import Mask
 from attn_jax.recipe_schema import MOST_HEAD_EXPONENT
 from attn_jax.reference import golden

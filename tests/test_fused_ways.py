@@ -42,7 +42,8 @@ def test_a_way_that_is_picked_goes_over_its_span_once(number):
                 head, index, block = work.block_of(item, jnp.int32(turn))
                 place = *map(int, (item.b, head, block)), int(item.tile)
                 met.append(place)
-                rank, last = way.ring.rank(item.tile, index, block)
+                pair = item.b * way.shapes.key_parts + item.key_part
+                rank, last = way.ring.rank(pair, item.tile, index, block)
                 assert int(last) == span.keys // KEY_TILE - 1
                 ranks.setdefault(place[:3], []).append(int(rank))
     blocks, tiles = span.queries // QUERIES, span.keys // KEY_TILE

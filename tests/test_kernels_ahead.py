@@ -12,7 +12,7 @@ from attn_jax.kernels import design, schedule
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.interpreter import interpreted
-from attn_jax.kernels.tuning import ForwardTiling
+from attn_jax.kernels.tilings import ForwardTiling
 from attn_jax.mask import Mask
 from tests.child_process import in_child_process
 

@@ -15,7 +15,7 @@ from attn_jax.kernels import design, schedule, tuning
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention, declared_recipe
 from attn_jax.kernels.interpreter import interpreted
-from attn_jax.kernels.tuning import ForwardTiling
+from attn_jax.kernels.tilings import ForwardTiling
 from attn_jax.mask import Mask
 from attn_jax.recipe import ATTN_JAX
 from attn_jax.reference import golden

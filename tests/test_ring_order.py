@@ -11,7 +11,8 @@ import random
 import numpy as np
 import pytest
 
-from attn_jax.kernels.ring_order import Ring, Sliding, causal_fits, ring_of, sliding_of
+from attn_jax.kernels.ring_order import Ring, causal_fits, ring_of
+from attn_jax.kernels.sliding_order import Sliding, sliding_of
 
 # Blocks of 64 (ratio 2) or 128 queries (1) for tiles of 128 keys.
 CAUSAL = [
@@ -30,48 +31,57 @@ FULL = [
 def rings(tiles, blocks, group, ratio):
     """Some for a shape: as large as may be, on small cards, with smaller rings."""
     shape = {"tiles": tiles, "blocks": blocks, "group": group, "ratio": ratio}
-    for pairs, passes, multiprocessors in ((4, 1, 132), (3, 2, 132), (2, 1, 17)):
+    cases = ((4, 1, 132), (3, 2, 132), (2, 1, 17), (9, 2, 20), (7, 1, tiles + 4))
+    for pairs, passes, multiprocessors in cases:
         # With sums apart, or with smaller rings.
         apart = ratio is not None and passes == 2
         if ratio is None or causal_fits(tiles, multiprocessors):
-            yield (
-                ring_of(
-                    pairs=pairs,
-                    passes=passes,
-                    apart=apart,
-                    multiprocessors=multiprocessors,
-                    **shape,
-                ),
-                pairs,
-                multiprocessors,
+            ring = ring_of(
+                pairs=pairs,
+                passes=passes,
+                apart=apart,
+                multiprocessors=multiprocessors,
+                **shape,
             )
+            yield ring, pairs, multiprocessors
+            # All by rings, all by double ones, and some by each.
+            if ratio is not None and tiles % 2 == 0 and tiles < multiprocessors:
+                for singles in {0, ring.count, pairs} - {ring.singles}:
+                    mixed = dataclasses.replace(ring, doubles=1, singles=singles)
+                    yield mixed, pairs, multiprocessors
 
 
-def steps_of(ring: Ring, member: int) -> np.ndarray:
-    """[(tile, head, block), ...] of a member, for a pair."""
-    steps = []
-    for index in range(int(ring.passes(member))):
-        tile, first, stride, blocks = map(int, ring.item(member, index))
+def steps_of(ring: Ring, cta: int, pairs: int) -> np.ndarray:
+    """[(pair, tile, head, block), ...] of a CTA."""
+    steps = [np.empty((0, 4), int)]
+    dealt = ring.dealt(cta, pairs)
+    for number in range(int(dealt.items)):
+        pair, tile, first, stride, blocks = map(int, dealt.item(number))
         seen = ring.block(first, stride, np.arange(blocks))
         heads = np.repeat(np.arange(ring.group), blocks)
-        steps.append(np.stack([0 * heads + tile, heads, np.tile(seen, ring.group)], 1))
+        of_item = 0 * heads + pair, 0 * heads + tile, heads, np.tile(seen, ring.group)
+        steps.append(np.stack(of_item, 1))
     return np.concatenate(steps)
 
 
 @pytest.mark.parametrize("shape", CAUSAL + FULL, ids=str)
 def test_tiles_are_added_to_each_block_in_one_order(shape):
     tiles, blocks, group, ratio = shape
-    for ring, _pairs, multiprocessors in rings(*shape):
-        assert ring.size * ring.count <= multiprocessors
-        steps = np.concatenate([steps_of(ring, m) for m in range(ring.size)])
-        tile, head, block = steps.T
+    for ring, pairs, multiprocessors in rings(*shape):
+        assert ring.ctas <= multiprocessors
+        dealt = [steps_of(ring, cta, pairs) for cta in range(ring.ctas)]
+        steps = np.concatenate(dealt)
         assert sorted(map(tuple, steps.tolist())) == [
-            (tile, head, block)
-            for tile, head in itertools.product(range(tiles), range(group))
+            (pair, tile, head, block)
+            for pair, tile, head in itertools.product(
+                range(pairs), range(tiles), range(group)
+            )
             for block in range(0 if ratio is None else tile * ratio, blocks)
         ]
-        rank, last = ring.rank(tile, head, block)
-        head = head + group * ring.part(tile)
+        assert max(map(len, dealt)) == group * ring.longest(pairs)
+        pair, tile, head, block = steps.T
+        rank, last = ring.rank(pair, tile, head, block)
+        head = head + group * (ring.part(tile) + 2 * pair)
         # Of each block: its ranks are 0, 1, ..., and the last one is known.
         order = np.lexsort((rank, block, head))
         counts = np.bincount(head * blocks + block)
@@ -85,23 +95,13 @@ def test_tiles_are_added_to_each_block_in_one_order(shape):
 
 def run_rings(ring: Ring, pairs: int, room: int, seed: int) -> bool:
     """`run` of all CTAs of rings."""
-    places = 2 * ring.group * ring.blocks  # in a pair
-    of_member = []
-    for member in range(ring.size):
-        tile, head, block = steps_of(ring, member).T
-        rank, _last = ring.rank(tile, head, block)
-        place = (head + ring.group * ring.part(tile)) * ring.blocks + block
-        of_member.append(list(zip(place.tolist(), rank.tolist(), strict=True)))
     programs = []
-    for cta in range(ring.size * ring.count):
-        number, member = divmod(cta, ring.size)
-        programs.append(
-            [
-                (pair * places + place, rank)
-                for pair in range(number, pairs, ring.count)
-                for place, rank in of_member[member]
-            ]
-        )
+    for cta in range(ring.ctas):
+        pair, tile, head, block = steps_of(ring, cta, pairs).T
+        rank, _last = ring.rank(pair, tile, head, block)
+        head = head + ring.group * (ring.part(tile) + 2 * pair)
+        place = head * ring.blocks + block
+        programs.append(list(zip(place.tolist(), rank.tolist(), strict=True)))
     return run(programs, room, seed)
 
 
@@ -139,9 +139,13 @@ def run(programs: list[list[tuple[int, int]]], room: int, seed: int) -> bool:
 @pytest.mark.parametrize("shape", CAUSAL + FULL, ids=str)
 def test_nobody_waits_for_ever(shape):
     """As many CTAs at a time as a card has multiprocessors, or no more than a ring has,
-    so that several waves follow on each other."""
+    so that several waves follow on each other. Of a double ring all CTAs are to end
+    what rings they are in."""
     for ring, pairs, multiprocessors in rings(*shape):
-        for room in {multiprocessors, ring.size, ring.size + 1}:
+        least = ring.size
+        if ring.doubles:
+            least = min(ring.ctas, ring.tiles + 1 + ring.size)
+        for room in {multiprocessors, least, least + 1}:
             assert run_rings(ring, pairs, room, seed=room)
 
 
@@ -152,11 +156,30 @@ def test_a_ring_larger_than_the_room_does_wait_for_ever():
     assert not run_rings(ring, 1, room=7, seed=0)
 
 
-def test_all_members_of_a_causal_ring_have_the_same_work():
-    for tiles in (2, 8, 32):
-        ring = ring_of(tiles=tiles, blocks=2 * tiles, pairs=4, group=1, ratio=2)
-        lengths = {len(list(steps_of(ring, member))) for member in range(ring.size)}
-        assert lengths == {2 * (tiles + 1)}
+@pytest.mark.parametrize(
+    ("tiles", "pairs", "rings", "doubles", "singles", "longest"),
+    # (size, count), double rings, pairs not taken by them, steps of who has most
+    [
+        # Tile 0 alone, 1 with 8, 2 with 7, ...
+        (9, 64, (5, 26), 0, None, 3 * 18),
+        # 7 times 33 pairs by rings of 4, and the other 25 by 13 double rings of 9.
+        (8, 256, (4, 33), 13, 231, 7 * 18 + 16),
+        # All 132 multiprocessors have work, where 8 rings of 16 leave 4 without.
+        (32, 64, (16, 8), 4, 0, 8 * 64),
+        (128, 16, (64, 2), 1, 0, 8 * 256),
+        (2, 264, (1, 132), 0, None, 2 * 6),
+        # A double ring does not fit.
+        (140, 4, (70, 1), 0, None, 4 * 282),
+    ],
+)
+def test_causal_tiles_are_shared_evenly(tiles, pairs, rings, doubles, singles, longest):
+    ring = ring_of(tiles=tiles, blocks=2 * tiles, pairs=pairs, group=1, ratio=2)
+    assert (ring.size, ring.count) == rings
+    assert (ring.doubles, ring.singles) == (doubles, singles)
+    assert ring.longest(pairs) == longest
+    assert ring.share(pairs) == pytest.approx(
+        pairs * tiles * (tiles + 1) / (132 * longest)
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,7 +270,7 @@ def test_under_a_window_tiles_meet_the_blocks_that_see_them(shape):
     ]
     for block in range(tiles.shape[0]):
         of_block = np.flatnonzero(tiles[block].any(axis=(0, 2)))
-        ranks = [order.rank(tile, 0, block) for tile in of_block[::-1]]
+        ranks = [order.rank(0, tile, 0, block) for tile in of_block[::-1]]
         assert ranks == [(n, len(ranks) - 1) for n in range(len(ranks))]
         for tile in of_block:
             rows = slice(0, length - block * queries)
@@ -265,7 +288,7 @@ def test_under_a_window_nobody_waits_for_ever(shape):
         places = []
         for pair, tile, head, block in _window_steps(order, cta):
             place = (pair * order.group + head) * blocks + block
-            places.append((place, order.rank(tile, head, block)[0]))
+            places.append((place, order.rank(pair, tile, head, block)[0]))
         programs.append(places)
     assert run(programs, room=order.multiprocessors, seed=1)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_jax.kernels import schedule
-from attn_jax.kernels.tuning import ForwardTiling, Tiling
+from attn_jax.kernels.tilings import ForwardTiling, Tiling
 from attn_jax.span import Chosen, Span
 
 # Pairs, costs of a pair's tiles, pairs taken together, multiprocessors.

@@ -15,6 +15,7 @@ from attn_jax.kernels import card, checks, tuning
 from attn_jax.kernels.checks import Check
 from attn_jax.kernels.hopper_fused_work import Barriers, Memory
 from attn_jax.kernels.interpreter import interpreted
+from attn_jax.kernels.tilings import ForwardTiling, Tiling
 from attn_jax.kernels.tune import __main__ as command
 from attn_jax.kernels.tune import trial, winners
 from attn_jax.kernels.tune.candidates import (
@@ -28,7 +29,7 @@ from attn_jax.kernels.tune.candidates import (
 from attn_jax.kernels.tune.search import Search, cell_of, settings_of
 from attn_jax.kernels.tune.trial import Candidate
 from attn_jax.kernels.tune.winners import Measured, new_table
-from attn_jax.kernels.tuning import ForwardTiling, Group, Tiling
+from attn_jax.kernels.tuning import Group
 from attn_jax.kernels.worker import Worker, WorkerFailed
 from attn_jax.store import Store, StoreError
 from tests.altered_kernels import fresh_programs

@@ -8,12 +8,13 @@ from attn_jax.kernels import checks, ring_order, tuning
 from attn_jax.kernels.attention import backward_of
 from attn_jax.kernels.checks import Check
 from attn_jax.kernels.hopper_fused_work import KEY_TILE, QUERIES, Shapes
+from attn_jax.kernels.tilings import Plan
 from attn_jax.kernels.tune import trial, winners
 from attn_jax.kernels.tune.candidates import KERNELS, candidates, groups, head_dims
 from attn_jax.kernels.tune.search import SECONDS_FOR_A_CANDIDATE, Search
 from attn_jax.kernels.tune.trial import Candidate
 from attn_jax.kernels.tune.winners import new_table
-from attn_jax.kernels.tuning import Group, Plan
+from attn_jax.kernels.tuning import Group
 from attn_jax.store import Store
 from tests.tune_fakes import FakeWorker, measured
 

@@ -5,9 +5,10 @@ import pytest
 from attn_jax.kernels import card, tuning
 from attn_jax.kernels.accept import parts
 from attn_jax.kernels.checks import Check, run
+from attn_jax.kernels.tilings import ForwardTiling
 from attn_jax.kernels.tune.candidates import groups, present
 from attn_jax.kernels.tune.trial import CLASSES, Candidate, attempt, problems
-from attn_jax.kernels.tuning import ForwardTiling, Group
+from attn_jax.kernels.tuning import Group
 from attn_jax.kernels.worker import Worker
 
 pytestmark = pytest.mark.gpu

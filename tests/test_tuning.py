@@ -12,7 +12,7 @@ from attn_jax.kernels import design, hopper_backward_fused, tuning
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.hopper_fused_work import QUERIES
-from attn_jax.kernels.tuning import Plan
+from attn_jax.kernels.tilings import Plan
 from attn_jax.mask import Mask
 
 TABLE = Path(tuning.__file__).with_name("tilings.json").read_text()
@@ -75,15 +75,15 @@ def test_what_is_no_json_is_refused():
         (64, 16384, False, Plan(storing_warps=2, apart=False, passes=2)),
         (64, 1, True, Plan(storing_warps=0, apart=False, passes=1)),
         (64, 2047, True, Plan(storing_warps=0, apart=False, passes=1)),
-        (64, 2048, True, Plan(storing_warps=0, apart=True, passes=1)),
-        (64, 16384, True, Plan(storing_warps=0, apart=True, passes=1)),
+        (64, 2048, True, Plan(storing_warps=2, shared=True, apart=True, passes=1)),
+        (64, 16384, True, Plan(storing_warps=2, shared=True, apart=True, passes=1)),
         (128, 2047, False, Plan(storing_warps=2, apart=False, passes=1)),
         (128, 2048, False, Plan(storing_warps=2, apart=False, passes=1)),
-        (128, 1, True, Plan(storing_warps=2, apart=False, passes=1)),
-        (128, 2046, True, Plan(storing_warps=2, apart=False, passes=1)),
-        (128, 2047, True, Plan(storing_warps=2, apart=False, passes=1)),
-        (128, 2048, True, Plan(storing_warps=2, apart=True, passes=1)),
-        (128, 2049, True, Plan(storing_warps=2, apart=True, passes=1)),
+        (128, 1, True, Plan(storing_warps=2, shared=True, apart=False, passes=1)),
+        (128, 2046, True, Plan(storing_warps=2, shared=True, apart=False, passes=1)),
+        (128, 2047, True, Plan(storing_warps=2, shared=True, apart=False, passes=1)),
+        (128, 2048, True, Plan(storing_warps=2, shared=True, apart=True, passes=1)),
+        (128, 2049, True, Plan(storing_warps=2, shared=True, apart=True, passes=1)),
     ],
 )
 def test_plans_are_those_that_were_measured(head_dim, keys, is_causal, plan):
@@ -226,7 +226,7 @@ def test_the_tilings_of_a_call_are_logged_once_for_a_shape(caplog):
     assert f"dq {tuning.BACKWARD_DQ['hopper'][64]}; " in many
     short = tuning.SHORT["forward", True]["hopper"][64, 64][1]
     assert "causal" in few and f"forward {short}; backward in one pass" in few
-    assert few.endswith(str(Plan(storing_warps=0, apart=True)))
+    assert few.endswith(str(Plan(shared=True, apart=True)))
 
 
 def test_given_tilings_are_those_of_the_call(caplog):

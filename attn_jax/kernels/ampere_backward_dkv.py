@@ -37,7 +37,7 @@ from attn_jax.kernels.tiles import (
     read_tile,
     smem_tile,
 )
-from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.tilings import Tiling
 from attn_jax.kernels.visibility import (
     Band,
     Pairs,

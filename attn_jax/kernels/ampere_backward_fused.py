@@ -72,7 +72,8 @@ from attn_jax.kernels.ampere_fused_work import deal
 from attn_jax.kernels.ampere_query_gradient import query_gradient
 from attn_jax.kernels.hopper_range import Range, power_of_two
 from attn_jax.kernels.tiles import LOG2_E, write_tile
-from attn_jax.kernels.tuning import FUSED_HEAD_DIMS, AmperePlan
+from attn_jax.kernels.tilings import AmperePlan
+from attn_jax.kernels.tuning import FUSED_HEAD_DIMS
 
 # CTAs of a multiprocessor, by head dim.
 SIDE_BY_SIDE = {64: 2, 128: 1}

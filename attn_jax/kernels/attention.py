@@ -28,7 +28,8 @@ from attn_jax.kernels import (
 )
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.partition import Layout, partitioned, varying_alike
-from attn_jax.kernels.tuning import AmperePlan, Backward, Configuration
+from attn_jax.kernels.tilings import AmperePlan
+from attn_jax.kernels.tuning import Backward, Configuration
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
 from attn_jax.pairwise import pairwise_sum

@@ -31,7 +31,7 @@ from attn_jax.kernels.hopper_dkv_products import (
     load_blocks,
 )
 from attn_jax.kernels.tiles import pad_rows
-from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.tilings import Tiling
 from attn_jax.kernels.visibility import (
     Band,
     Pairs,

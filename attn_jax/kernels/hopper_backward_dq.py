@@ -44,7 +44,7 @@ from attn_jax.kernels.hopper_dq_products import (
 )
 from attn_jax.kernels.hopper_range import Range, power_of_two
 from attn_jax.kernels.tiles import LOG2_E, pad_rows
-from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.tilings import Tiling
 from attn_jax.kernels.visibility import (
     Band,
     Pairs,

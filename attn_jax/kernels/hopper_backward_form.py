@@ -5,7 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 
 from attn_jax.kernels.tiles import LOG2_E
-from attn_jax.kernels.tuning import PLENTY_OF_REGISTERS, Tiling
+from attn_jax.kernels.tilings import Tiling
+from attn_jax.kernels.tuning import PLENTY_OF_REGISTERS
 from attn_jax.kernels.visibility import Band
 
 

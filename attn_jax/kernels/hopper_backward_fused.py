@@ -71,8 +71,10 @@ from attn_jax.kernels.visibility import Band
 from attn_jax.pairwise import pairwise_sum
 from attn_jax.span import Chosen
 
-CONSUMER_REGISTERS = 232
-OTHER_REGISTERS = 24  # the loading and the storing warpgroup
+# By the number of warpgroups that copy. What a CTA has is 128 for each of 512 threads,
+# or 168 for each of 384: who asks for more than others give up waits for ever.
+CONSUMER_REGISTERS = {1: 240, 2: 232}
+OTHER_REGISTERS = 24
 
 
 def backward_fused(
@@ -191,7 +193,8 @@ def sums_over_keys(
 
         @pl.when(warpgroup < WARPGROUPS)
         def multiply():
-            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            registers = CONSUMER_REGISTERS[plan.copiers]
+            plgpu.set_max_registers(registers, action="increase")
             products = Products.of(
                 warpgroup,
                 work,
@@ -205,20 +208,26 @@ def sums_over_keys(
             )
             products.make_all(row_unscale, dk_gmem, dv_gmem)
 
-        @pl.when(warpgroup == WARPGROUPS)
         def produce():
-            plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
             load(
                 *(work, smem, barriers, keys_at, (centre_gmem, key_factor), values_at),
                 (q_gmem, lse_gmem),
                 (dout_gmem, delta_gmem),
             )
 
-        @pl.when(warpgroup == WARPGROUPS + 1)
+        if plan.copiers > 1:
+
+            @pl.when(warpgroup == WARPGROUPS)
+            def copy_in():
+                plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
+                produce()
+
+        @pl.when(warpgroup == WARPGROUPS + plan.copiers - 1)
         def add_dq():
             plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
             of_sums = dq_gmem, semaphores, before is not None
-            store(work, plan, smem, barriers, *of_sums)
+            beside = produce if plan.copiers == 1 else None
+            store(work, plan, smem, barriers, *of_sums, beside)
 
     dkv = jax.ShapeDtypeStruct(key.shape, dq_dtype)
     if in_fp32:  # TMA leaves out what lies past the end; other stores do not.
@@ -250,7 +259,7 @@ def sums_over_keys(
         scratch_types=[Memory.scratch(shapes, dtype, dq_dtype), Barriers.scratch(plan)],
         grid=(ctas,),
         grid_names=("cta",),
-        num_threads=WARPGROUPS + 2,
+        num_threads=WARPGROUPS + plan.copiers,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True

@@ -37,7 +37,7 @@ from attn_jax.kernels.hopper_forward_work import Consumer
 from attn_jax.kernels.hopper_outputs import Carried
 from attn_jax.kernels.hopper_softmax import LOG2_P_SCALE, Softmax
 from attn_jax.kernels.tiles import LOG2_E, smem_tile
-from attn_jax.kernels.tuning import ForwardTiling
+from attn_jax.kernels.tilings import ForwardTiling
 from attn_jax.kernels.visibility import (
     Band,
     Counted,

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from attn_jax.kernels import hopper_links, schedule
 from attn_jax.kernels.hopper_softmax import Softmax
-from attn_jax.kernels.tuning import ForwardTiling
+from attn_jax.kernels.tilings import ForwardTiling
 from attn_jax.kernels.visibility import Band, Counted, Pairs
 from attn_jax.span import Ended
 

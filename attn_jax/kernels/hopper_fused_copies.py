@@ -1,6 +1,7 @@
 """The warpgroups of Hopper's fused backward kernel that load, and that add up dQ."""
 
 import functools
+from collections.abc import Callable
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -20,16 +21,16 @@ from attn_jax.kernels.hopper_fused_work import (
     slot,
 )
 from attn_jax.kernels.integers import rem
-from attn_jax.kernels.tuning import Plan
+from attn_jax.kernels.tilings import Plan
 
 
 def load(
     work: Work, smem: Memory, barriers: Barriers, keys, columns, values, queries, douts
 ) -> None:
-    """The loading warpgroup. `queries` and `douts` are a matrix and its rows' LSE or
-    delta, `keys` and `values` an array and the index of a leading axis, if it has one,
-    `columns` two arrays of a number for each column of a head's K, in global
-    memory."""
+    """A warpgroup or a warp that loads. `queries` and `douts` are a matrix and its
+    rows' LSE or delta, `keys` and `values` an array and the index of a leading axis, if
+    it has one, `columns` two arrays of a number for each column of a head's K, in
+    global memory."""
     block_size = work.shapes.queries
 
     def load_block(source, target, index, ready, free, item, turn, step):
@@ -95,8 +96,10 @@ def load(
             def _():
                 plgpu.barrier_wait(free.at[slot(end - back)])
 
-    plgpu.barrier_wait(barriers.k_free)
-    plgpu.barrier_wait(barriers.v_free)
+    @pl.when(end > 0)
+    def _():
+        plgpu.barrier_wait(barriers.k_free)
+        plgpu.barrier_wait(barriers.v_free)
 
 
 def store(
@@ -107,11 +110,12 @@ def store(
     dqs,
     semaphores,
     begun: bool,
+    beside: Callable[[], None] | None,
 ) -> None:
     """The storing warpgroup: adds tiles of dQ to `dqs`, in global memory, in turn: one
     array, or one for each part of the ring (`Ring.part`), the second without the
     queries that see no short tile. `semaphores`: one for each block of each. `begun`:
-    something is there already."""
+    something is there already. `beside`: what a warp does that does not store."""
     shapes, storers = work.shapes, plan.storers
     i32 = jnp.int32
     blocks_in_all = shapes.batch * shapes.query_heads * shapes.blocks
@@ -149,7 +153,8 @@ def store(
         number = (item.b * shapes.query_heads + head) * shapes.blocks + block
         number += work.ring.part(item.tile) * blocks_in_all
         index = index if shapes.group > 1 else 0
-        return semaphores.at[number], *work.ring.rank(item.tile, index, block)
+        pair = item.b * shapes.key_parts + item.key_part
+        return semaphores.at[number], *work.ring.rank(pair, item.tile, index, block)
 
     def await_turn(item, turn):
         """Waits until those before this tile have added to the block."""
@@ -204,6 +209,8 @@ def store(
         @plgpu.warp_map
         def _(warp):
             pl.when(warp < storers)(lambda: store_all(warp))
+            if beside is not None:
+                pl.when(warp == storers)(beside)
     else:
         store_all(i32(0))
 
@@ -212,8 +219,9 @@ def leave_zeros(way: Way, ctas: int, dq, dk, dv) -> None:
     """By all warpgroups of all CTAs: what there is that the way does not go over. `dq`:
     None, if something is there already."""
     i32, shapes = jnp.int32, way.shapes
-    takers = ctas * (WARPGROUPS + 2)
-    me = lax.axis_index("cta") * (WARPGROUPS + 2) + lax.axis_index("warpgroup")
+    in_cta = lax.axis_size("warpgroup")
+    takers = ctas * in_cta
+    me = lax.axis_index("cta") * in_cta + lax.axis_index("warpgroup")
 
     def fill(targets, heads: int, count: int, first, skipped) -> None:
         """Rows of each head, so many, but those skipped from the first on."""

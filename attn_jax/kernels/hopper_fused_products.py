@@ -7,6 +7,7 @@ step, while logits are multiplied: by then all have put their dS into shared mem
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from attn_jax.kernels.hopper_fused_work import (
     Memory,
     Work,
     hide,
+    hide_earlier,
     slot,
 )
 from attn_jax.kernels.integers import rem
@@ -98,40 +100,66 @@ class Products:
             # The block before the first one: dS = 0, its dQ goes nowhere.
             zero = jnp.zeros((KEYS, shapes.queries), jnp.float32)
             zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
-            steps = item.steps
-            # Whether a warpgroup has no key in the last tile. It has nothing to
-            # multiply there, and leaves the tensor cores to the other.
-            some_are_idle = 0 < shapes.key_count % KEY_TILE <= KEYS
-            if some_are_idle:
-                first_key = item.tile * KEY_TILE + self.warpgroup * KEYS
-                idle = first_key >= shapes.key_count
-                steps = jnp.where(idle, 0, steps)
-
-                # The others read both buffers, and nothing more is written.
-                @pl.when(idle)
-                def _():
-                    self._write_ds(zero, _buffer(first))
-
-            self._put_ds(zero, _buffer_before(first))
-
-            @pl.loop(0, steps)
-            def _(turn):
-                self._take(item, turn, first + turn, dk_acc, dv_acc)
-
-            if some_are_idle:
-
-                @pl.loop(steps, item.steps)
-                def _(turn):
-                    self._take_none(item, turn, first + turn)
-
+            take = functools.partial(self._take, item, first, dk_acc, dv_acc)
+            none = functools.partial(self._take_none, first)
+            if self.work.is_masked:
+                self._put_ds(zero, _buffer_before(first))
+                self._take_seen(item, take, functools.partial(none, zero))
+            else:
+                self._take_all(item, first, zero, take, none)
             self._last_dq(first + item.steps - 1)
             return dk_acc[...], dv_acc[...]
 
         total = accumulator(KEYS, shapes.head_dim)
         return pl.run_scoped(accumulate, total, total)
 
-    def _take(self, item: Item, turn, step, dk_acc, dv_acc) -> None:
-        """A step: what a block adds to dK and dV, and the dQ of the block before."""
+    def _take_all(self, item: Item, first: jax.Array, zero, take, none) -> None:
+        """The steps of an item without a mask."""
+        shapes, steps = self.work.shapes, item.steps
+        # Whether a warpgroup has no key in the last tile. It has nothing to
+        # multiply there, and leaves the tensor cores to the other.
+        some_are_idle = 0 < shapes.key_count % KEY_TILE <= KEYS
+        if some_are_idle:
+            first_key = item.tile * KEY_TILE + self.warpgroup * KEYS
+            idle = first_key >= shapes.key_count
+            steps = jnp.where(idle, 0, steps)
+
+            # The others read both buffers, and nothing more is written.
+            @pl.when(idle)
+            def _():
+                self._write_ds(zero, _buffer(first))
+                self._release_tile()
+
+        self._put_ds(zero, _buffer_before(first))
+        pl.loop(0, steps)(functools.partial(take, None, steps - 1))
+        if some_are_idle:
+            pl.loop(steps, item.steps)(functools.partial(none, None))
+
+    def _take_seen(self, item: Item, take, none) -> None:
+        """The steps of an item under a mask, which may hide the keys of one warpgroup
+        from the first blocks, or from the last ones."""
+        begin, end = self.work.seen(item, self.warpgroup)
+        pl.when(begin >= end)(self._release_tile)
+
+        def of_head(before, last):
+            some = before + begin, before + end
+            diagonal = before + self.work.diagonal(item, begin, end)
+            pl.loop(before, some[0])(none)
+            pl.loop(*some)(functools.partial(take, diagonal, last))
+            pl.loop(some[1], before + item.blocks)(none)
+
+        group = self.work.shapes.group
+        if group == 1:
+            of_head(jnp.int32(0), end - 1)
+        else:
+            last = item.blocks * (group - 1) + end - 1
+            pl.loop(0, group)(lambda head: of_head(head * item.blocks, last))
+
+    def _take(self, item: Item, first, dk_acc, dv_acc, diagonal, last, turn) -> None:
+        """A step: what a block adds to dK and dV, and the dQ of the block before.
+        `diagonal`: the turn of a head at which a causal mask hides something; `last`:
+        the one after which the warpgroup is done with K and V."""
+        step = first + turn
         barriers, smem = self.barriers, self.smem
         now, before = slot(step), _buffer_before(step)
         block_acc = accumulator(KEYS, self.work.shapes.queries)
@@ -143,8 +171,8 @@ class Products:
             plgpu.barrier_wait(barriers.ds_ready.at[before])
             self._dq_product(dq_acc, before)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=WARPGROUPS)
-            self._release_tile(barriers.k_free, item, turn)
-            p = self._probabilities(s, item, turn, step)
+            pl.when(turn == last)(lambda: plgpu.barrier_arrive(barriers.k_free))
+            p = self._probabilities(s, item, diagonal, turn, step)
             # Keeps ptxas from moving the wait for dQ above the exponentials.
             plgpu.barrier_wait(barriers.dout_ready.at[now])
             return p, dq_acc[...]
@@ -159,31 +187,33 @@ class Products:
             return plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
 
         dp = pl.run_scoped(second_products, block_acc)
-        self._release_tile(barriers.v_free, item, turn)
+        pl.when(turn == last)(lambda: plgpu.barrier_arrive(barriers.v_free))
         ds = self._gradient(p, dp, step)
         self._put_ds(ds, _buffer(step))
         plgpu.wgmma(dk_acc, ds.astype(self.dtype), smem.q.at[now])
         plgpu.wgmma_wait(0)
         self._release_block(step)
 
-    def _take_none(self, item: Item, turn, step) -> None:
-        """A step without keys of one's own, which the last warpgroup alone may be: a
-        piece of dQ from the others' dS."""
+    def _take_none(self, first, zero, turn) -> None:
+        """A step whose block sees none of one's own keys: a piece of the dQ of the
+        block before. `zero`: this one's dS. None: both buffers have it at all steps, as
+        the last warpgroup's alone may."""
+        step = first + turn
         barriers = self.barriers
         plgpu.barrier_wait(barriers.q_ready.at[slot(step)])
 
         def product(dq_acc):
             before = _buffer_before(step)
             plgpu.barrier_wait(barriers.ds_ready.at[before])
-            self._dq_product(dq_acc, before, WARPGROUPS - 1)
+            self._dq_product(dq_acc, before, WARPGROUPS - (zero is None))
             return dq_acc[...]
 
         dq = pl.run_scoped(product, _DQ_PIECE)
+        if zero is not None:
+            self._write_ds(zero, _buffer(step))
         plgpu.barrier_arrive(barriers.ds_ready.at[_buffer(step)])
         plgpu.barrier_wait(barriers.dout_ready.at[slot(step)])
         self._release_block(step)
-        self._release_tile(barriers.k_free, item, turn)
-        self._release_tile(barriers.v_free, item, turn)
         self._hand_on_dq_before(dq, turn, step)
 
     def _last_dq(self, step) -> None:
@@ -221,10 +251,13 @@ class Products:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.barriers.dq_ready.at[rem(step, self.storers)])
 
-    def _probabilities(self, s, item: Item, turn, step):
+    def _probabilities(self, s, item: Item, diagonal, turn, step):
         """P^T of a block from its logits."""
-        _, _, block = self.work.block_of(item, turn)
-        s = hide(s, self.work, item.tile, block, self.warpgroup)
+        if self.work.is_causal:
+            s = hide_earlier(s, self.work, turn == diagonal, self.warpgroup)
+        else:
+            _, _, block = self.work.block_of(item, turn)
+            s = hide(s, self.work, item.tile, block, self.warpgroup)
         row_lse = plgpu.load(self.smem.rows.at[0, slot(step)], layout=COLUMNS)
         return jnp.exp2(s * (self.scale * LOG2_E) - along_columns(row_lse, s.shape))
 
@@ -251,10 +284,9 @@ class Products:
         plgpu.barrier_arrive(self.barriers.dout_free.at[slot(step)])
         plgpu.barrier_arrive(self.barriers.q_free.at[slot(step)])
 
-    def _release_tile(self, free, item: Item, turn) -> None:
-        @pl.when(turn == item.steps - 1)
-        def _():
-            plgpu.barrier_arrive(free)
+    def _release_tile(self) -> None:
+        plgpu.barrier_arrive(self.barriers.k_free)
+        plgpu.barrier_arrive(self.barriers.v_free)
 
     def _make_keys(self) -> None:
         """K' of one's own keys; what is written next commits it."""

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 
 from attn_jax.kernels import ring_order
 from attn_jax.kernels.integers import Number, rem
-from attn_jax.kernels.ring_order import Dealt, Ring, Sliding, ring_of, sliding_of
+from attn_jax.kernels.ring_order import Dealt, Ring, ring_of
+from attn_jax.kernels.sliding_order import Sliding, sliding_of
 from attn_jax.kernels.tiles import (
     hide_columns_before,
     hide_from,
@@ -22,7 +23,7 @@ from attn_jax.kernels.tiles import (
     row_positions,
     smem_tile,
 )
-from attn_jax.kernels.tuning import Plan
+from attn_jax.kernels.tilings import Plan
 from attn_jax.kernels.visibility import Band
 from attn_jax.span import Chosen
 
@@ -349,6 +350,36 @@ class Work:
         block = self.ring.block(item.first, item.stride, i)
         return item.key_part * group + index, index, block
 
+    @property
+    def is_causal(self) -> bool:
+        return isinstance(self.ring, Ring) and self.ring.ratio is not None
+
+    @property
+    def is_masked(self) -> bool:
+        return self.is_causal or isinstance(self.ring, Sliding)
+
+    def seen(self, item: Item, warpgroup: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Under a mask: (first, past the last) of the blocks of a query head, numbered
+        as they are taken, that see keys of a warpgroup."""
+        number = item.tile * WARPGROUPS + warpgroup
+        has_keys = number * KEYS < self.shapes.key_count
+        if isinstance(self.ring, Sliding):
+            half = dataclasses.replace(self.ring, keys=KEYS)
+            first, last = half.blocks_of(number)
+            end = jnp.where(has_keys, last + 1 - item.first, 0)
+            return jnp.minimum(first - item.first, end), end
+        # Blocks go up from the diagonal, or down to it.
+        hidden = warpgroup * (KEYS // self.shapes.queries)
+        if 0 < self.shapes.key_count % KEY_TILE <= KEYS:
+            hidden = jnp.where(has_keys, hidden, item.blocks)
+        begin = jnp.where(item.stride > 0, hidden, 0)
+        return begin, begin + item.blocks - hidden
+
+    def diagonal(self, item: Item, begin: jax.Array, end: jax.Array) -> jax.Array:
+        """Which of the blocks that `seen` tells meets a warpgroup's keys on the
+        diagonal of a causal mask."""
+        return jnp.where(item.stride > 0, begin, end - 1)
+
     def for_each(self, do: Callable) -> jax.Array:
         """`do(item, first step, number)` for each item; the number of steps in all."""
 
@@ -368,24 +399,17 @@ def slot(step: jax.Array) -> jax.Array:
 def hide(
     s: jax.Array, work: Work, tile: jax.Array, block: jax.Array, warpgroup: jax.Array
 ) -> jax.Array:
-    """S^T of a warpgroup's keys and a block, -inf where a query does not see a key."""
+    """S^T of a warpgroup's keys and a block, -inf where a query does not see a key,
+    without a mask or under a window."""
     ring, queries, key_count = work.ring, work.shapes.queries, work.shapes.key_count
     first_row = tile * KEY_TILE + warpgroup * KEYS
 
     def hide_missing(s):
         return hide_rows_from(s, key_count - first_row)
 
-    def column():
-        """The query at a row's own position, among those of the block."""
-        return row_positions(KEYS) + (first_row - block * queries)
-
-    def hide_earlier(s):
-        # Rows past the last key are seen by no query, or by such as are past the last
-        # one.
-        return hide_columns_before(s, column())
-
     def hide_outside(s, window: Sliding):
-        own = column()
+        # The query at a row's own position, among those of the block.
+        own = row_positions(KEYS) + (first_row - block * queries)
         s = hide_from(s, own + (window.left + 1))
         if window.right and key_count % KEY_TILE:
             s = hide_missing(s)
@@ -394,10 +418,24 @@ def hide(
     if isinstance(ring, Sliding):
         outside = functools.partial(hide_outside, window=ring)
         return lax.cond(ring.is_partial(tile, block), outside, lambda s: s, s)
-    if ring.ratio is not None:
-        partial = block < (tile + 1) * ring.ratio
-        return lax.cond(partial, hide_earlier, lambda s: s, s)
     if key_count % KEY_TILE:
         last = tile == work.shapes.tiles - 1
         return lax.cond(last, hide_missing, lambda s: s, s)
     return s
+
+
+def hide_earlier(
+    s: jax.Array, work: Work, on_diagonal: jax.Array, warpgroup: jax.Array
+) -> jax.Array:
+    """S^T of a warpgroup's keys and a block, -inf where a causal mask hides a key.
+
+    On the diagonal a block of 64 queries begins where the warpgroup's keys do, one of
+    128 where the tile does. Rows past the last key are seen by no query, or by such as
+    are past the last one.
+    """
+    first_row = warpgroup * KEYS if work.shapes.queries > KEYS else jnp.int32(0)
+
+    def hide_some(s):
+        return hide_columns_before(s, row_positions(KEYS) + first_row)
+
+    return lax.cond(on_diagonal, hide_some, lambda s: s, s)

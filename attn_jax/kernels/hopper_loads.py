@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from attn_jax.kernels.integers import rem
 from attn_jax.kernels.schedule import Strips
 from attn_jax.kernels.tiles import smem_tile
-from attn_jax.kernels.tuning import ForwardTiling
+from attn_jax.kernels.tilings import ForwardTiling
 
 
 class Loaded(NamedTuple):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from attn_jax.kernels.tuning import Tiling
+from attn_jax.kernels.tilings import Tiling
 from attn_jax.kernels.visibility import KEY_LENGTH, Band, Rules, interval, patches
 from attn_jax.pairwise import pairwise_cumsum, pairwise_mean, pairwise_sum
 

@@ -33,7 +33,8 @@ from attn_jax.kernels.hopper_key_numbers import KeyNumbers, key_numbers
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.options import DEFAULT, Options
 from attn_jax.kernels.tiles import SEQUENCE_MULTIPLE
-from attn_jax.kernels.tuning import AmperePlan, Backward, Configuration, Plan
+from attn_jax.kernels.tilings import AmperePlan, Plan
+from attn_jax.kernels.tuning import Backward, Configuration
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.pairwise import pairwise_sum
 from attn_jax.recipe import Architecture

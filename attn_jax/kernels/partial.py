@@ -39,7 +39,7 @@ from attn_jax.kernels.hopper_query_gradient import by_xla
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.options import Options
 from attn_jax.kernels.tiles import LN_2, SEQUENCE_MULTIPLE
-from attn_jax.kernels.tuning import Plan
+from attn_jax.kernels.tilings import Plan
 from attn_jax.kernels.visibility import Band, Rules
 from attn_jax.mask import Mask
 from attn_jax.pairwise import pairwise_sum

@@ -4,7 +4,15 @@ CTAs that share a (batch, key head) pair are a *ring*; rings with successive num
 take one pair after the other. Tiles of keys are dealt to the members of a ring; each
 member goes over the blocks of queries that see its tile, for one query head of the
 group after the other, and at every *step* adds a tile to dQ's block. Under a local
-window there are no rings: `Sliding` says how it is there.
+window there are no rings: `sliding_order` says how it is there.
+
+Under a causal mask who has a long tile has a short one, too: first it goes up the long
+one from its diagonal, then down the short one to its. If those are tiles c and n - c of
+n, nobody has more steps than tile 0, which is alone. For an odd n that is a ring of
+(n + 1) / 2 members. For an even n it takes n + 1 for two pairs, a *double ring*, whose
+middle member has tile n / 2 of both; a ring of n / 2 members has c and n - 1 - c, which
+is a block or two longer. First rings take pairs, then double rings the others, as many
+as takes the least time.
 
 Everything is a function of the shapes alone.
 
@@ -33,6 +41,10 @@ multiprocessors: what runs beside the first ring that is not over belongs to lat
 rings, whose CTAs were launched after all of its own. So it does end, and then the next
 one. Where a grid has more CTAs than the rings have members, the last ones end at once.
 
+In a double ring (a) and (b) are steps of either pair, in one order by time, too, and it
+begins when its CTAs are done with rings. A grid that has any has no more CTAs than the
+card has multiprocessors, so that all come to run.
+
 All this is of one kernel that has the card to itself. Two of them side by side, each
 with half of the multiprocessors, could wait for each other: as two processes under MPS,
 or on streams of their own. XLA runs kernels one after the other. NCCL's run beside them
@@ -46,11 +58,8 @@ begun to be added, which is less.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
-
-import numpy as np
 
 from attn_jax.kernels.integers import (
     Number,
@@ -76,7 +85,8 @@ class Dealt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """How the tiles of a pair are dealt to the members of a ring.
+    """How the tiles of a pair are dealt to the members of a ring, or of two pairs to
+    those of a double ring.
 
     Attributes:
       tiles: of keys, in a pair.
@@ -87,6 +97,9 @@ class Ring:
       count: rings.
       apart: under a causal mask long and short tiles are added to sums of their own
         (`part`): where they meet, neither waits for the other.
+      doubles: how many double rings.
+      singles: pairs before this one are taken by rings, the others by double rings.
+        None: rings take all.
     """
 
     tiles: Number
@@ -96,11 +109,19 @@ class Ring:
     size: Number
     count: Number
     apart: bool = False
+    doubles: int = 0
+    singles: int | None = None
 
     @property
     def long_tiles(self) -> int:
         """Under a causal mask: the tiles before this one are long."""
         return -(-self.tiles // 2)
+
+    @property
+    def mate(self) -> int:
+        """Under a causal mask: who has long tile c has the short one mate - c, too, as
+        far as there is one."""
+        return self.tiles - 1 + self.tiles % 2
 
     def part(self, tile: Number) -> Number:
         """Which of the sums of a block a tile is added to."""
@@ -110,16 +131,16 @@ class Ring:
         """How many tiles of a pair a member has.
 
         Without a mask tiles m, m + size, ...; under a causal mask m (long) and
-        tiles - 1 - m (short), together equally long for all m, and the middle one of an
-        odd number of tiles is alone.
+        mate - m (short). Of an even number of tiles these are together equally long for
+        all m; of an odd one the first member has the longest tile alone.
         """
         if self.ratio is None:
             return div(self.tiles - 1 - member, self.size) + 1
-        return pick(2 * member == self.tiles - 1, 1, 2)
+        return pick(member == 0, 1, 2) if self.tiles % 2 else 2
 
     @property
     def ctas(self) -> int:
-        return self.count * self.size
+        return most(self.count * self.size, self.doubles * (self.tiles + 1))
 
     @property
     def steps(self) -> int:
@@ -132,24 +153,72 @@ class Ring:
         """What a CTA has of `pairs` pairs."""
         number = div(cta, self.size)
         member = rem(cta, self.size)
-        turns = div(pairs + self.count - 1 - number, self.count)
+        singles = pairs if self.singles is None else self.singles
+        turns = div(singles + self.count - 1 - number, self.count)
         passes = self.passes(member)
 
         def item(n: Number):
             pair = number + self.count * div(n, passes)
             return pair, *self.item(member, rem(n, passes))
 
-        return Dealt(turns * passes, item)
+        if not self.doubles:
+            return Dealt(turns * passes, item)
+        doubled = self._dealt_by_two(cta, pairs - singles)
+        before = pick(number < self.count, turns * passes, 0) if singles else 0
+
+        def any_item(n: Number):
+            pair, *of_pair = doubled.item(most(n - before, 0))
+            then = singles + pair, *of_pair
+            if not singles:
+                return then
+            both = zip(item(n), then, strict=True)
+            return tuple(pick(n < before, x, y) for x, y in both)
+
+        return Dealt(before + doubled.items, any_item)
+
+    def _dealt_by_two(self, cta: Number, pairs: int) -> Dealt:
+        """What a CTA has of `pairs` pairs that double rings take.
+
+        Of one of two pairs member m has tile m and, but for m = 0, tile tiles - m; of
+        the other one member tiles / 2 + 1 + m has. The member in between has tile
+        tiles / 2 of both, one after the other.
+        """
+        middle = self.tiles // 2
+        number, member = div(cta, self.tiles + 1), rem(cta, self.tiles + 1)
+        of_both = member == middle
+        second = pick(member > middle, 1, 0)
+        tile = member - second * (middle + 1)
+        passes = pick(tile == 0, 1, 2)
+
+        def turns(which: Number) -> Number:
+            turns = ceil_div(pairs - which - 2 * number, 2 * self.doubles)
+            return pick(number < self.doubles, turns, 0)
+
+        def item(n: Number):
+            turn, index = div(n, passes), rem(n, passes)
+            pair = 2 * (number + self.doubles * turn) + pick(of_both, index, second)
+            short = pick(of_both, tile, self.tiles - tile)
+            return pair, *self._causal(pick(index == 0, tile, short), index)
+
+        items = pick(of_both, turns(0) + turns(1), turns(second) * passes)
+        return Dealt(items, item)
 
     def share(self, pairs: int) -> float:
         """How much of the time of all multiprocessors goes into tiles of `pairs` pairs,
         if all steps take equally long: below 1 where some have none, or fewer."""
-        longest = max(
+        return pairs * self.steps / (MULTIPROCESSORS * self.longest(pairs))
+
+    def longest(self, pairs: int) -> int:
+        """The steps of a query head that no CTA has more of, of `pairs` pairs."""
+        of_single = max(
             sum(int(self.item(member, i)[3]) for i in range(int(self.passes(member))))
             for member in range(self.size)
         )
-        turns = -(-pairs // self.count)
-        return pairs * self.steps / (MULTIPROCESSORS * turns * longest)
+        singles = pairs if self.singles is None else self.singles
+        steps = -(-singles // self.count) * of_single
+        if self.doubles:
+            steps += -(-(pairs - singles) // (2 * self.doubles)) * self.blocks
+        return steps
 
     def start(self, member: Number) -> Number:
         """The block at which a member starts on a tile, without a mask."""
@@ -165,9 +234,13 @@ class Ring:
         """
         if self.ratio is None:
             return index * self.size + member, self.start(member), 1, self.blocks
-        tile = pick(index == 0, member, self.tiles - 1 - member)
-        first = pick(index == 0, member * self.ratio, self.blocks - 1)
-        return tile, first, 1 - 2 * index, self.blocks - tile * self.ratio
+        return self._causal(pick(index == 0, member, self.mate - member), index)
+
+    def _causal(self, tile: Number, index: Number):
+        """As `item`, of what a member has first (0) or then (1)."""
+        blocks = self.blocks - tile * (self.ratio or 0)
+        first = pick(index == 0, self.blocks - blocks, self.blocks - 1)
+        return tile, first, 1 - 2 * index, blocks
 
     def block(self, first: Number, stride: Number, i: Number) -> Number:
         """The i-th block of a tile."""
@@ -176,12 +249,12 @@ class Ring:
         block = first + i
         return pick(block >= self.blocks, block - self.blocks, block)
 
-    def rank(self, tile: Number, head: Number, block: Number):
-        """(how many tiles are added to a block of the group's `head` before `tile`, how
+    def rank(self, pair: Number, tile: Number, head: Number, block: Number):
+        """(how many tiles are added to a block of the pair's `head` before `tile`, how
         many before the last one); to the tile's part of it."""
         if self.ratio is None:
             return self._rank_full(tile, block)
-        return self._rank_causal(self.ratio, tile, head, block)
+        return self._rank_causal(self.ratio, pair, tile, head, block)
 
     def _rank_full(self, tile: Number, block: Number):
         """A block meets the last member that starts at it or before, then the member
@@ -197,18 +270,29 @@ class Ring:
         rank = index * size + nearest - member + wrapped
         return rank, self.tiles - 1
 
-    def _rank_causal(self, ratio: int, tile: Number, head: Number, block: Number):
+    def _rank_causal(
+        self, ratio: int, pair: Number, tile: Number, head: Number, block: Number
+    ):
         """At equal speed tile c is at block s of head h at the time
 
             long    h * (blocks - ratio * c) + s - ratio * c
-            short   group * (blocks - ratio * (tiles - 1 - c))
+            short   group * (blocks - ratio * (mate - c))
                     + h * (blocks - ratio * c) + blocks - 1 - s
 
         and adds after those that are there earlier; at the same time the long one goes
         first. For one block times of long tiles fall with c, those of short ones rise.
+        In a double ring `mate` is `tiles`, and tile tiles / 2 of the first pair goes
+        up, as long ones do. It is there before all short ones, so that, apart, it can
+        be counted with these.
         """
-        tiles, blocks, group = self.tiles, self.blocks, self.group
-        long_tiles = self.long_tiles
+        blocks, group = self.blocks, self.group
+        long_tiles, mate = self.long_tiles, self.mate
+        if self.doubles:
+            number = pair - (self.singles or 0)
+            mate = pick(number >= 0, self.tiles, mate)
+            if not self.apart:
+                is_first = (number >= 0) & (rem(number, 2) == 0)
+                long_tiles += pick(is_first, 1, 0)
         last = div(block, ratio)
         long_last = least(last, long_tiles - 1)
         is_long = tile < long_tiles
@@ -217,7 +301,7 @@ class Ring:
             return rank, pick(is_long, long_last, last - long_tiles)
         long_zero = head * blocks + block  # time of long tile 0
         long_step = (head + 1) * ratio
-        short_zero = group * (blocks - ratio * (tiles - 1))
+        short_zero = group * (blocks - ratio * mate)
         short_zero = short_zero + head * blocks + blocks - 1 - block
         short_step = (group - head) * ratio
         # Short tiles t >= long_tiles with short_zero + t * short_step < time of this.
@@ -228,173 +312,6 @@ class Ring:
         longs = most(long_last + 1 - ceil_div(long_zero - time, long_step), 0)
         rank = pick(is_long, long_last - tile + shorts, tile - long_tiles + longs)
         return rank, last
-
-
-@dataclasses.dataclass(frozen=True)
-class Sliding:
-    """How tiles are dealt, and added, under a local window.
-
-    Tiles are dealt to the CTAs in turn, of a few pairs at a time (`together`): the last
-    tile of each of them, then the last but one of each, and so on; and from the first
-    CTA to the last and back again, since tiles near an end of the sequence are seen by
-    fewer queries, and no CTA is to have those alone. A CTA goes up from the first block
-    that sees its tile.
-
-    So at equal speed a tile is at a block before the tile to its left is there, and
-    additions to a block are made from its last tile to its first. A step may wait for
-    tiles dealt before its own, and for the step before it of its own CTA, whose tile is
-    the same or was dealt before. By induction over the deal nobody waits for ever, as
-    in the module's argument: no more CTAs are launched than the card has
-    multiprocessors.
-
-    Attributes:
-      length: of the sequence, queries and keys.
-      left, right: query i sees the keys i - left ... i + right.
-      queries: in a block.
-      keys: in a tile.
-      pairs: (batch, key head).
-      group: query heads of a pair.
-      multiprocessors: of the card.
-      together: pairs at a time, a divisor of `pairs`.
-    """
-
-    length: int
-    left: int
-    right: int
-    queries: int
-    keys: int
-    pairs: int
-    group: int
-    multiprocessors: int
-    together: int = 1
-
-    apart = False
-    long_tiles = 0
-
-    @property
-    def tiles(self) -> int:
-        """Of keys, in a pair."""
-        return -(-self.length // self.keys)
-
-    @property
-    def ctas(self) -> int:
-        return min(self.multiprocessors, self.pairs * self.tiles)
-
-    @property
-    def steps(self) -> int:
-        """As `Ring.steps`."""
-        first, last = self.blocks_of(np.arange(self.tiles))
-        return int((last - first + 1).sum())
-
-    def blocks_of(self, tile: Number) -> tuple[Number, Number]:
-        """(first, last) block of queries that sees a tile."""
-        start = tile * self.keys
-        end = least(start + self.keys, self.length)  # past the last key
-        last = least(end - 1 + self.left, self.length - 1)
-        return (
-            div(most(start - self.right, 0), self.queries),
-            div(last, self.queries),
-        )
-
-    def tiles_of(self, block: Number) -> tuple[Number, Number]:
-        """(first, last) tile that a block of queries sees."""
-        start = block * self.queries
-        end = least(start + self.queries, self.length)
-        last = least(end - 1 + self.right, self.length - 1)
-        return div(most(start - self.left, 0), self.keys), div(last, self.keys)
-
-    def is_partial(self, tile: Number, block: Number) -> Number:
-        """Whether a block does not see all keys of its tile, as far as they exist."""
-        key, query = tile * self.keys, block * self.queries
-        hidden = (query + self.right < key + self.keys - 1) | (
-            query + self.queries - 1 - self.left > key
-        )
-        if self.right and self.length % self.keys:
-            hidden |= tile == self.tiles - 1
-        return hidden
-
-    def part(self, tile: Number) -> int:
-        """As `Ring.part`: all are added to one sum."""
-        del tile
-        return 0
-
-    def tile_at(self, place: Number) -> tuple[Number, Number]:
-        """(pair, tile) of a place in the deal."""
-        lot = div(place, self.together * self.tiles)
-        within = rem(place, self.together * self.tiles)
-        pair = lot * self.together + rem(within, self.together)
-        return pair, self.tiles - 1 - div(within, self.together)
-
-    def dealt(self, cta: Number, pairs: int) -> Dealt:
-        """What a CTA has of all pairs, which `pairs` are."""
-        assert pairs == self.pairs and pairs % self.together == 0
-        ctas = self.ctas
-
-        def place(n: Number) -> Number:
-            return ctas * n + pick(rem(n, 2) == 0, cta, ctas - 1 - cta)
-
-        def item(n: Number):
-            pair, tile = self.tile_at(place(n))
-            first, last = self.blocks_of(tile)
-            return pair, tile, first, 1, last - first + 1
-
-        rounds = pairs * self.tiles // ctas
-        more = pick(place(rounds) < pairs * self.tiles, 1, 0)
-        return Dealt(rounds + more, item)
-
-    def block(self, first: Number, stride: Number, i: Number) -> Number:
-        """The i-th block of a tile."""
-        del stride
-        return first + i
-
-    def rank(self, tile: Number, head: Number, block: Number):
-        """(how many tiles are added to a block before `tile`, how many before the last
-        one)."""
-        del head
-        first, last = self.tiles_of(block)
-        return last - tile, last - first
-
-    def share(self, pairs: int) -> float:
-        """As `Ring.share`, of all pairs, which `pairs` are."""
-        place = np.arange(pairs * self.tiles)
-        _pair, tile = self.tile_at(place)
-        first, last = self.blocks_of(tile)
-        turn = place % self.ctas
-        cta = np.where(place // self.ctas % 2 == 0, turn, self.ctas - 1 - turn)
-        steps = np.bincount(cta, last - first + 1)
-        return float(steps.sum() / (self.multiprocessors * steps.max()))
-
-
-@functools.cache
-def sliding_of(
-    *,
-    length: int,
-    left: int,
-    right: int,
-    queries: int,
-    keys: int,
-    pairs: int,
-    group: int,
-    multiprocessors: int,
-) -> Sliding:
-    """With so few pairs at a time as leave CTAs nearly the same work (2 % or less is
-    lost to the best share).
-
-    Neighbouring tiles are seen by nearly the same queries: of many pairs at a time
-    those would be read from memory for each tile, and not once for many: `analysis
-    speed --cases h64-4k-window` on an H200 had 280 TFLOP/s with all 128 pairs at a time
-    (commit afcfdef), and has 324. So a window's queries of all pairs at a time are to
-    be no more than twice the keys that all CTAs have at a time.
-    """
-    limit = max(1, 2 * multiprocessors * keys // (left + right + 1))
-    of = Sliding(length, left, right, queries, keys, pairs, group, multiprocessors)
-    some = {
-        n: dataclasses.replace(of, together=n).share(pairs)
-        for n in range(1, min(limit, pairs) + 1)
-        if pairs % n == 0
-    }
-    together = next(n for n in some if some[n] >= 0.98 * max(some.values()))
-    return dataclasses.replace(of, together=together)
 
 
 def ring_of(
@@ -415,7 +332,7 @@ def ring_of(
       passes: without a mask, the fewest tiles of a pair that a member is to have,
         where that costs nothing: with more, rings are smaller and their members farther
         apart.
-      rings: how many; None: as many as run at the same time.
+      rings: how many, and no double ones; None: as many as run at the same time.
       apart: as `Ring.apart`, where there are short tiles.
       multiprocessors: None: `MULTIPROCESSORS`.
 
@@ -441,7 +358,17 @@ def ring_of(
     fitting = multiprocessors // size
     count = min(pairs, fitting if rings is None else rings)
     apart = apart and ratio is not None and tiles > 1
-    return Ring(tiles, blocks, group, ratio, size, count, apart)
+    ring = Ring(tiles, blocks, group, ratio, size, count, apart)
+    doubles = multiprocessors // (tiles + 1)
+    if ratio is None or tiles % 2 or rings is not None or not doubles:
+        return ring
+    ways = [ring]
+    # As few by double rings as take the least time.
+    for turns in range((pairs - 1) // count, -1, -1):
+        singles = turns * count
+        some = min(doubles, ceil_div(pairs - singles, 2))
+        ways.append(dataclasses.replace(ring, doubles=some, singles=singles))
+    return min(ways, key=lambda ring: ring.longest(pairs))
 
 
 def causal_fits(tiles: int, multiprocessors: int | None = None) -> bool:

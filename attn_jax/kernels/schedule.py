@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from attn_jax.kernels.ring_order import MULTIPROCESSORS
-from attn_jax.kernels.tuning import ForwardTiling, Tiling
+from attn_jax.kernels.tilings import ForwardTiling, Tiling
 from attn_jax.span import Chosen
 
 # What K and V of the heads that run together may take of the L2 cache (50 MB on H100

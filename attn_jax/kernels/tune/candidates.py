@@ -24,15 +24,8 @@ from attn_jax.kernels import (
     ring_order,
     tuning,
 )
-from attn_jax.kernels.tuning import (
-    AmperePlan,
-    Choice,
-    ForwardTiling,
-    Group,
-    KernelName,
-    Plan,
-    Tiling,
-)
+from attn_jax.kernels.tilings import AmperePlan, Choice, ForwardTiling, Plan, Tiling
+from attn_jax.kernels.tuning import Group, KernelName
 from attn_jax.recipe import Architecture
 
 # Threads of a warpgroup, which share an accumulator's rows.
@@ -242,7 +235,7 @@ def _hopper_dkv_refuses(tiling: Tiling, head_dim: int, value_dim: int) -> str | 
 
 
 def _hopper_fused_need(plan: Plan, head_dim: int, value_dim: int) -> Need:
-    del plan  # Its barriers are no more than a few bytes.
+    # Its barriers are no more than a few bytes.
     sizes = hopper_fused_work
     keys, groups, queries = sizes.KEYS, sizes.WARPGROUPS, sizes.QUERIES[head_dim]
     block = (keys, queries, 4)
@@ -250,13 +243,20 @@ def _hopper_fused_need(plan: Plan, head_dim: int, value_dim: int) -> Need:
     return Need(
         # dK, dV and dQ, and a block of logits.
         _registers((keys, both, 4), (64, 64, 4), block),
-        hopper_backward_fused.CONSUMER_REGISTERS,
+        hopper_backward_fused.CONSUMER_REGISTERS[plan.copiers],
         2 * groups * keys * (both + head_dim)
         + sizes.STAGES * queries * (2 * both + 8)
         + 2 * sizes.DS_BUFFERS * groups * queries * keys
         + 4 * groups * 64 * 64,
         4 * keys * queries // _THREADS,
     )
+
+
+def _hopper_fused_refuses(plan: Plan, head_dim: int, value_dim: int) -> str | None:
+    del head_dim, value_dim
+    if plan.shared and not plan.storing_warps:
+        return "a warpgroup that stores as one has no warp that could load"
+    return None
 
 
 def _ampere_forward_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
@@ -333,6 +333,7 @@ _HOPPER_FORWARD: Grid = {
     "stored_columns": (None, 64),
     "out_by_key": (False, True),
 }
+_HOPPER_FUSED: Grid = {"storing_warps": (0, 2), "shared": (False, True)}
 _HOPPER_BACKWARD: Grid = {
     "rows": _ROWS,
     "columns": (32, 64, 96, 128, 192, 256),
@@ -362,10 +363,10 @@ KERNELS: dict[Architecture, dict[KernelName, Kernel]] = {
         ),
         "backward_fused": Kernel(
             *("backward_fused", "attention_backward_fused", ("dq", "dk", "dv")),
-            {"storing_warps": (0, 2), "passes": (1, 2, 4)},
-            _hopper_fused_need,
+            _HOPPER_FUSED | {"passes": (1, 2, 4)},
+            *(_hopper_fused_need, _hopper_fused_refuses),
             options={"backward": "fused"},
-            causal_grid={"storing_warps": (0, 2), "apart": (False, True)},
+            causal_grid=_HOPPER_FUSED | {"apart": (False, True)},
             whole=True,
         ),
     },

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from attn_jax.kernels import checks, tuning
+from attn_jax.kernels.tilings import Choice
 from attn_jax.kernels.tune import trial
 from attn_jax.kernels.tune.candidates import candidates, reason_against
 from attn_jax.kernels.tune.trial import (
@@ -24,7 +25,7 @@ from attn_jax.kernels.tune.winners import (
     noise,
     promising,
 )
-from attn_jax.kernels.tuning import Choice, Group
+from attn_jax.kernels.tuning import Group
 from attn_jax.kernels.worker import Worker, WorkerFailed
 from attn_jax.store import Store
 from attn_jax.timing import RUNS

@@ -25,6 +25,7 @@ from attn_jax.kernels.compiler import (
     reported,
     shared_memory,
 )
+from attn_jax.kernels.tilings import Choice
 from attn_jax.kernels.tune.candidates import (
     GPUS,
     KERNELS,
@@ -32,7 +33,7 @@ from attn_jax.kernels.tune.candidates import (
     kernel_of,
     spills_too_much,
 )
-from attn_jax.kernels.tuning import Choice, Group
+from attn_jax.kernels.tuning import Group
 from attn_jax.timing import device_time, interleaved, reason
 
 # Queries that see so many keys at the most, in the mean, are in the class "few" where

@@ -16,8 +16,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from attn_jax.kernels.tilings import Choice
 from attn_jax.kernels.tune.trial import CLASSES, LengthClass, few_keys
-from attn_jax.kernels.tuning import Choice, Entry, Group
+from attn_jax.kernels.tuning import Entry, Group
 
 CONFIRMATIONS = 4
 
