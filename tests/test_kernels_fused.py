@@ -31,6 +31,7 @@ from attn_jax.reference import golden
 from tests.altered_kernels import fresh_programs
 from tests.child_process import in_child_process
 from tests.gpu_compiler import Program, compiled
+from tests.test_residuals import equations
 
 TIME_LIMIT = 120  # seconds
 
@@ -281,7 +282,8 @@ def test_what_it_does_not_take_it_says(query, key, mask, why):
     assert reason is None if why is None else why in str(reason)
 
 
-def _compiled(head_dim: int, mask: bool | Band, plan: Plan, length: int) -> Program:
+def _program(head_dim: int, mask: bool | Band, plan: Plan, length: int):
+    """(what calls the kernel, its arrays)"""
     query = jax.ShapeDtypeStruct((2, length, 4, head_dim), "bfloat16")
     key = jax.ShapeDtypeStruct((2, length, 2, head_dim), "bfloat16")
     rows = jax.ShapeDtypeStruct((2, 4, length), "float32")
@@ -302,7 +304,28 @@ def _compiled(head_dim: int, mask: bool | Band, plan: Plan, length: int) -> Prog
             plan=plan,
         )
 
-    return compiled(program, query, key, key, query, rows, rows, rows, *numbers)
+    return program, (query, key, key, query, rows, rows, rows, *numbers)
+
+
+def _compiled(*arguments) -> Program:
+    program, arrays = _program(*arguments)
+    return compiled(program, *arrays)
+
+
+@pytest.mark.parametrize("plan", [TWO, SHARED], ids=str)
+def test_operands_may_vary_over_devices(plan):
+    """JAX refuses references that do to a warp by itself, as one that loads is."""
+    program, arrays = _program(128, True, plan, 256)
+    spec = jax.sharding.PartitionSpec("data")
+    local = jax.shard_map(
+        program,
+        mesh=jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)),
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=True,
+    )
+    found = equations(jax.jit(local).trace(*arrays).jaxpr.jaxpr)
+    assert "attention_backward_fused" in [eqn.params.get("name") for eqn in found]
 
 
 @pytest.mark.ci

@@ -33,6 +33,9 @@ SHAPES = [
     Shape(1, 1000, 1337, 8, 2, 128),
     Shape(2, 70, 333, 4, 1, 64),
     Shape(1, 1337, 500, 4, 4, 128),
+    # Nine pairs with eight tiles of 128 keys each: five double rings, the last of which
+    # has one pair.
+    Shape(3, 1000, 1000, 3, 3, 128),
 ]
 
 

@@ -8,8 +8,8 @@ for dK and dV, added after the kernel. Tiles are transposed, keys down the rows:
     S^T = K Q^T     P^T = exp(S^T - LSE)     dP^T = V dO^T     dS^T = P^T (dP^T - delta)
     dV += P^T dO    dK += dS^T Q             dQ[block] += dS K'   (in global memory)
 
-dQ gets an FP32 tile from every CTA that sees the block, added by TMA, by a warpgroup
-that does nothing else. So that two runs give the same bits the additions to a block are
+dQ gets an FP32 tile from every CTA that sees the block, added by TMA, by warps that do
+nothing else. So that two runs give the same bits the additions to a block are
 made in a fixed order, by a semaphore for each block of queries: the order in which
 tiles arrive by themselves (`ring_order`, which also says why nobody waits for ever).
 The first one is stored and not added, so dQ needs no zeroing; but where there is a sum

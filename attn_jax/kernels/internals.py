@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 from jax._src import config
@@ -70,11 +71,24 @@ def in_place(call: Callable[..., Any]) -> Callable[..., Any]:
     results are put into (`xla_gpu_enable_dynamic_slice_fusion`, on by default since
     2026), and forgets there where results begin: they are whatever memory holds (JAX
     0.11.2 and 0.12.0.1). Barriers keep slices out.
+
+    Inside, operands vary over no axis of a `jax.shard_map`: a warp by itself, of
+    `plgpu.warp_map`, takes no references that do.
     """
 
     @functools.wraps(call)
     def called(*operands):
-        results = call(*lax.optimization_barrier(operands))
+        operands = lax.optimization_barrier(jax.tree.map(_unvarying, operands))
+        results = call(*operands)
         return lax.optimization_barrier(results)
 
     return called
+
+
+def _unvarying(x: jax.Array) -> jax.Array:
+    """x, of which JAX does not know that it varies over axes of a `jax.shard_map`."""
+    if not jax.typeof(x).manual_axis_type.varying:
+        return x
+    # Any operation does; these two XLA leaves out.
+    with config._check_vma(False):
+        return lax.reshape(lax.reshape(x, (x.size,)), x.shape)

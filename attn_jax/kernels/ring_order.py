@@ -99,7 +99,7 @@ class Ring:
         (`part`): where they meet, neither waits for the other.
       doubles: how many double rings.
       singles: pairs before this one are taken by rings, the others by double rings.
-        None: rings take all.
+        None: rings take all, and there are no double ones.
     """
 
     tiles: Number
@@ -111,6 +111,9 @@ class Ring:
     apart: bool = False
     doubles: int = 0
     singles: int | None = None
+
+    def __post_init__(self):
+        assert bool(self.doubles) == (self.singles is not None)
 
     @property
     def long_tiles(self) -> int:
@@ -288,7 +291,8 @@ class Ring:
         blocks, group = self.blocks, self.group
         long_tiles, mate = self.long_tiles, self.mate
         if self.doubles:
-            number = pair - (self.singles or 0)
+            assert self.singles is not None
+            number = pair - self.singles
             mate = pick(number >= 0, self.tiles, mate)
             if not self.apart:
                 is_first = (number >= 0) & (rem(number, 2) == 0)

@@ -83,7 +83,7 @@ class ForwardTiling(Tiling):
 @dataclass(frozen=True)
 class Plan:
     """How Hopper's fused backward kernel deals its work and adds to dQ. All but
-    `storing_warps`, `shared` and `rings` change the order of additions.
+    `storing_warps` and `shared` change the order of additions.
 
     Attributes:
       storing_warps: threads that add dQ, each a warp, taking turns at the steps, so
@@ -95,7 +95,8 @@ class Plan:
         added at the end (`ring_order.Ring.apart`).
       passes: the fewest tiles of a pair that a CTA is to have, without a mask, where
         that costs nothing.
-      rings: how many rings; None: as many as run at the same time. Not in the table.
+      rings: how many rings, and no double ones; None: what takes the least time
+        (`ring_order.ring_of`). Not in the table.
       parts: as many as the query heads of a key head are dealt in; None:
         `hopper_fused_work.Shapes.in_parts` chooses. Not in the table.
     """

@@ -170,7 +170,8 @@ def checks_of(group: Group) -> list[Check]:
 
     The fused kernel on what it takes. Without a mask also on so many pairs of batch and
     key head, and tiles of keys, that rings of a half and of a quarter cost nothing:
-    `Plan.passes` changes nothing else.
+    `Plan.passes` changes nothing else. Hopper's under a causal mask with an odd and
+    with an even number of tiles, which are dealt to rings and to double rings.
     """
     dims = group.head_dim, group.value_dim
     if group.kernel != "backward_fused":
@@ -178,7 +179,9 @@ def checks_of(group: Group) -> list[Check]:
         count = 3 if group.architecture == "hopper" else 2
         return [Check(*dims, feature) for feature in features[:count]]
     if group.is_causal:
-        return [Check(*dims, "causal", queries=checks.S)]
+        odd = Check(*dims, "causal", queries=checks.S)
+        even = Check(*dims, "causal", keys=checks.T)
+        return [odd, even] if group.architecture == "hopper" else [odd]
     if group.architecture == "ampere":
         return [Check(*dims)]
     return [Check(*dims), Check(*dims, queries=200, keys=1500, batch=22)]
