@@ -116,9 +116,8 @@ class Products:
     def _take_all(self, item: Item, first: jax.Array, zero, take, none) -> None:
         """The steps of an item without a mask."""
         shapes, steps = self.work.shapes, item.steps
-        # Whether a warpgroup has no key in the last tile. It has nothing to
-        # multiply there, and leaves the tensor cores to the other.
-        some_are_idle = 0 < shapes.key_count % KEY_TILE <= KEYS
+        # Who is has nothing to multiply, and leaves the tensor cores to the other.
+        some_are_idle = self.work.some_are_idle
         if some_are_idle:
             first_key = item.tile * KEY_TILE + self.warpgroup * KEYS
             idle = first_key >= shapes.key_count

@@ -358,6 +358,11 @@ class Work:
     def is_masked(self) -> bool:
         return self.is_causal or isinstance(self.ring, Sliding)
 
+    @property
+    def some_are_idle(self) -> bool:
+        """Whether a warpgroup has no key in the last tile."""
+        return 0 < self.shapes.key_count % KEY_TILE <= KEYS
+
     def seen(self, item: Item, warpgroup: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Under a mask: (first, past the last) of the blocks of a query head, numbered
         as they are taken, that see keys of a warpgroup."""
@@ -370,7 +375,7 @@ class Work:
             return jnp.minimum(first - item.first, end), end
         # Blocks go up from the diagonal, or down to it.
         hidden = warpgroup * (KEYS // self.shapes.queries)
-        if 0 < self.shapes.key_count % KEY_TILE <= KEYS:
+        if self.some_are_idle:
             hidden = jnp.where(has_keys, hidden, item.blocks)
         begin = jnp.where(item.stride > 0, hidden, 0)
         return begin, begin + item.blocks - hidden
