@@ -1,4 +1,4 @@
-"""Our kernels with an option of theirs, by the name of a row in a table."""
+"""Table names such as `pallas-no-cures`, as changes of our kernels' recipe."""
 
 import dataclasses
 from typing import Any

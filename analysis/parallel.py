@@ -1,5 +1,4 @@
-"""Problems of context parallelism: inputs whose parts cancel, sizes of errors, and
-attention over several devices."""
+"""Inputs, devices and error measures for experiments on context parallelism."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Tables with what is needed to make them again, and how they are shown."""
+"""Writes tables as csv, json, parquet or Markdown, with command and machine."""
 
 import contextlib
 import csv

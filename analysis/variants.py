@@ -1,4 +1,4 @@
-"""Dataflows between the exact one and one in which every step is narrow.
+"""The recipes of the forward sweeps, from one narrow step to all of them.
 
 B: the whole row of logits at once. F: blocks of keys. Each keeps the logits S, the
 probabilities P, the running maximum m, sum l and output O, and the factor c that

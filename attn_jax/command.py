@@ -1,4 +1,4 @@
-"""What the library's commands share."""
+"""Argument parser, Ctrl-C text and exit that the command lines share."""
 
 import argparse
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Sums whose order is the program's.
+"""Sums in an order that the program fixes and XLA does not change.
 
 XLA tries out, while it compiles for a GPU, which of two emitters is faster for a fusion
 that holds a reduction (`xla_gpu_experimental_enable_fusion_autotuner`), and each adds

@@ -1,4 +1,7 @@
-"""What context parallelism tells kernels: which queries meet keys, how rows end."""
+"""Types by which context parallelism tells kernels which queries meet which keys.
+
+Two more say in which form rows that have met all keys are returned.
+"""
 
 from typing import Any, NamedTuple
 

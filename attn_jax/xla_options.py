@@ -1,4 +1,4 @@
-"""Options of XLA's for programs that are run a few times, and not alone."""
+"""XLA options for programs run a few times: no CUDA graphs, no autotuning."""
 
 # XLA records a program into a CUDA graph when it first runs. Nothing else may ask the
 # driver for anything meanwhile, and other threads do: no program is large enough.

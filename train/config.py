@@ -39,7 +39,7 @@ class DataConfig:
     path: str | None = None
     """Folder (or pattern of shards) of image and caption files."""
     family: Literal["pos", "rel", "cnt", "all"] = "all"
-    """Caption family of the rendered shapes."""
+    """What captions name: place (pos), relation of two shapes (rel), number (cnt)."""
     resolution: int = 64
     """Side of the square images in pixels."""
     seed: int = 0
@@ -86,7 +86,9 @@ class OptimizerConfig:
     decay_fraction: float = 0.5
     """Last part of the run over which the learning rate falls to zero."""
     beta1: float = 0.9
+    """Decay of Adam's mean of gradients; SGD's momentum."""
     beta2: float = 0.99
+    """Decay of Adam's mean of squared gradients."""
     eps: float = 1e-8
     """Added to Adam's root mean square; sets how strongly tiny gradients act."""
     weight_decay: float = 0.01

@@ -1,4 +1,4 @@
-"""Whether this machine has an NVIDIA driver, and XLA's flags, before JAX is asked."""
+"""XLA flags and platform, set before JAX is imported."""
 
 import importlib.util
 import os

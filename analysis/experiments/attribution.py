@@ -52,7 +52,12 @@ class Cell:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The experiment's options."""
     sweep.add_options(parser, "attribution", ("normal",))
-    parser.add_argument("--recipe", choices=RECIPES, default="flash2_op_by_op")
+    parser.add_argument(
+        "--recipe",
+        choices=RECIPES,
+        default="flash2_op_by_op",
+        help="whose casts are taken apart (default %(default)s)",
+    )
 
 
 def casts(recipe: Recipe) -> dict[str, tuple[str, ...]]:

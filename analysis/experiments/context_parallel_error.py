@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--devices", nargs="+", type=int, help="default: 2, 4, ... of those here")
     ways = context_parallel.STRATEGIES
     add("--strategies", nargs="+", choices=ways, help="default: all that fit")
-    layouts = context_parallel.LAYOUTS
-    add("--layouts", nargs="+", choices=layouts, default=["zigzag"], help="zigzag")
+    layouts, help = context_parallel.LAYOUTS, "default: zigzag"
+    add("--layouts", nargs="+", choices=layouts, default=["zigzag"], help=help)
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:

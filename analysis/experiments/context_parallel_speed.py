@@ -122,7 +122,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--devices", nargs="+", type=int, help="default: 2, 4, ...; --compile-for: 8")
     add("--strategies", nargs="+", choices=get_args(Strategy), help="default: all")
     add("--layouts", nargs="+", choices=get_args(Layout), help="default: all")
-    add("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="both")
+    help = "both: forward and backward together (default: forward both)"
+    add("--passes", nargs="+", choices=PASSES, default=list(PASSES), help=help)
     add("--heads", type=int, default=32, help="query heads (default 32)")
     add("--kv-heads", type=int, default=8, help="key heads (default 8)")
     add("--head-dim", type=int, default=128, help="default 128")

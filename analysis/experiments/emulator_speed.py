@@ -27,8 +27,11 @@ _RUNS = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The experiment's options."""
     add = parser.add_argument
-    add("--lengths", nargs="+", type=int, default=[1024, 2048, 4096, 8192])
-    add("--recipe", choices=RECIPES, default="attn_jax")
+    lengths = [1024, 2048, 4096, 8192]
+    help = "queries, and as many keys (default 1024 2048 4096 8192)"
+    add("--lengths", nargs="+", type=int, default=lengths, help=help)
+    help = "algorithm that is emulated (default attn_jax)"
+    add("--recipe", choices=RECIPES, default="attn_jax", help=help)
     add("--heads", type=int, default=HEADS, help=f"default {HEADS}")
     add("--out", type=Path, default=Path("results", "emulator_speed"), help="folder")
 

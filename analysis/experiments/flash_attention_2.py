@@ -100,7 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="default", help="which shapes")
-    add("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    every = list(FAMILIES)
+    add("--families", nargs="+", choices=every, default=every, help="default: all")
     add("--seeds", type=int, default=2, help="number of draws pooled (default 2)")
     add("--out", type=Path, default=Path("results", "flash_attention_2"), help="folder")
 

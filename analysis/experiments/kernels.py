@@ -120,7 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The experiment's options."""
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="default", help="which shapes")
-    add("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    every = list(FAMILIES)
+    add("--families", nargs="+", choices=every, default=every, help="default: all")
     add("--seeds", type=int, default=1, help="number of draws pooled (default 1)")
     add("--out", type=Path, default=Path("results", "kernels"), help="folder")
 

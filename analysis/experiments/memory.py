@@ -37,8 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=int, default=16, help="query heads (default 16)")
     add("--kv-heads", type=int, help="key/value heads (default: as many)")
     add("--head-dim", type=int, default=128, help="default 128")
-    add("--mask", choices=["full", "causal"], default="causal")
-    add("--pass", dest="of", choices=["forward", "both"], default="both")
+    add(
+        "--mask",
+        choices=["full", "causal"],
+        default="causal",
+        help="full: without a mask (default causal)",
+    )
+    add(
+        "--pass",
+        dest="of",
+        choices=["forward", "both"],
+        default="both",
+        help="both: forward and backward in one program (default both)",
+    )
     add(
         "--implementations",
         nargs="+",

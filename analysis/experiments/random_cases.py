@@ -74,7 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cases", type=int, default=10_000, help="how many (default 10000)")
     add("--seed", type=int, default=0, help="of the generator (default 0)")
     add("--longest", type=int, default=LONGEST, help=f"length (default {LONGEST})")
-    add("--implementation", choices=("pallas", "emulated"), default="pallas")
+    add(
+        "--implementation",
+        choices=("pallas", "emulated"),
+        default="pallas",
+        help="what is tried: pallas on a GPU, emulated anywhere (default pallas)",
+    )
     add(
         "--architecture",
         choices=get_args(Architecture),

@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--families", nargs="+", choices=parallel.CHOICES, help=f"default {usual}")
     parser.set_defaults(default_families=FAMILIES)
     add("--shards", nargs="+", type=int, help="numbers of devices, the first one 1")
-    add("--layout", choices=context_parallel.LAYOUTS, default="zigzag")
+    help = "how positions are dealt to devices (default zigzag)"
+    add("--layout", choices=context_parallel.LAYOUTS, default="zigzag", help=help)
     add("--recipes", nargs="+", choices=RECIPES, help="other recipes than the above")
     ways = context_parallel.STRATEGIES
     add("--strategies", nargs="+", choices=ways, help="of --recipes (default ring)")

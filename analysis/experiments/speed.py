@@ -97,7 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="inputs that errors are measured on, the times on the first "
         "(default normal uniform)",
     )
-    add("--passes", nargs="+", choices=PASSES, default=["forward", "backward"])
+    add(
+        "--passes",
+        nargs="+",
+        choices=PASSES,
+        default=["forward", "backward"],
+        help="both: forward and backward in one program (default forward backward)",
+    )
     add(
         "--seconds",
         type=float,

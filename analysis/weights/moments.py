@@ -1,4 +1,4 @@
-"""Sums over a tensor's differences that can be joined: of slices, then of groups.
+"""Sums for distances of two tensors that can be joined: of slices, then of groups.
 
 FP64 squares overflow from 1e154 on, and vanish below 1e-162. So a slice's are taken of
 numbers scaled by a power of two where that is needed, and sums are kept as Decimals,

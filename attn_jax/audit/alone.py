@@ -1,4 +1,4 @@
-"""One thread of an audit at a time on the device.
+"""A lock: one thread of an audit runs something on the device at a time.
 
 A library may record what it launches into a CUDA graph. Whatever another thread
 launches meanwhile, and be it a copy, ends up in the graph or breaks it; with cuDNN that

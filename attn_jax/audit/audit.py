@@ -1,4 +1,4 @@
-"""What is to be done of an audit."""
+"""The specification of an audit: target, problems, recipes, options."""
 
 import dataclasses
 from collections.abc import Mapping

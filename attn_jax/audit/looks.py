@@ -1,4 +1,4 @@
-"""Looks at a target by itself, by name: each is a part of an audit."""
+"""The checks of a target that are not error measurements, by name."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

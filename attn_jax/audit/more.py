@@ -1,4 +1,4 @@
-"""The parts of an audit that look at a target itself, not at its errors.
+"""The checks that `looks` names, run on a target, as rows of findings.
 
     P           read from it, for what is random or hidden (`probability`)
     probes      identities that need no exact result (`probes`)
@@ -8,7 +8,7 @@
     x64         the other mode of `jax_enable_x64`
     again       a problem on which it is wrong
 
-Each gives rows of plain data; what the target raises is a finding: of what was not run,
+Rows are plain data. What the target raises is a finding, too: of what was not run,
 where it is a refusal, and else that it fails there (`refusal`).
 """
 

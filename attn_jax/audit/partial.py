@@ -1,4 +1,4 @@
-"""Keys cut into W equal parts: exact results on each, rounded and merged (`merge`)."""
+"""Exact results on W equal parts of the keys, for checking merges (`merge`)."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""What a function of somebody's raised, and how it is said."""
+"""Turns an exception of the audited function into one line of a report."""
 
 import contextlib
 import logging

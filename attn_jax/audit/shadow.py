@@ -95,9 +95,10 @@ def shadow(
 
     Both take (query, key, value, **options), [B, T, N, H] and [B, S, K, H], and return
     the output, [B, T, N, H]. Results and gradients (of array options, too) are those of
-    `fn`; the gradient of the probe, `make_probe()`, is what `read` reads, the output of
-    `fn` and its dQ, dK and dV compared with those of `against` for the same cotangent.
-    `against` is given the query, key and value in float32 and should return that.
+    `fn`; the gradient of the probe, `make_probe()`, is what `read` reads (both are in
+    `attn_jax.audit.shadow`): the output of `fn` and its dQ, dK and dV compared with
+    those of `against` for the same cotangent. `against` is given the query, key and
+    value in float32 and should return that.
 
     Reverse mode only, once. A forward pass alone compares nothing. Inside `shard_map`
     the probe is replicated (`P()`): the transpose sums it over devices. Squares of

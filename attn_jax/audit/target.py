@@ -1,4 +1,4 @@
-"""What is audited: a function of somebody's, called as its signature wants it.
+"""Wraps the audited function so that it is called with one signature.
 
 A function has, unless an `Adapter` says otherwise, the signature of
 `jax.nn.dot_product_attention`. Arguments that it does not have are not passed; where a

@@ -1,4 +1,4 @@
-"""What honest rounding allows two runs of a problem, by the cause it stands for."""
+"""How far two correct runs may differ, by number format of inner steps."""
 
 from collections.abc import Iterator
 

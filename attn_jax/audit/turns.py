@@ -1,4 +1,4 @@
-"""Which thread of several does what next, where each has a process of its own.
+"""Deals work to worker processes, so that XLA's autotuning is seldom done twice.
 
 XLA tries out how a matrix product is computed fastest, and remembers it for all
 programs of the process: a product of attention is the same under every mask of a

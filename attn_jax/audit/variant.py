@@ -1,8 +1,7 @@
-"""What a wrong variant of attention is, and where its results come from.
+"""A known wiring mistake, computed in FP64 to compare a target with.
 
-A variant makes, in FP64, the results of a callable that has one mistake; a callable
-whose results lie at them has that mistake. A variant that a problem cannot show (no
-causal mask, a single head) yields none.
+A target whose results lie at those of a variant has that mistake. A variant that a
+problem cannot show (no causal mask, a single head) yields none.
 """
 
 import dataclasses

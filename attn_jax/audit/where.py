@@ -1,4 +1,4 @@
-"""Where a result is worse than its algorithm allows: what those problems share."""
+"""Names what failing problems alone share: a mask, a length, a way to call."""
 
 from collections.abc import Callable, Collection, Sequence
 

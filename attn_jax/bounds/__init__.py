@@ -1,4 +1,4 @@
-"""A-priori bounds of the rounding error of attention under a recipe, and a law."""
+"""Bounds of attention's rounding error under a recipe, known before it runs."""
 
 from attn_jax.bounds.bounds import Bounds, bound, order_bound, two_term_law
 

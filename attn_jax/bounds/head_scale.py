@@ -1,4 +1,4 @@
-"""Where the power of two lies by which a key head's dS is scaled as dQ's operand."""
+"""The power of two that scales a key head's dS, as an interval, for bounds of dQ."""
 
 import math
 

@@ -1,7 +1,6 @@
-"""What the backward pass knows of all keys and values, on whatever device they are.
+"""Gathers each device's means and maxima of K and V, for the backward pass.
 
-Each device's numbers of its own are gathered, in one small message, and every device
-makes the same of them.
+They go in one small message, and every device makes the same of them.
 """
 
 import itertools

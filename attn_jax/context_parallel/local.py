@@ -1,4 +1,4 @@
-"""What is compiled into a call on one device, and what all strategies share."""
+"""One device's static and array arguments, and steps that all strategies share."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple

@@ -87,12 +87,13 @@ def attention(
     Where it rounds: as `recipe` says of one device, and between parts as its `ring_*`
     fields do, by default to FP32 alone: the running maximum, sum and weighted sum go on
     from part to part, the maximum as a whole number of log2, so that what is carried on
-    is scaled exactly (ring_merge 'carry_whole'; 'lse' rounds LSE at each merge, 2.4
-    times one device's error at W = 64, some 1e-6), delta is taken from the finished O
-    in FP32, dQ, and dK and dV on their way, are summed in FP32 and rounded once. The
-    centre that the cure of dQ takes (`dq_centre` "mean") is the mean over the keys of
-    all shards that a query can see, for "keys" that over all keys; the powers of two of
-    a scaled `dq_dlogits` are one for all parts, of all keys and a device's rows.
+    is scaled exactly (ring_merge 'carry_whole'; 'lse' rounds LSE at each merge, up to
+    2.74 times one device's error at W = 64, some 1e-6), delta is taken from the
+    finished O in FP32, dQ, and dK and dV on their way, are summed in FP32 and rounded
+    once. The centre that the cure of dQ takes (`dq_centre` "mean") is the mean over the
+    keys of all shards that a query can see, for "keys" that over all keys; the powers
+    of two of a scaled `dq_dlogits` are one for all parts, of all keys and a device's
+    rows.
 
     Args:
       bias: added to the scaled logits; -inf hides a key. Rows are this device's

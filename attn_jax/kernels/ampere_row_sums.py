@@ -1,10 +1,10 @@
-"""What the backward pass sums over rows of its inputs, for Ampere (sm_80):
+"""Kernel for rowsum(dO O) and the norm of dO, per row, on Ampere (sm_80).
 
     excess = rowsum(dO * O')      dout_norm = sqrt(rowsum(dO * dO))
 
 with O' of out and what its rounding dropped (`low_part`), or out itself, in one launch,
-at the speed of memory: a CTA has a tile of rows of one head and reads it
-once, straight to registers. The norms are made on request.
+at the speed of memory: a CTA has a tile of rows of one head and reads it once, straight
+to registers. The norms are made on request.
 
 Where it rounds: all is FP32, u = 2^-24, added in an order that shapes fix: two runs
 give the same bits.

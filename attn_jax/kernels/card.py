@@ -1,4 +1,4 @@
-"""Which GPU there is, asked in the worker that is to use it, and what it depends on."""
+"""Identifies the GPU, in a worker process, for `tune` and `accept`."""
 
 import dataclasses
 import platform

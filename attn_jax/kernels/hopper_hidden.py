@@ -1,6 +1,6 @@
-"""What rows do not see of a tile's blocks of keys, in Hopper's forward kernel.
+"""Masking inside Hopper's forward kernel: which logits are hidden.
 
-Blocks are counted, or a list names them."""
+Blocks of keys are counted, or a list names them."""
 
 import functools
 from typing import Any, NamedTuple

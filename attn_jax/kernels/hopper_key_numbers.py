@@ -1,6 +1,6 @@
-"""Numbers of a key head that both passes want, and V as FP16 numbers, for Hopper.
+"""Kernel that finds centre and scales of K and V and makes V FP16, on Hopper (sm_90a).
 
-In one launch (sm_90a), before they start, and at the speed of memory.
+In one launch, before either pass starts, and at the speed of memory.
 
 `attn_jax.recipe_schema` defines c, w and v; e is the exponent of a power of two that
 brings V into FP16's range:

@@ -1,6 +1,6 @@
-"""A long sum of P V, in links.
+"""Splits long P V sums into links, as tensor cores cut off what they add up.
 
-The tensor cores cut an accumulator off toward zero at every addition
+They cut an accumulator off toward zero at every addition
 (`attn_jax.on_tensor_cores`): where P V adds up to something, the sum shrinks in
 proportion to the number of keys, and delta, made of it, leaves rows of dS that do not
 sum to zero. Here the blocks of `KEYS` keys are summed in one accumulator; the sums of

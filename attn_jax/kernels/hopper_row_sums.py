@@ -1,12 +1,12 @@
-"""What the backward pass sums over rows of its inputs, for Hopper (sm_90a):
+"""Kernel for rowsum(dO O) and the norm of dO, per row, on Hopper (sm_90a).
 
     excess = rowsum(dO * O')      dout_norm = sqrt(rowsum(dO * dO))
 
 with O' of out and what its rounding dropped (`low_part`), or out itself, in one launch,
-at the speed of memory: every array is read once, by TMA, some tiles
-ahead, by a grid whose CTAs stay. A fill is the tiles of dO, out and low for some rows
-and heads. It begins at the end: the last part of dO was written last and may still be
-in the L2 cache, and the first part, which the backward kernel wants first, then is.
+at the speed of memory: every array is read once, by TMA, some tiles ahead, by a grid
+whose CTAs stay. A fill is the tiles of dO, out and low for some rows and heads. It
+begins at the end: the last part of dO was written last and may still be in the L2
+cache, and the first part, which the backward kernel wants first, then is.
 
 Where it rounds: all is FP32, u = 2^-24, added in an order that shapes and plan fix (no
 atomics): two runs give the same bits.

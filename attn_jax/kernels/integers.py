@@ -1,5 +1,6 @@
-"""Arithmetic of integers that are a kernel's scalars, or Python's, or many of NumPy's:
-what a kernel counts while it runs can so be looked at, and tried, without one."""
+"""Integer helpers that work on kernel scalars, Python ints and NumPy alike.
+
+What a kernel counts while it runs can so be tried without a kernel."""
 
 from typing import Any
 

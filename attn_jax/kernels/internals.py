@@ -1,4 +1,4 @@
-"""Kernels that write in place, which JAX can make by its inside alone.
+"""`plgpu.kernel` with in-place operands, by JAX's private API.
 
 That changes without notice; which versions of JAX this, and `interpreter`, are known to
 fit is checked when the package is imported (`attn_jax/kernels/__init__`).

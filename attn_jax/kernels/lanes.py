@@ -1,4 +1,4 @@
-"""Layouts of tiles whose rows or columns are summed, in kernels without a product."""
+"""Register layouts of tiles for kernels that only sum rows or columns."""
 
 import functools
 import math

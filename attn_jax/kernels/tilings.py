@@ -1,4 +1,4 @@
-"""How kernels can cut their work; `tuning` has which way a kernel takes."""
+"""Dataclasses of block sizes and plans; `tuning` picks one."""
 
 import dataclasses
 import math

@@ -1,10 +1,10 @@
-"""Semaphores in global memory: CTAs that add to the same place, one after the other,
-or that add to what others have cleared, or add up what others have left.
+"""Semaphores in global memory that fix the order of additions.
 
-A semaphore counts the additions to a block that are done, the parts of it that are
-clear, or those that are there. All CTAs of a kernel must be able to run while one of
-them waits, or wait only for such as were launched before (`ring_order`). In JAX's
-interpreter `interpreter` says what is put in its place.
+CTAs add to the same place one after the other, or add to what others have cleared, or
+add up what others have left. A semaphore counts the additions to a block that are
+done, the parts of it that are clear, or those that are there. All CTAs of a kernel must
+be able to run while one of them waits, or wait only for such as were launched before
+(`ring_order`). In JAX's interpreter `interpreter` says what is put in its place.
 
 In machine code a count is MEMBAR.ALL.GPU, which waits for what is under way to memory,
 and then an addition to the semaphore; a wait is a loop of loads and CCTL.IVALL, which

@@ -1,4 +1,4 @@
-"""What a data set is to the rest of the trainer."""
+"""The interface that every data set implements."""
 
 from typing import NotRequired, Protocol, TypedDict, runtime_checkable
 
