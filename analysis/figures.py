@@ -37,6 +37,11 @@ _STYLES: dict[str, tuple[str, str]] = {
     "torch-flash": ("#555555", "o"),
     "xla": (_BROWN, "o"),
     "jax_nn": (_BROWN, "D"),
+    # One cure, both, and the stronger one (notebooks/02_backward.ipynb).
+    "flash2, finer O": (_GREEN, "o"),
+    "flash2, mean of K": (_ORANGE, "^"),
+    "flash2, both": (_SKY, "s"),
+    "flash2, finer O, row's centre": (_PINK, "v"),
     # With a state of 16 bits.
     "flash1_paper": (_PINK, "o"),
     "flash2_op_by_op": (_WINE, "v"),
@@ -92,6 +97,9 @@ _ENDS = ("low", "high")
 _SHADE, _FAINT, _MANY = 0.25, 0.15, 4
 # How much of the room between two names points beside each other take.
 _BESIDE = 0.7
+# Widths of lines and of markers, in points: of the last series of a figure, and what
+# the first has more. It is below the others, and seen beside those that lie on it.
+_WIDTH, _WIDER = {"linewidth": 1.0, "markersize": 3.5}, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +232,8 @@ def draw(panels: Sequence[Panel], columns: int = 2, caption: str = "") -> "Figur
                 # Points that are not joined stand beside each other.
                 aside = 0.0 if panel.joined else (turn + 0.5) / len(series) - 0.5
                 x = [places[value] + _BESIDE * aside for value in x]
-            handle = _draw_series(axes, panel, name, x, points, looks[name])
+            wider = _WIDER * (1 - list(looks).index(name) / len(looks))
+            handle = _draw_series(axes, panel, name, x, points, looks[name], wider)
             if panel.legend is None:
                 shown[name] = handle
         if panel.level is not None:
@@ -261,7 +270,7 @@ def _write_legend(axes, legend: Mapping[str, str], looks: Mapping[str, Any]) -> 
     """To the right of the axes, where it covers nothing."""
     from matplotlib.lines import Line2D
 
-    lines = [Line2D([], [], markersize=3.5, linewidth=1, **looks[x]) for x in legend]
+    lines = [Line2D([], [], **_WIDTH, **looks[x]) for x in legend]
     axes.legend(
         *(lines, legend.values()),
         **{"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0},
@@ -277,6 +286,7 @@ def _draw_series(
     x: Sequence[Any],
     points: Sequence[Row],
     styled: Mapping[str, str],
+    wider: float,
 ) -> Any:
     y, bars = [point[panel.y] for point in points], None
     if name in panel.bands:
@@ -289,12 +299,15 @@ def _draw_series(
         style: dict[str, Any] = {"linestyle": "--", "linewidth": 0.7}
         axes.plot(*zip(*panel.fits[name], strict=True), color=styled["color"], **style)
     full = sum(not point.get("fewer") for point in points)
-    joined = 1 if panel.joined else 0
+    size = {name: x + wider * panel.joined for name, x in _WIDTH.items()}
+    size["zorder"] = 3 - wider / _WIDER
+    if not panel.joined:
+        size["linewidth"] = 0.0
     if full < len(points):
         # From the last point of all runs on, so that the line is not broken.
         rest = slice(max(full - 1, 0), None)
-        style = {"linestyle": ":", "markerfacecolor": "white", "markersize": 3.5}
-        axes.plot(x[rest], y[rest], linewidth=joined, **style, **styled)
+        style = {"linestyle": ":", "markerfacecolor": "white", **size}
+        axes.plot(x[rest], y[rest], **style, **styled)
     ends = [place for place, point in enumerate(points) if point.get("ends")]
     style = {
         "linestyle": "",
@@ -303,15 +316,14 @@ def _draw_series(
         "markeredgecolor": "white",
     }
     at = [x[place] for place in ends], [y[place] for place in ends]
-    axes.plot(*at, color=styled["color"], zorder=3, **style)
+    axes.plot(*at, color=styled["color"], zorder=4, **style)
     return axes.errorbar(
         x[:full],
         y[:full],
         yerr=None if bars is None else [some[:full] for some in bars],
-        markersize=3.5,
-        linewidth=joined,
         elinewidth=1,
         capsize=2,
+        **size,
         **styled,
     )
 

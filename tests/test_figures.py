@@ -35,6 +35,16 @@ def test_names_without_a_look_of_their_own_keep_theirs_in_all_panels():
     assert len(set(colours(figure))) == 2
 
 
+def test_a_series_is_seen_below_one_that_lies_on_it():
+    """The narrower lies above, in panels that have them in another order, too."""
+    figure = draw([panel(["a", "b"]), panel(["b", "a"])])
+    first, second = (axes.containers for axes in figure.axes)
+    for below, above in ((first[0][0], first[1][0]), (second[1][0], second[0][0])):
+        assert below.get_linewidth() > above.get_linewidth() >= 1
+        assert below.get_markersize() > above.get_markersize()
+        assert below.get_zorder() < above.get_zorder()
+
+
 def test_many_names_do_not_look_alike():
     names = [f"name {n}" for n in range(40)]
     looks = {tuple(look.values()) for look in styles(["flash2", *names]).values()}
