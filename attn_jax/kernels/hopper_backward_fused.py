@@ -9,11 +9,11 @@ for dK and dV, added after the kernel. Tiles are transposed, keys down the rows:
     dV += P^T dO    dK += dS^T Q             dQ[block] += dS K'   (in global memory)
 
 dQ gets an FP32 tile from every CTA that sees the block, added by TMA, by warps that do
-nothing else. So that two runs give the same bits the additions to a block are
-made in a fixed order, by a semaphore for each block of queries: the order in which
-tiles arrive by themselves (`ring_order`, which also says why nobody waits for ever).
-The first one is stored and not added, so dQ needs no zeroing; but where there is a sum
-already all are added to that.
+nothing else. So that two runs give the same bits the additions to a block are made in a
+fixed order, by a semaphore for each block of queries: the order in which tiles arrive
+by themselves (`ring_order`, which also says why nobody waits for ever). The first one
+is stored and not added, so dQ needs no zeroing; but where there is a sum already all
+are added to that.
 
 dS for dQ, and the centre
 -------------------------

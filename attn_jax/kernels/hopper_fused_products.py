@@ -116,7 +116,8 @@ class Products:
     def _take_all(self, item: Item, first: jax.Array, zero, take, none) -> None:
         """The steps of an item without a mask."""
         shapes, steps = self.work.shapes, item.steps
-        # Who is has nothing to multiply, and leaves the tensor cores to the other.
+        # A warpgroup without keys has nothing to multiply, and leaves the tensor cores
+        # to the other.
         some_are_idle = self.work.some_are_idle
         if some_are_idle:
             first_key = item.tile * KEY_TILE + self.warpgroup * KEYS
@@ -138,6 +139,7 @@ class Products:
         """The steps of an item under a mask, which may hide the keys of one warpgroup
         from the first blocks, or from the last ones."""
         begin, end = self.work.seen(item, self.warpgroup)
+        # Else the last step that sees a key does.
         pl.when(begin >= end)(self._release_tile)
 
         def of_head(before, last):
@@ -195,8 +197,8 @@ class Products:
 
     def _take_none(self, first, zero, turn) -> None:
         """A step whose block sees none of one's own keys: a piece of the dQ of the
-        block before. `zero`: this one's dS. None: both buffers have it at all steps, as
-        the last warpgroup's alone may."""
+        block before, and 0 as this one's dS. `zero`: that 0, to be written. None: it is
+        in both buffers already, and one's own keys add nothing to dQ (`_take_all`)."""
         step = first + turn
         barriers = self.barriers
         plgpu.barrier_wait(barriers.q_ready.at[slot(step)])
@@ -204,7 +206,8 @@ class Products:
         def product(dq_acc):
             before = _buffer_before(step)
             plgpu.barrier_wait(barriers.ds_ready.at[before])
-            self._dq_product(dq_acc, before, WARPGROUPS - (zero is None))
+            of = WARPGROUPS if zero is not None else WARPGROUPS - 1
+            self._dq_product(dq_acc, before, of)
             return dq_acc[...]
 
         dq = pl.run_scoped(product, _DQ_PIECE)

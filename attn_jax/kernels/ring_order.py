@@ -41,9 +41,11 @@ multiprocessors: what runs beside the first ring that is not over belongs to lat
 rings, whose CTAs were launched after all of its own. So it does end, and then the next
 one. Where a grid has more CTAs than the rings have members, the last ones end at once.
 
-In a double ring (a) and (b) are steps of either pair, in one order by time, too, and it
-begins when its CTAs are done with rings. A grid that has any has no more CTAs than the
-card has multiprocessors, so that all come to run.
+In a double ring (a) and (b) are steps of either pair. One member has steps of both: its
+tile of the first ends at the time at which that of the second begins, so times order
+all of them. A double ring begins when its CTAs are done with rings, which wait for no
+double ring. A grid that has any has no more CTAs than the card has multiprocessors, so
+that all come to run.
 
 All this is of one kernel that has the card to itself. Two of them side by side, each
 with half of the multiprocessors, could wait for each other: as two processes under MPS,
@@ -71,7 +73,7 @@ from attn_jax.kernels.integers import (
     rem,
 )
 
-# SXM's H100 and H200. `attention.backward_of` keeps the kernel off cards with fewer.
+# SXM's H100 and H200. `design.backward_of` keeps the kernel off cards with fewer.
 MULTIPROCESSORS = 132
 
 
@@ -182,9 +184,9 @@ class Ring:
     def _dealt_by_two(self, cta: Number, pairs: int) -> Dealt:
         """What a CTA has of `pairs` pairs that double rings take.
 
-        Of one of two pairs member m has tile m and, but for m = 0, tile tiles - m; of
-        the other one member tiles / 2 + 1 + m has. The member in between has tile
-        tiles / 2 of both, one after the other.
+        Members 0 ... tiles / 2 - 1 have the first of two pairs, the last as many the
+        second: tile m and, but for m = 0, tile tiles - m, where m counts from the first
+        of them. The member between has tile tiles / 2 of both, one after the other.
         """
         middle = self.tiles // 2
         number, member = div(cta, self.tiles + 1), rem(cta, self.tiles + 1)
@@ -212,7 +214,7 @@ class Ring:
         return pairs * self.steps / (MULTIPROCESSORS * self.longest(pairs))
 
     def longest(self, pairs: int) -> int:
-        """The steps of a query head that no CTA has more of, of `pairs` pairs."""
+        """Steps, for one query head of each pair, of the CTA that has most."""
         of_single = max(
             sum(int(self.item(member, i)[3]) for i in range(int(self.passes(member))))
             for member in range(self.size)
@@ -336,7 +338,8 @@ def ring_of(
       passes: without a mask, the fewest tiles of a pair that a member is to have,
         where that costs nothing: with more, rings are smaller and their members farther
         apart.
-      rings: how many, and no double ones; None: as many as run at the same time.
+      rings: how many, and no double ones; None: rings and double rings, as takes the
+        least time.
       apart: as `Ring.apart`, where there are short tiles.
       multiprocessors: None: `MULTIPROCESSORS`.
 

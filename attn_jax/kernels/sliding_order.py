@@ -24,8 +24,7 @@ class Sliding:
     additions to a block are made from its last tile to its first. A step may wait for
     tiles dealt before its own, and for the step before it of its own CTA, whose tile is
     the same or was dealt before. By induction over the deal nobody waits for ever, as
-    `ring_order` argues: no more CTAs are launched than the card has
-    multiprocessors.
+    `ring_order` argues: no more CTAs are launched than the card has multiprocessors.
 
     Attributes:
       length: of the sequence, queries and keys.

@@ -31,7 +31,7 @@ def all_checks(
     """Every head dim and feature that the kernels have, the common ones first.
 
     Both designs of the backward pass by name, Hopper's fused one where the card has the
-    multiprocessors that it needs (`attention.backward_of`).
+    multiprocessors that it needs (`design.backward_of`).
     """
     dims = list(head_dims(architecture))
     for feature in ("full", "causal"):

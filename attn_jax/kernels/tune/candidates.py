@@ -235,7 +235,6 @@ def _hopper_dkv_refuses(tiling: Tiling, head_dim: int, value_dim: int) -> str | 
 
 
 def _hopper_fused_need(plan: Plan, head_dim: int, value_dim: int) -> Need:
-    # Its barriers are no more than a few bytes.
     sizes = hopper_fused_work
     keys, groups, queries = sizes.KEYS, sizes.WARPGROUPS, sizes.QUERIES[head_dim]
     block = (keys, queries, 4)
@@ -244,6 +243,7 @@ def _hopper_fused_need(plan: Plan, head_dim: int, value_dim: int) -> Need:
         # dK, dV and dQ, and a block of logits.
         _registers((keys, both, 4), (64, 64, 4), block),
         hopper_backward_fused.CONSUMER_REGISTERS[plan.copiers],
+        # But for barriers, a few bytes.
         2 * groups * keys * (both + head_dim)
         + sizes.STAGES * queries * (2 * both + 8)
         + 2 * sizes.DS_BUFFERS * groups * queries * keys
@@ -423,7 +423,7 @@ def groups(
 ) -> Iterator[Group]:
     """What there is to tune of a kernel at these head dims, on a card with so many
     multiprocessors: one with fewer than Hopper's fused kernel needs runs another one
-    (`attention.backward_of`). None: a card with enough."""
+    (`design.backward_of`). None: a card with enough."""
     enough = multiprocessors is None or multiprocessors >= ring_order.MULTIPROCESSORS
     enough |= architecture == "ampere"
     if kernel == "backward_fused" and not enough:
