@@ -19,7 +19,7 @@ from attn_jax.audit.inputs import Inputs, Shape, make_inputs
 from attn_jax.centre import centre_of
 from attn_jax.formats import BF16, FP16, NumberFormat
 from attn_jax.kernels import hopper_backward_fused as fused
-from attn_jax.kernels import interpreter, ring_order
+from attn_jax.kernels import internals, interpreter, ring_order
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.interpreter import interpreted
@@ -326,6 +326,29 @@ def test_operands_may_vary_over_devices(plan):
     )
     found = equations(jax.jit(local).trace(*arrays).jaxpr.jaxpr)
     assert "attention_backward_fused" in [eqn.params.get("name") for eqn in found]
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (1,), (4, 3)], ids=str)
+def test_what_a_kernel_is_given_varies_over_no_axis(shape):
+    """Of any rank: which span a kernel is told to take is a list, or one number."""
+    seen = []
+
+    def look(x):
+        x = x if shape else x[0]
+        found = (x, internals._unvarying(x))
+        seen.extend(jax.typeof(y).manual_axis_type.varying for y in found)
+        return x.reshape(-1)
+
+    spec = jax.sharding.PartitionSpec("data")
+    local = jax.shard_map(
+        look,
+        mesh=jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)),
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=True,
+    )
+    jax.eval_shape(local, jax.ShapeDtypeStruct(shape or (1,), "float32"))
+    assert seen == [{"data"}, frozenset()]
 
 
 @pytest.mark.ci

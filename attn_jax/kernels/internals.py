@@ -90,6 +90,7 @@ def _unvarying(x: jax.Array) -> jax.Array:
     """x, of which JAX does not know that it varies over axes of a `jax.shard_map`."""
     if not jax.typeof(x).manual_axis_type.varying:
         return x
-    # Any operation does; these two XLA leaves out.
+    # Any operation does, but no reshape to the same shape, which is none. These two XLA
+    # leaves out.
     with config._check_vma(False):
-        return lax.reshape(lax.reshape(x, (x.size,)), x.shape)
+        return lax.reshape(lax.reshape(x, (1, *x.shape)), x.shape)
