@@ -78,12 +78,12 @@ def _rank_as_they_run(ring: ring_order.Ring, pair, tile, head, block):
         ]
     ]
     kind = 0
-    if ring.doubles:  # Two pairs of the first one.
-        double = dataclasses.replace(ring, doubles=1, singles=0)
-        dealt = [double.dealt(cta, 2) for cta in range(ring.tiles + 1)]
+    if ring.double_rings:  # Two pairs of the first one.
+        double = dataclasses.replace(ring, pairs=2, single_pairs=0, double_rings=1)
+        dealt = [double.dealt(cta) for cta in range(ring.tiles + 1)]
         found = [x.item(n)[:2] for x in dealt for n in range(int(x.items))]
         orders += [[int(t) for of, t in found if of == which] for which in range(2)]
-        number = pair - ring.singles
+        number = pair - ring.single_pairs
         kind = jnp.where(number < 0, 0, 1 + number % 2)
     last = ring.tiles - 1 if ring.ratio is None else jax.lax.div(block, ring.ratio)
 

@@ -55,7 +55,10 @@ def test_the_fused_kernel_is_checked_where_its_plans_differ(group, orders, head_
     assert len(rings) == orders
     if group.is_causal:
         plan = tuning.fused(head_dim, tried[0].keys, is_causal=True)
-        assert {bool(_ring(check, plan).doubles) for check in tried} == {False, True}
+        assert {bool(_ring(check, plan).double_rings) for check in tried} == {
+            False,
+            True,
+        }
     # Somebody waits for somebody.
     assert all(ring.size > 1 for found in rings for ring in found)
     assert checks.RUNS > 2

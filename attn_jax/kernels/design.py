@@ -115,7 +115,7 @@ def backward_of(
     plan = tuning.fused(shapes.head_dim, shapes.key_count, is_causal=masked)
     shapes = shapes.in_parts(plan, is_causal=is_causal, window=window)
     ring = shapes.ring(plan, is_causal=is_causal, window=window)
-    return "fused" if ring.share(shapes.pairs) >= LEAST_SHARE else "two_kernels"
+    return "fused" if ring.share() >= LEAST_SHARE else "two_kernels"
 
 
 def _ampere(

@@ -82,7 +82,7 @@ class Shapes(NamedTuple):
             steps = shapes.group * ring.steps / shapes.tiles  # of a tile, in the mean
             of_sums = SUMS_STEPS[self.head_dim] if shapes.parts > 1 else 0
             spread = SPREAD[self.head_dim] * (shapes.group - 1) if is_causal else 0
-            return (1 + of_sums / steps) * (1 + spread) / ring.share(shapes.pairs)
+            return (1 + of_sums / steps) * (1 + spread) / ring.share()
 
         group = self.query_heads // self.key_heads
         ways = [self._replace(parts=n) for n in range(1, group + 1) if group % n == 0]
@@ -325,7 +325,7 @@ class Work:
 
     @classmethod
     def of(cls, cta: jax.Array, shapes: Shapes, ring: Ring | Sliding) -> "Work":
-        return cls(shapes, ring, ring.dealt(cta, shapes.pairs))
+        return cls(shapes, ring, ring.dealt(cta))
 
     @property
     def items(self) -> jax.Array:

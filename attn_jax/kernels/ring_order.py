@@ -93,29 +93,28 @@ class Ring:
     Attributes:
       tiles: of keys, in a pair.
       blocks: of queries, in a query head.
+      pairs: (batch, key head).
       group: query heads of a pair.
       ratio: under a causal mask block i sees the tiles 0 ... i // ratio; None: no mask.
       size: members of a ring.
       count: rings.
       apart: under a causal mask long and short tiles are added to sums of their own
         (`part`): where they meet, neither waits for the other.
-      doubles: how many double rings.
-      singles: pairs before this one are taken by rings, the others by double rings.
-        None: rings take all, and there are no double ones.
+      single_pairs: the first so many pairs are taken by rings, the others by double
+        rings.
+      double_rings: how many.
     """
 
     tiles: Number
     blocks: Number
+    pairs: int
     group: int
     ratio: int | None
     size: Number
     count: Number
-    apart: bool = False
-    doubles: int = 0
-    singles: int | None = None
-
-    def __post_init__(self):
-        assert bool(self.doubles) == (self.singles is not None)
+    apart: bool
+    single_pairs: int
+    double_rings: int = 0
 
     @property
     def long_tiles(self) -> int:
@@ -145,7 +144,7 @@ class Ring:
 
     @property
     def ctas(self) -> int:
-        return most(self.count * self.size, self.doubles * (self.tiles + 1))
+        return most(self.count * self.size, self.double_rings * (self.tiles + 1))
 
     @property
     def steps(self) -> int:
@@ -154,11 +153,11 @@ class Ring:
             return self.blocks * self.tiles
         return sum(self.blocks - self.ratio * tile for tile in range(self.tiles))
 
-    def dealt(self, cta: Number, pairs: int) -> Dealt:
-        """What a CTA has of `pairs` pairs."""
+    def dealt(self, cta: Number) -> Dealt:
+        """What a CTA has."""
         number = div(cta, self.size)
         member = rem(cta, self.size)
-        singles = pairs if self.singles is None else self.singles
+        singles = self.single_pairs
         turns = div(singles + self.count - 1 - number, self.count)
         passes = self.passes(member)
 
@@ -166,9 +165,9 @@ class Ring:
             pair = number + self.count * div(n, passes)
             return pair, *self.item(member, rem(n, passes))
 
-        if not self.doubles:
+        if not self.double_rings:
             return Dealt(turns * passes, item)
-        doubled = self._dealt_by_two(cta, pairs - singles)
+        doubled = self._dealt_by_two(cta)
         before = pick(number < self.count, turns * passes, 0) if singles else 0
 
         def any_item(n: Number):
@@ -181,14 +180,14 @@ class Ring:
 
         return Dealt(before + doubled.items, any_item)
 
-    def _dealt_by_two(self, cta: Number, pairs: int) -> Dealt:
-        """What a CTA has of `pairs` pairs that double rings take.
+    def _dealt_by_two(self, cta: Number) -> Dealt:
+        """What a CTA has of the pairs that double rings take, counted from the first.
 
         Members 0 ... tiles / 2 - 1 have the first of two pairs, the last as many the
         second: tile m and, but for m = 0, tile tiles - m, where m counts from the first
         of them. The member between has tile tiles / 2 of both, one after the other.
         """
-        middle = self.tiles // 2
+        middle, pairs = self.tiles // 2, self.pairs - self.single_pairs
         number, member = div(cta, self.tiles + 1), rem(cta, self.tiles + 1)
         of_both = member == middle
         second = pick(member > middle, 1, 0)
@@ -196,33 +195,34 @@ class Ring:
         passes = pick(tile == 0, 1, 2)
 
         def turns(which: Number) -> Number:
-            turns = ceil_div(pairs - which - 2 * number, 2 * self.doubles)
-            return pick(number < self.doubles, turns, 0)
+            turns = ceil_div(pairs - which - 2 * number, 2 * self.double_rings)
+            return pick(number < self.double_rings, turns, 0)
 
         def item(n: Number):
             turn, index = div(n, passes), rem(n, passes)
-            pair = 2 * (number + self.doubles * turn) + pick(of_both, index, second)
+            pair = 2 * (number + self.double_rings * turn)
+            pair += pick(of_both, index, second)
             short = pick(of_both, tile, self.tiles - tile)
             return pair, *self._causal(pick(index == 0, tile, short), index)
 
         items = pick(of_both, turns(0) + turns(1), turns(second) * passes)
         return Dealt(items, item)
 
-    def share(self, pairs: int) -> float:
-        """How much of the time of all multiprocessors goes into tiles of `pairs` pairs,
-        if all steps take equally long: below 1 where some have none, or fewer."""
-        return pairs * self.steps / (MULTIPROCESSORS * self.longest(pairs))
+    def share(self) -> float:
+        """How much of the time of all multiprocessors goes into tiles, if all steps
+        take equally long: below 1 where some have none, or fewer."""
+        return self.pairs * self.steps / (MULTIPROCESSORS * self.longest())
 
-    def longest(self, pairs: int) -> int:
+    def longest(self) -> int:
         """Steps, for one query head of each pair, of the CTA that has most."""
         of_single = max(
             sum(int(self.item(member, i)[3]) for i in range(int(self.passes(member))))
             for member in range(self.size)
         )
-        singles = pairs if self.singles is None else self.singles
-        steps = -(-singles // self.count) * of_single
-        if self.doubles:
-            steps += -(-(pairs - singles) // (2 * self.doubles)) * self.blocks
+        steps = -(-self.single_pairs // self.count) * of_single
+        if self.double_rings:
+            doubled = self.pairs - self.single_pairs
+            steps += -(-doubled // (2 * self.double_rings)) * self.blocks
         return steps
 
     def start(self, member: Number) -> Number:
@@ -292,9 +292,8 @@ class Ring:
         """
         blocks, group = self.blocks, self.group
         long_tiles, mate = self.long_tiles, self.mate
-        if self.doubles:
-            assert self.singles is not None
-            number = pair - self.singles
+        if self.double_rings:
+            number = pair - self.single_pairs
             mate = pick(number >= 0, self.tiles, mate)
             if not self.apart:
                 is_first = (number >= 0) & (rem(number, 2) == 0)
@@ -332,7 +331,7 @@ def ring_of(
     apart: bool = False,
     multiprocessors: int | None = None,
 ) -> Ring:
-    """The ring for `pairs` pairs.
+    """The ring for so many pairs.
 
     Args:
       passes: without a mask, the fewest tiles of a pair that a member is to have,
@@ -365,7 +364,9 @@ def ring_of(
     fitting = multiprocessors // size
     count = min(pairs, fitting if rings is None else rings)
     apart = apart and ratio is not None and tiles > 1
-    ring = Ring(tiles, blocks, group, ratio, size, count, apart)
+    ring = Ring(
+        tiles, blocks, pairs, group, ratio, size, count, apart, single_pairs=pairs
+    )
     doubles = multiprocessors // (tiles + 1)
     if ratio is None or tiles % 2 or rings is not None or not doubles:
         return ring
@@ -374,8 +375,9 @@ def ring_of(
     for turns in range((pairs - 1) // count, -1, -1):
         singles = turns * count
         some = min(doubles, ceil_div(pairs - singles, 2))
-        ways.append(dataclasses.replace(ring, doubles=some, singles=singles))
-    return min(ways, key=lambda ring: ring.longest(pairs))
+        way = dataclasses.replace(ring, single_pairs=singles, double_rings=some)
+        ways.append(way)
+    return min(ways, key=Ring.longest)
 
 
 def causal_fits(tiles: int, multiprocessors: int | None = None) -> bool:
