@@ -202,8 +202,8 @@ class Ring:
             turn, index = div(n, passes), rem(n, passes)
             pair = 2 * (number + self.double_rings * turn)
             pair += pick(of_both, index, second)
-            short = pick(of_both, tile, self.tiles - tile)
-            return pair, *self._causal(pick(index == 0, tile, short), index)
+            of_turn = pick(index == 0, tile, self.tiles - tile)
+            return pair, *self._causal(of_turn, index)
 
         items = pick(of_both, turns(0) + turns(1), turns(second) * passes)
         return Dealt(items, item)
