@@ -142,12 +142,12 @@ class Products:
         # Else the last step that sees a key does.
         pl.when(begin >= end)(self._release_tile)
 
-        def of_head(before, last):
-            some = before + begin, before + end
-            diagonal = before + self.work.diagonal(item, begin, end)
-            pl.loop(before, some[0])(none)
-            pl.loop(*some)(functools.partial(take, diagonal, last))
-            pl.loop(some[1], before + item.blocks)(none)
+        def of_head(start, last):
+            first, past = start + begin, start + end
+            diagonal = start + self.work.diagonal(item, begin, end)
+            pl.loop(start, first)(none)
+            pl.loop(first, past)(functools.partial(take, diagonal, last))
+            pl.loop(past, start + item.blocks)(none)
 
         group = self.work.shapes.group
         if group == 1:

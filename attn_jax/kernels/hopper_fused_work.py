@@ -352,7 +352,7 @@ class Work:
 
     @property
     def is_causal(self) -> bool:
-        return isinstance(self.ring, Ring) and self.ring.ratio is not None
+        return self.ring.ratio is not None
 
     @property
     def is_masked(self) -> bool:

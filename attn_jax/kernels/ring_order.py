@@ -215,9 +215,11 @@ class Ring:
 
     def longest(self) -> int:
         """Steps, for one query head of each pair, of the CTA that has most."""
+        # Without a mask the first member of a ring has most, under a causal one all but
+        # the first have the same.
         of_single = max(
             sum(int(self.item(member, i)[3]) for i in range(int(self.passes(member))))
-            for member in range(self.size)
+            for member in (0, self.size - 1)
         )
         steps = -(-self.single_pairs // self.count) * of_single
         if self.double_rings:
@@ -243,7 +245,8 @@ class Ring:
 
     def _causal(self, tile: Number, index: Number):
         """As `item`, of what a member has first (0) or then (1)."""
-        blocks = self.blocks - tile * (self.ratio or 0)
+        assert self.ratio is not None
+        blocks = self.blocks - tile * self.ratio
         first = pick(index == 0, self.blocks - blocks, self.blocks - 1)
         return tile, first, 1 - 2 * index, blocks
 
@@ -259,7 +262,7 @@ class Ring:
         many before the last one); to the tile's part of it."""
         if self.ratio is None:
             return self._rank_full(tile, block)
-        return self._rank_causal(self.ratio, pair, tile, head, block)
+        return self._rank_causal(pair, tile, head, block)
 
     def _rank_full(self, tile: Number, block: Number):
         """A block meets the last member that starts at it or before, then the member
@@ -275,9 +278,7 @@ class Ring:
         rank = index * size + nearest - member + wrapped
         return rank, self.tiles - 1
 
-    def _rank_causal(
-        self, ratio: int, pair: Number, tile: Number, head: Number, block: Number
-    ):
+    def _rank_causal(self, pair: Number, tile: Number, head: Number, block: Number):
         """At equal speed tile c is at block s of head h at the time
 
             long    h * (blocks - ratio * c) + s - ratio * c
@@ -290,20 +291,22 @@ class Ring:
         up, as long ones do. It is there before all short ones, so that, apart, it can
         be counted with these.
         """
-        blocks, group = self.blocks, self.group
+        ratio, blocks, group = self.ratio, self.blocks, self.group
+        assert ratio is not None
         long_tiles, mate = self.long_tiles, self.mate
+        last = div(block, ratio)
+        if self.apart:
+            long_last = least(last, long_tiles - 1)
+            is_long = tile < long_tiles
+            rank = pick(is_long, long_last - tile, tile - long_tiles)
+            return rank, pick(is_long, long_last, last - long_tiles)
         if self.double_rings:
             number = pair - self.single_pairs
             mate = pick(number >= 0, self.tiles, mate)
-            if not self.apart:
-                is_first = (number >= 0) & (rem(number, 2) == 0)
-                long_tiles += pick(is_first, 1, 0)
-        last = div(block, ratio)
+            is_first = (number >= 0) & (rem(number, 2) == 0)
+            long_tiles += pick(is_first, 1, 0)
         long_last = least(last, long_tiles - 1)
         is_long = tile < long_tiles
-        if self.apart:
-            rank = pick(is_long, long_last - tile, tile - long_tiles)
-            return rank, pick(is_long, long_last, last - long_tiles)
         long_zero = head * blocks + block  # time of long tile 0
         long_step = (head + 1) * ratio
         short_zero = group * (blocks - ratio * mate)

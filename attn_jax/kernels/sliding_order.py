@@ -49,6 +49,7 @@ class Sliding:
 
     apart = False
     long_tiles = 0
+    ratio = None  # No causal mask.
 
     @property
     def tiles(self) -> int:
