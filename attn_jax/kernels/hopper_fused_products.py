@@ -115,17 +115,16 @@ class Products:
 
     def _take_all(self, item: Item, first: jax.Array, zero, take, none) -> None:
         """The steps of an item without a mask."""
-        shapes, steps = self.work.shapes, item.steps
+        steps = item.steps
         # A warpgroup without keys has nothing to multiply, and leaves the tensor cores
         # to the other.
         some_are_idle = self.work.some_are_idle
         if some_are_idle:
-            first_key = item.tile * KEY_TILE + self.warpgroup * KEYS
-            idle = first_key >= shapes.key_count
-            steps = jnp.where(idle, 0, steps)
+            has_keys = self.work.has_keys(item.tile, self.warpgroup)
+            steps = jnp.where(has_keys, steps, 0)
 
             # The others read both buffers, and nothing more is written.
-            @pl.when(idle)
+            @pl.when(~has_keys)
             def _():
                 self._write_ds(zero, _buffer(first))
                 self._release_tile()

@@ -363,14 +363,17 @@ class Work:
         """Whether a warpgroup has no key in the last tile."""
         return 0 < self.shapes.key_count % KEY_TILE <= KEYS
 
+    def has_keys(self, tile: jax.Array, warpgroup: jax.Array) -> jax.Array:
+        """Whether a warpgroup has any in a tile."""
+        return (tile * WARPGROUPS + warpgroup) * KEYS < self.shapes.key_count
+
     def seen(self, item: Item, warpgroup: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Under a mask: (first, past the last) of the blocks of a query head, numbered
         as they are taken, that see keys of a warpgroup."""
-        number = item.tile * WARPGROUPS + warpgroup
-        has_keys = number * KEYS < self.shapes.key_count
+        has_keys = self.has_keys(item.tile, warpgroup)
         if isinstance(self.ring, Sliding):
             half = dataclasses.replace(self.ring, keys=KEYS)
-            first, last = half.blocks_of(number)
+            first, last = half.blocks_of(item.tile * WARPGROUPS + warpgroup)
             end = jnp.where(has_keys, last + 1 - item.first, 0)
             return jnp.minimum(first - item.first, end), end
         # Blocks go up from the diagonal, or down to it.
