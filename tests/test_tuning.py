@@ -12,7 +12,7 @@ from attn_jax.kernels import design, hopper_backward_fused, tuning
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.hopper_fused_work import QUERIES
-from attn_jax.kernels.tilings import Plan
+from attn_jax.kernels.tilings import Plan, Tiling
 from attn_jax.mask import Mask
 
 TABLE = Path(tuning.__file__).with_name("tilings.json").read_text()
@@ -231,7 +231,7 @@ def test_the_tilings_of_a_call_are_logged_once_for_a_shape(caplog):
 
 def test_given_tilings_are_those_of_the_call(caplog):
     table = tuning.configuration("hopper", 64, 64, 4104, is_causal=False, listed=False)
-    given = table._replace(backward_dq=tuning.Tiling(64, 32, 1, 3))
+    given = table._replace(backward_dq=Tiling(64, 32, 1, 3))
     with caplog.at_level(logging.INFO, "attn_jax.kernels"):
         _traced(4104, True, tilings=given, backward="two_kernels")
     (record,) = caplog.records
