@@ -18,8 +18,8 @@ from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Inputs, Shape, make_inputs
 from attn_jax.centre import centre_of
 from attn_jax.formats import BF16, FP16, NumberFormat
+from attn_jax.kernels import architecture, internals, interpreter, ring_order
 from attn_jax.kernels import hopper_backward_fused as fused
-from attn_jax.kernels import internals, interpreter, ring_order
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.interpreter import interpreted
@@ -134,7 +134,7 @@ def _units(case: Case) -> list[float]:
     with (
         fresh_programs(),
         interpreted(detect_races=case.races),
-        patch.object(ring_order, "MULTIPROCESSORS", case.multiprocessors),
+        patch.object(architecture, "H100_MULTIPROCESSORS", case.multiprocessors),
         patch.object(ring_order.Ring, "rank", rank),
     ):
         results = program(

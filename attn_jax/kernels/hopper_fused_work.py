@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn_jax.kernels import ring_order
+from attn_jax.kernels import architecture, ring_order
 from attn_jax.kernels.integers import Number, rem
 from attn_jax.kernels.ring_order import Dealt, Ring, ring_of
 from attn_jax.kernels.sliding_order import Sliding, sliding_of
@@ -103,7 +103,7 @@ class Shapes(NamedTuple):
                 keys=KEY_TILE,
                 pairs=self.pairs,
                 group=self.group,
-                multiprocessors=ring_order.MULTIPROCESSORS,
+                multiprocessors=architecture.H100_MULTIPROCESSORS,
             )
         return ring_of(
             tiles=self.tiles,

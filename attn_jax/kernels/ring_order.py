@@ -63,6 +63,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+from attn_jax.kernels import architecture
 from attn_jax.kernels.integers import (
     Number,
     ceil_div,
@@ -72,9 +73,6 @@ from attn_jax.kernels.integers import (
     pick,
     rem,
 )
-
-# SXM's H100 and H200. `design.backward_of` keeps the kernel off cards with fewer.
-MULTIPROCESSORS = 132
 
 
 class Dealt(NamedTuple):
@@ -211,7 +209,8 @@ class Ring:
     def share(self) -> float:
         """How much of the time of all multiprocessors goes into tiles, if all steps
         take equally long: below 1 where some have none, or fewer."""
-        return self.pairs * self.steps / (MULTIPROCESSORS * self.longest())
+        in_all = architecture.H100_MULTIPROCESSORS * self.longest()
+        return self.pairs * self.steps / in_all
 
     def longest(self) -> int:
         """Steps, for one query head of each pair, of the CTA that has most."""
@@ -343,12 +342,12 @@ def ring_of(
       rings: how many, and no double ones; None: rings and double rings, as takes the
         least time.
       apart: as `Ring.apart`, where there are short tiles.
-      multiprocessors: None: `MULTIPROCESSORS`.
+      multiprocessors: None: an H100's.
 
     Raises:
       ValueError: a causal ring that does not fit the card (`causal_fits`).
     """
-    multiprocessors = multiprocessors or MULTIPROCESSORS
+    multiprocessors = multiprocessors or architecture.H100_MULTIPROCESSORS
     if ratio is not None:
         if not causal_fits(tiles, multiprocessors):
             raise ValueError(f"{tiles} tiles on {multiprocessors} multiprocessors")
@@ -385,4 +384,4 @@ def ring_of(
 
 def causal_fits(tiles: int, multiprocessors: int | None = None) -> bool:
     """True if a ring with two tiles a member can run at the same time."""
-    return -(-tiles // 2) <= (multiprocessors or MULTIPROCESSORS)
+    return -(-tiles // 2) <= (multiprocessors or architecture.H100_MULTIPROCESSORS)

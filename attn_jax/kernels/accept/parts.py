@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_jax.audit.mask_cases import mask_cases
-from attn_jax.kernels import ring_order, tuning
+from attn_jax.kernels import tuning
+from attn_jax.kernels.architecture import H100_MULTIPROCESSORS
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.checks import Check, N, S, T, compile_for
 from attn_jax.kernels.tune.candidates import groups, head_dims
@@ -52,7 +53,7 @@ def all_checks(
         if pair not in dims:
             yield Check(*pair, "causal")
     designs: tuple[Backward, ...] = ("two_kernels", "fused")
-    few = multiprocessors is not None and multiprocessors < ring_order.MULTIPROCESSORS
+    few = multiprocessors is not None and multiprocessors < H100_MULTIPROCESSORS
     if architecture == "hopper" and few:
         designs = ("two_kernels",)
     for head_dim in tuning.FUSED_HEAD_DIMS:

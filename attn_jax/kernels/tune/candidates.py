@@ -21,9 +21,9 @@ from attn_jax.kernels import (
     hopper_backward_fused,
     hopper_forward,
     hopper_fused_work,
-    ring_order,
     tuning,
 )
+from attn_jax.kernels.architecture import H100_MULTIPROCESSORS
 from attn_jax.kernels.tilings import AmperePlan, Choice, ForwardTiling, Plan, Tiling
 from attn_jax.kernels.tuning import Group, KernelName
 from attn_jax.recipe import Architecture
@@ -424,7 +424,7 @@ def groups(
     """What there is to tune of a kernel at these head dims, on a card with so many
     multiprocessors: one with fewer than Hopper's fused kernel needs runs another one
     (`design.backward_of`). None: a card with enough."""
-    enough = multiprocessors is None or multiprocessors >= ring_order.MULTIPROCESSORS
+    enough = multiprocessors is None or multiprocessors >= H100_MULTIPROCESSORS
     enough |= architecture == "ampere"
     if kernel == "backward_fused" and not enough:
         return
