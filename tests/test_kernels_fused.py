@@ -184,8 +184,8 @@ PLAN = Plan(storing_warps=0)
 TWO = Plan(storing_warps=2)
 APART = dataclasses.replace(PLAN, apart=True)
 TWO_APART = dataclasses.replace(TWO, apart=True)
-SHARED = dataclasses.replace(TWO, shared=True)
-SHARED_APART = dataclasses.replace(SHARED, apart=True)
+ONE_COPIER = dataclasses.replace(TWO, copiers=1)
+ONE_COPIER_APART = dataclasses.replace(ONE_COPIER, apart=True)
 IN_PARTS = dataclasses.replace(TWO_APART, parts=2)
 
 CASES = [
@@ -200,7 +200,7 @@ CASES = [
     Case((1, 100, 330, 1, 1, 128), False, TWO, multiprocessors=2, races=True),
     # A warpgroup that loads and adds, CTAs of a double ring, one of them without work,
     # and blocks that see keys of one warpgroup alone.
-    Case((1, 200, 200, 1, 1, 128), True, SHARED, multiprocessors=132),
+    Case((1, 200, 200, 1, 1, 128), True, ONE_COPIER, multiprocessors=132),
     # A key head's query heads in two parts.
     Case((1, 136, 136, 4, 1, 128), True, IN_PARTS, family="uniform"),
     # Windows: to the left, on both sides past the end, of fewer keys than a tile has.
@@ -216,9 +216,15 @@ FURTHER = [
     Case((2, 205, 205, 4, 2, 64), False, dataclasses.replace(PLAN, parts=2), "float16"),
     Case((1, 136, 136, 2, 1, 64), True, PLAN),
     Case((1, 70, 205, 1, 1, 64), False, PLAN, power=-60),
-    Case((1, 256, 256, 6, 3, 128), True, SHARED_APART, races=True, multiprocessors=132),
-    Case((1, 384, 384, 2, 1, 128), True, SHARED, multiprocessors=132),
-    Case((1, 300, 300, 1, 1, 128), False, SHARED, window=Band(70, 10), races=True),
+    Case(
+        (1, 256, 256, 6, 3, 128),
+        True,
+        ONE_COPIER_APART,
+        races=True,
+        multiprocessors=132,
+    ),
+    Case((1, 384, 384, 2, 1, 128), True, ONE_COPIER, multiprocessors=132),
+    Case((1, 300, 300, 1, 1, 128), False, ONE_COPIER, window=Band(70, 10), races=True),
     # Two pairs by one ring, and two by a double one.
     Case((1, 230, 230, 4, 4, 64), True, APART, multiprocessors=3),
     Case((1, 400, 400, 1, 1, 128), False, TWO, family="lse-130", window=Band(200, 0)),
@@ -312,7 +318,7 @@ def _compiled(*arguments) -> Program:
     return compiled(program, *arrays)
 
 
-@pytest.mark.parametrize("plan", [TWO, SHARED], ids=str)
+@pytest.mark.parametrize("plan", [TWO, ONE_COPIER], ids=str)
 def test_operands_may_vary_over_devices(plan):
     """JAX refuses references that do to a warp by itself, as one that loads is."""
     program, arrays = _program(128, True, plan, 256)
@@ -360,7 +366,7 @@ def test_what_a_kernel_is_given_varies_over_no_axis(shape):
         pytest.param(64, True, APART, marks=pytest.mark.thorough),
         (128, False, TWO),
         (128, True, IN_PARTS),
-        (128, True, SHARED_APART),
+        (128, True, ONE_COPIER_APART),
         pytest.param(64, Band(500, 0), PLAN, marks=pytest.mark.thorough),
         (128, Band(500, 70), PLAN),
     ],

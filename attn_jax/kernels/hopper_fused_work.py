@@ -112,7 +112,6 @@ class Shapes(NamedTuple):
             group=self.group,
             ratio=KEY_TILE // self.queries if is_causal else None,
             passes=plan.passes,
-            rings=plan.rings,
             apart=plan.apart,
         )
 

@@ -5,6 +5,7 @@ hold at the same time, and the tiles in shared memory. Whether the rest fits bes
 for the compiler to say, and what it is worth for the clock.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -81,12 +82,14 @@ class Kernel:
 
 
 def candidates(group: Group) -> list[Choice]:
-    """All of the grid, those that differ least from the table's first."""
+    """All of the grid, but for what no tiling can be, those that differ least from the
+    table's first."""
     fields = kernel_of(group).fields(group.is_causal)
-    found = (
-        tuning.tiling_of(group.architecture, group.kernel, dict(zip(fields, values)))
-        for values in itertools.product(*fields.values())
-    )
+    found = []
+    for values in itertools.product(*fields.values()):
+        with contextlib.suppress(ValueError):  # Fields that do not go together.
+            given = dict(zip(fields, values))
+            found.append(tuning.tiling_of(group.architecture, group.kernel, given))
     now = present(group)
 
     def distance(tiling: Choice) -> int:
@@ -252,13 +255,6 @@ def _hopper_fused_need(plan: Plan, head_dim: int, value_dim: int) -> Need:
     )
 
 
-def _hopper_fused_refuses(plan: Plan, head_dim: int, value_dim: int) -> str | None:
-    del head_dim, value_dim
-    if plan.shared and not plan.storing_warps:
-        return "a warpgroup that stores as one has no warp that could load"
-    return None
-
-
 def _ampere_forward_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
     rows, columns = tiling.rows, tiling.columns
     return Need(
@@ -333,7 +329,7 @@ _HOPPER_FORWARD: Grid = {
     "stored_columns": (None, 64),
     "out_by_key": (False, True),
 }
-_HOPPER_FUSED: Grid = {"storing_warps": (0, 2), "shared": (False, True)}
+_HOPPER_FUSED: Grid = {"storing_warps": (0, 2), "copiers": (1, 2)}
 _HOPPER_BACKWARD: Grid = {
     "rows": _ROWS,
     "columns": (32, 64, 96, 128, 192, 256),
@@ -364,7 +360,7 @@ KERNELS: dict[Architecture, dict[KernelName, Kernel]] = {
         "backward_fused": Kernel(
             *("backward_fused", "attention_backward_fused", ("dq", "dk", "dv")),
             _HOPPER_FUSED | {"passes": (1, 2, 4)},
-            *(_hopper_fused_need, _hopper_fused_refuses),
+            _hopper_fused_need,
             options={"backward": "fused"},
             causal_grid=_HOPPER_FUSED | {"apart": (False, True)},
             whole=True,
