@@ -97,8 +97,8 @@ def test_tiles_are_added_to_each_block_in_one_order(shape):
         )
 
 
-def run_rings(ring: Ring, room: int, seed: int) -> bool:
-    """`run` of all CTAs of rings."""
+def programs_of(ring: Ring) -> list[list[tuple[int, int]]]:
+    """(place, rank) of the additions of each CTA."""
     programs = []
     for cta in range(ring.ctas):
         pair, tile, head, block = steps_of(ring, cta).T
@@ -106,7 +106,12 @@ def run_rings(ring: Ring, room: int, seed: int) -> bool:
         head = head + ring.group * (ring.part(tile) + 2 * pair)
         place = head * ring.blocks + block
         programs.append(list(zip(place.tolist(), rank.tolist(), strict=True)))
-    return run(programs, room, seed)
+    return programs
+
+
+def run_rings(ring: Ring, room: int, seed: int) -> bool:
+    """`run` of all CTAs of rings."""
+    return run(programs_of(ring), room, seed)
 
 
 def run(programs: list[list[tuple[int, int]]], room: int, seed: int) -> bool:
@@ -151,6 +156,33 @@ def test_nobody_waits_for_ever(shape):
             least = min(ring.ctas, ring.tiles + 1 + ring.size)
         for room in {multiprocessors, least, least + 1}:
             assert run_rings(ring, room, seed=room)
+
+
+@pytest.mark.parametrize("shape", CAUSAL, ids=str)
+def test_at_equal_speed_nobody_waits(shape):
+    """Or only who has fewer steps than others: all end when the CTA with most steps
+    would if it were alone. A step takes a unit of time, at whose end it adds; those of
+    the same time in the order of their ranks."""
+    for ring, _ in rings(*shape):
+        programs = programs_of(ring)
+        added = collections.Counter()
+        position = [0] * len(programs)
+        time = 0
+        while running := {n for n, p in enumerate(programs) if position[n] < len(p)}:
+            moved = set()
+            while ready := [
+                cta
+                for cta in running - moved
+                for place, rank in [programs[cta][position[cta]]]
+                if added[place] == rank
+            ]:
+                for cta in ready:
+                    added[programs[cta][position[cta]][0]] += 1
+                    position[cta] += 1
+                moved.update(ready)
+            assert moved
+            time += 1
+        assert time == ring.group * ring.longest()
 
 
 def test_a_ring_larger_than_the_room_does_wait_for_ever():
