@@ -60,6 +60,9 @@ def all_checks(
         for backward in designs:
             yield Check(head_dim, head_dim, "full", backward=backward)
             yield Check(head_dim, head_dim, "causal", backward=backward, queries=S)
+            if (architecture, backward) == ("hopper", "fused"):
+                # An even number of tiles: by double rings.
+                yield Check(head_dim, head_dim, "causal", backward=backward, keys=T)
             if architecture == "hopper":
                 yield Check(head_dim, head_dim, "window", backward=backward, queries=S)
 
