@@ -42,7 +42,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from attn_jax.kernels import ampere_tiles as tiles
-from attn_jax.kernels import internals, ring_order
+from attn_jax.kernels import architecture, internals, ring_order
 from attn_jax.kernels.hopper_range import Range, power_of_two
 from attn_jax.kernels.tiles import LOG2_E, pad_rows, smem_tile
 
@@ -122,7 +122,7 @@ def backward_fused(
         group=group,
         ratio=KEY_TILE // queries if is_causal else None,
         rings=batch * key_heads,
-        multiprocessors=min(MULTIPROCESSORS, ring_order.MULTIPROCESSORS),
+        multiprocessors=min(MULTIPROCESSORS, architecture.H100_MULTIPROCESSORS),
     )
     log2_scale = scale * LOG2_E
 

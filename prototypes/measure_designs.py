@@ -45,7 +45,7 @@ def share(shape, is_causal: bool) -> float:
     B, T, N, K, H = shape
     shapes = Shapes.of((B, T, N, H), (B, T, K, H))
     plan = tuning.fused(H, T, is_causal=is_causal)
-    return shapes.ring(plan, is_causal=is_causal).share(shapes.pairs)
+    return shapes.ring(plan, is_causal=is_causal).share()
 
 
 def program(architecture: str, shape, is_causal: bool, design: str):

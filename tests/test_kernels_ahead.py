@@ -33,7 +33,7 @@ def _results(
         return attention(*qkv, **options)
 
     with (
-        patch.object(schedule, "MULTIPROCESSORS", multiprocessors),
+        patch.object(schedule, "H100_MULTIPROCESSORS", multiprocessors),
         made_for("hopper"),
         interpreted(detect_races=races),
     ):

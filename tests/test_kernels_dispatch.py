@@ -182,7 +182,7 @@ def test_one_pass_backward_needs_the_whole_card(monkeypatch, multiprocessors, de
 @pytest.mark.parametrize(
     ("batch", "length", "heads", "full", "causal"),
     [
-        # 128 of 132 multiprocessors busy; half of them, by a causal tile of half size.
+        # 128 of 132 multiprocessors busy, and all of them under a causal mask.
         (16, 1024, 16, "fused", "fused"),
         (1, 4096, 8, "fused", "fused"),
         (1, 2048, 4, "two_kernels", "two_kernels"),

@@ -18,8 +18,8 @@ from attn_jax.audit.error import unit_error
 from attn_jax.audit.inputs import Inputs, Shape, make_inputs
 from attn_jax.centre import centre_of
 from attn_jax.formats import BF16, FP16, NumberFormat
+from attn_jax.kernels import architecture, internals, interpreter, ring_order
 from attn_jax.kernels import hopper_backward_fused as fused
-from attn_jax.kernels import interpreter, ring_order
 from attn_jax.kernels.hopper_key_numbers import KeyNumbers
 from attn_jax.kernels.hopper_range import Range, range_of
 from attn_jax.kernels.interpreter import interpreted
@@ -78,12 +78,12 @@ def _rank_as_they_run(ring: ring_order.Ring, pair, tile, head, block):
         ]
     ]
     kind = 0
-    if ring.doubles:  # Two pairs of the first one.
-        double = dataclasses.replace(ring, doubles=1, singles=0)
-        dealt = [double.dealt(cta, 2) for cta in range(ring.tiles + 1)]
+    if ring.double_rings:  # Two pairs of the first one.
+        double = dataclasses.replace(ring, pairs=2, single_pairs=0, double_rings=1)
+        dealt = [double.dealt(cta) for cta in range(ring.tiles + 1)]
         found = [x.item(n)[:2] for x in dealt for n in range(int(x.items))]
         orders += [[int(t) for of, t in found if of == which] for which in range(2)]
-        number = pair - ring.singles
+        number = pair - ring.single_pairs
         kind = jnp.where(number < 0, 0, 1 + number % 2)
     last = ring.tiles - 1 if ring.ratio is None else jax.lax.div(block, ring.ratio)
 
@@ -134,7 +134,7 @@ def _units(case: Case) -> list[float]:
     with (
         fresh_programs(),
         interpreted(detect_races=case.races),
-        patch.object(ring_order, "MULTIPROCESSORS", case.multiprocessors),
+        patch.object(architecture, "H100_MULTIPROCESSORS", case.multiprocessors),
         patch.object(ring_order.Ring, "rank", rank),
     ):
         results = program(
@@ -184,8 +184,8 @@ PLAN = Plan(storing_warps=0)
 TWO = Plan(storing_warps=2)
 APART = dataclasses.replace(PLAN, apart=True)
 TWO_APART = dataclasses.replace(TWO, apart=True)
-SHARED = dataclasses.replace(TWO, shared=True)
-SHARED_APART = dataclasses.replace(SHARED, apart=True)
+ONE_COPIER = dataclasses.replace(TWO, copiers=1)
+ONE_COPIER_APART = dataclasses.replace(ONE_COPIER, apart=True)
 IN_PARTS = dataclasses.replace(TWO_APART, parts=2)
 
 CASES = [
@@ -200,7 +200,7 @@ CASES = [
     Case((1, 100, 330, 1, 1, 128), False, TWO, multiprocessors=2, races=True),
     # A warpgroup that loads and adds, CTAs of a double ring, one of them without work,
     # and blocks that see keys of one warpgroup alone.
-    Case((1, 200, 200, 1, 1, 128), True, SHARED, multiprocessors=132),
+    Case((1, 200, 200, 1, 1, 128), True, ONE_COPIER, multiprocessors=132),
     # A key head's query heads in two parts.
     Case((1, 136, 136, 4, 1, 128), True, IN_PARTS, family="uniform"),
     # Windows: to the left, on both sides past the end, of fewer keys than a tile has.
@@ -216,11 +216,17 @@ FURTHER = [
     Case((2, 205, 205, 4, 2, 64), False, dataclasses.replace(PLAN, parts=2), "float16"),
     Case((1, 136, 136, 2, 1, 64), True, PLAN),
     Case((1, 70, 205, 1, 1, 64), False, PLAN, power=-60),
-    Case((1, 256, 256, 6, 3, 128), True, SHARED_APART, races=True, multiprocessors=132),
-    Case((1, 384, 384, 2, 1, 128), True, SHARED, multiprocessors=132),
-    Case((1, 300, 300, 1, 1, 128), False, SHARED, window=Band(70, 10), races=True),
-    # Two pairs by one ring, and two by a double one.
-    Case((1, 230, 230, 4, 4, 64), True, APART, multiprocessors=3),
+    Case(
+        (1, 256, 256, 6, 3, 128),
+        True,
+        ONE_COPIER_APART,
+        races=True,
+        multiprocessors=132,
+    ),
+    Case((1, 384, 384, 2, 1, 128), True, ONE_COPIER, multiprocessors=132),
+    Case((1, 300, 300, 1, 1, 128), False, ONE_COPIER, window=Band(70, 10), races=True),
+    # Three pairs by rings, then two by a double ring.
+    Case((1, 230, 230, 5, 5, 64), True, APART, multiprocessors=3),
     Case((1, 400, 400, 1, 1, 128), False, TWO, family="lse-130", window=Band(200, 0)),
 ]
 
@@ -282,6 +288,16 @@ def test_what_it_does_not_take_it_says(query, key, mask, why):
     assert reason is None if why is None else why in str(reason)
 
 
+def test_registers_that_are_asked_for_are_there():
+    """Who asks for more than others give up waits for ever."""
+    for copiers, consumer in fused.CONSUMER_REGISTERS.items():
+        warpgroups = fused.WARPGROUPS + copiers
+        # Of a thread: its share of 65 536, a multiple of 8.
+        at_launch = 65_536 // (128 * warpgroups) // 8 * 8
+        asked = fused.WARPGROUPS * consumer + copiers * fused.OTHER_REGISTERS
+        assert asked <= warpgroups * at_launch
+
+
 def _program(head_dim: int, mask: bool | Band, plan: Plan, length: int):
     """(what calls the kernel, its arrays)"""
     query = jax.ShapeDtypeStruct((2, length, 4, head_dim), "bfloat16")
@@ -312,7 +328,7 @@ def _compiled(*arguments) -> Program:
     return compiled(program, *arrays)
 
 
-@pytest.mark.parametrize("plan", [TWO, SHARED], ids=str)
+@pytest.mark.parametrize("plan", [TWO, ONE_COPIER], ids=str)
 def test_operands_may_vary_over_devices(plan):
     """JAX refuses references that do to a warp by itself, as one that loads is."""
     program, arrays = _program(128, True, plan, 256)
@@ -328,6 +344,29 @@ def test_operands_may_vary_over_devices(plan):
     assert "attention_backward_fused" in [eqn.params.get("name") for eqn in found]
 
 
+@pytest.mark.parametrize("shape", [(), (4,), (1,), (4, 3)], ids=str)
+def test_what_a_kernel_is_given_varies_over_no_axis(shape):
+    """Of any rank: which span a kernel is told to take is a list, or one number."""
+    seen = []
+
+    def look(x):
+        x = x if shape else x[0]
+        found = (x, internals._unvarying(x))
+        seen.extend(jax.typeof(y).manual_axis_type.varying for y in found)
+        return x.reshape(-1)
+
+    spec = jax.sharding.PartitionSpec("data")
+    local = jax.shard_map(
+        look,
+        mesh=jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)),
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=True,
+    )
+    jax.eval_shape(local, jax.ShapeDtypeStruct(shape or (1,), "float32"))
+    assert seen == [{"data"}, frozenset()]
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("head_dim", "mask", "plan"),
@@ -337,7 +376,7 @@ def test_operands_may_vary_over_devices(plan):
         pytest.param(64, True, APART, marks=pytest.mark.thorough),
         (128, False, TWO),
         (128, True, IN_PARTS),
-        (128, True, SHARED_APART),
+        (128, True, ONE_COPIER_APART),
         pytest.param(64, Band(500, 0), PLAN, marks=pytest.mark.thorough),
         (128, Band(500, 70), PLAN),
     ],
@@ -353,5 +392,5 @@ def test_compiles_and_overlaps(head_dim, mask, plan):
     assert kernel.spilled_bytes <= 128
     # S is waited for with dQ's products in flight, and dP with dV's; under a mask
     # behind a loop over blocks that see none of a warpgroup's keys, for dQ alone.
-    steps = kernel.order.removeprefix("M0" if mask else "")
-    assert steps.startswith("Me0M1M0"), kernel.order
+    of_dq = "M0" if mask else ""
+    assert kernel.order.startswith(of_dq + "Me0M1M0"), kernel.order

@@ -36,6 +36,8 @@ SHAPES = [
     # Nine pairs with eight tiles of 128 keys each: five double rings, the last of which
     # has one pair.
     Shape(3, 1000, 1000, 3, 3, 128),
+    # Of 180 pairs with two tiles each 132 by rings, then 48 by double rings.
+    Shape(12, 250, 250, 15, 15, 128),
 ]
 
 
@@ -175,10 +177,12 @@ def test_kernels_follow_their_recipe(shape, is_causal, backward):
 @both_designs
 @pytest.mark.parametrize(
     ("shape", "is_causal"),
-    # The last two have many waves of CTAs, and rings that hold most of the card.
+    # The last ones have many waves of CTAs, rings and then double rings, and rings that
+    # hold most of the card.
     [
         *[(SHAPES[0], True), (SHAPES[1], False)],
         *[
+            (Shape(16, 1024, 1024, 16, 16, 128), True),
             (Shape(8, 1024, 1024, 32, 8, 64), True),
             (Shape(1, 15000, 15000, 4, 2, 128), True),
         ],

@@ -138,7 +138,7 @@ def test_every_head_dim_is_as_good_as_correctly_rounded(architecture, name):
 
 def _in_turn_without_races(case: Case) -> Results:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "MULTIPROCESSORS", 1)
+        patch.setattr(schedule, "H100_MULTIPROCESSORS", 1)
         return _kernels("hopper", case, detect_races=True)
 
 

@@ -151,7 +151,7 @@ def test_no_races_under_a_mask(architecture, name):
 
 
 def _on_one_multiprocessor(case: Case) -> Results:
-    with patch.object(schedule, "MULTIPROCESSORS", 1), fresh_programs():
+    with patch.object(schedule, "H100_MULTIPROCESSORS", 1), fresh_programs():
         return _kernels("hopper", case)
 
 

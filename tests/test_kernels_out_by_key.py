@@ -46,7 +46,7 @@ def _results(tiling: ForwardTiling, queries: int, keys: int, mask: Mask, races=F
         return *found, *pull((dout, np.zeros(found[1].shape, np.float32)))
 
     with (
-        patch.object(schedule, "MULTIPROCESSORS", 1),
+        patch.object(schedule, "H100_MULTIPROCESSORS", 1),
         made_for("hopper"),
         interpreted(detect_races=races),
     ):

@@ -43,18 +43,22 @@ def rings(tiles, blocks, group, ratio):
                 multiprocessors=multiprocessors,
                 **shape,
             )
-            yield ring, pairs, multiprocessors
+            yield ring, multiprocessors
             # All by rings, all by double ones, and some by each.
             if ratio is not None and tiles % 2 == 0 and tiles < multiprocessors:
-                for singles in {0, ring.count, pairs} - {ring.singles}:
-                    mixed = dataclasses.replace(ring, doubles=1, singles=singles)
-                    yield mixed, pairs, multiprocessors
+                some = {0, ring.count, pairs}
+                some -= {ring.single_pairs} if ring.double_rings else set()
+                for singles in some:
+                    mixed = dataclasses.replace(
+                        ring, single_pairs=singles, double_rings=1
+                    )
+                    yield mixed, multiprocessors
 
 
-def steps_of(ring: Ring, cta: int, pairs: int) -> np.ndarray:
+def steps_of(ring: Ring, cta: int) -> np.ndarray:
     """[(pair, tile, head, block), ...] of a CTA."""
     steps = [np.empty((0, 4), int)]
-    dealt = ring.dealt(cta, pairs)
+    dealt = ring.dealt(cta)
     for number in range(int(dealt.items)):
         pair, tile, first, stride, blocks = map(int, dealt.item(number))
         seen = ring.block(first, stride, np.arange(blocks))
@@ -67,18 +71,18 @@ def steps_of(ring: Ring, cta: int, pairs: int) -> np.ndarray:
 @pytest.mark.parametrize("shape", CAUSAL + FULL, ids=str)
 def test_tiles_are_added_to_each_block_in_one_order(shape):
     tiles, blocks, group, ratio = shape
-    for ring, pairs, multiprocessors in rings(*shape):
+    for ring, multiprocessors in rings(*shape):
         assert ring.ctas <= multiprocessors
-        dealt = [steps_of(ring, cta, pairs) for cta in range(ring.ctas)]
+        dealt = [steps_of(ring, cta) for cta in range(ring.ctas)]
         steps = np.concatenate(dealt)
         assert sorted(map(tuple, steps.tolist())) == [
             (pair, tile, head, block)
             for pair, tile, head in itertools.product(
-                range(pairs), range(tiles), range(group)
+                range(ring.pairs), range(tiles), range(group)
             )
             for block in range(0 if ratio is None else tile * ratio, blocks)
         ]
-        assert max(map(len, dealt)) == group * ring.longest(pairs)
+        assert max(map(len, dealt)) == group * ring.longest()
         pair, tile, head, block = steps.T
         rank, last = ring.rank(pair, tile, head, block)
         head = head + group * (ring.part(tile) + 2 * pair)
@@ -93,16 +97,21 @@ def test_tiles_are_added_to_each_block_in_one_order(shape):
         )
 
 
-def run_rings(ring: Ring, pairs: int, room: int, seed: int) -> bool:
-    """`run` of all CTAs of rings."""
+def programs_of(ring: Ring) -> list[list[tuple[int, int]]]:
+    """(place, rank) of the additions of each CTA."""
     programs = []
     for cta in range(ring.ctas):
-        pair, tile, head, block = steps_of(ring, cta, pairs).T
+        pair, tile, head, block = steps_of(ring, cta).T
         rank, _last = ring.rank(pair, tile, head, block)
         head = head + ring.group * (ring.part(tile) + 2 * pair)
         place = head * ring.blocks + block
         programs.append(list(zip(place.tolist(), rank.tolist(), strict=True)))
-    return run(programs, room, seed)
+    return programs
+
+
+def run_rings(ring: Ring, room: int, seed: int) -> bool:
+    """`run` of all CTAs of rings."""
+    return run(programs_of(ring), room, seed)
 
 
 def run(programs: list[list[tuple[int, int]]], room: int, seed: int) -> bool:
@@ -141,19 +150,46 @@ def test_nobody_waits_for_ever(shape):
     """As many CTAs at a time as a card has multiprocessors, or no more than a ring has,
     so that several waves follow on each other. Of a double ring all CTAs are to end
     what rings they are in."""
-    for ring, pairs, multiprocessors in rings(*shape):
+    for ring, multiprocessors in rings(*shape):
         least = ring.size
-        if ring.doubles:
+        if ring.double_rings:
             least = min(ring.ctas, ring.tiles + 1 + ring.size)
         for room in {multiprocessors, least, least + 1}:
-            assert run_rings(ring, pairs, room, seed=room)
+            assert run_rings(ring, room, seed=room)
+
+
+@pytest.mark.parametrize("shape", CAUSAL, ids=str)
+def test_at_equal_speed_nobody_waits(shape):
+    """Or only who has fewer steps than others: all end when the CTA with most steps
+    would if it were alone. A step takes a unit of time, at whose end it adds; those of
+    the same time in the order of their ranks."""
+    for ring, _ in rings(*shape):
+        programs = programs_of(ring)
+        added = collections.Counter()
+        position = [0] * len(programs)
+        time = 0
+        while running := {n for n, p in enumerate(programs) if position[n] < len(p)}:
+            moved = set()
+            while ready := [
+                cta
+                for cta in running - moved
+                for place, rank in [programs[cta][position[cta]]]
+                if added[place] == rank
+            ]:
+                for cta in ready:
+                    added[programs[cta][position[cta]][0]] += 1
+                    position[cta] += 1
+                moved.update(ready)
+            assert moved
+            time += 1
+        assert time == ring.group * ring.longest()
 
 
 def test_a_ring_larger_than_the_room_does_wait_for_ever():
     """What `ring_of` rules out: the simulation would see it."""
     ring = ring_of(tiles=8, blocks=8, pairs=1, group=1, ratio=None)
     assert ring.size == 8
-    assert not run_rings(ring, 1, room=7, seed=0)
+    assert not run_rings(ring, room=7, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -161,25 +197,23 @@ def test_a_ring_larger_than_the_room_does_wait_for_ever():
     # (size, count), double rings, pairs not taken by them, steps of who has most
     [
         # Tile 0 alone, 1 with 8, 2 with 7, ...
-        (9, 64, (5, 26), 0, None, 3 * 18),
+        (9, 64, (5, 26), 0, 64, 3 * 18),
         # 7 times 33 pairs by rings of 4, and the other 25 by 13 double rings of 9.
         (8, 256, (4, 33), 13, 231, 7 * 18 + 16),
         # All 132 multiprocessors have work, where 8 rings of 16 leave 4 without.
         (32, 64, (16, 8), 4, 0, 8 * 64),
         (128, 16, (64, 2), 1, 0, 8 * 256),
-        (2, 264, (1, 132), 0, None, 2 * 6),
+        (2, 264, (1, 132), 0, 264, 2 * 6),
         # A double ring does not fit.
-        (140, 4, (70, 1), 0, None, 4 * 282),
+        (140, 4, (70, 1), 0, 4, 4 * 282),
     ],
 )
 def test_causal_tiles_are_shared_evenly(tiles, pairs, rings, doubles, singles, longest):
     ring = ring_of(tiles=tiles, blocks=2 * tiles, pairs=pairs, group=1, ratio=2)
     assert (ring.size, ring.count) == rings
-    assert (ring.doubles, ring.singles) == (doubles, singles)
-    assert ring.longest(pairs) == longest
-    assert ring.share(pairs) == pytest.approx(
-        pairs * tiles * (tiles + 1) / (132 * longest)
-    )
+    assert (ring.double_rings, ring.single_pairs) == (doubles, singles)
+    assert ring.longest() == longest
+    assert ring.share() == pytest.approx(pairs * tiles * (tiles + 1) / (132 * longest))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +239,7 @@ def test_ring_without_a_mask(tiles, pairs, passes, ring):
 def test_more_rings_than_fit_can_be_had():
     ring = ring_of(tiles=8, blocks=8, pairs=256, group=1, ratio=1, rings=256)
     assert ring.size * ring.count > 132
-    assert run_rings(ring, 256, 132, 0)
+    assert run_rings(ring, 132, 0)
 
 
 WINDOWS = [
@@ -238,7 +272,7 @@ def _window(length, left, right, queries, pairs, group, multiprocessors) -> Slid
 
 def _window_steps(order: Sliding, cta: int):
     """[(pair, tile, head, block), ...] of a CTA."""
-    dealt = order.dealt(cta, order.pairs)
+    dealt = order.dealt(cta)
     for n in range(int(dealt.items)):
         pair, tile, first, stride, blocks = map(int, dealt.item(n))
         for head in range(order.group):
@@ -298,9 +332,9 @@ def test_under_a_window_ctas_share_the_short_tiles():
     each pair's tiles in turn would leave a quarter of the card without work."""
     mistral = (8192, 4095, 0, 64, 8, 4, 132)
     order = _window(*mistral)
-    assert order.share(8) > 0.95
-    assert dataclasses.replace(order, together=1).share(8) < 0.75
+    assert order.share() > 0.95
+    assert dataclasses.replace(order, together=1).share() < 0.75
     steps = [len(list(_window_steps(order, cta))) for cta in range(order.ctas)]
-    assert order.share(8) == pytest.approx(sum(steps) / (132 * max(steps)))
+    assert order.share() == pytest.approx(sum(steps) / (132 * max(steps)))
     # Where that costs nothing they stay one after the other.
     assert _window(4096, 1023, 0, 128, 128, 1, 132).together == 1

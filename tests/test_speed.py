@@ -18,6 +18,7 @@ from analysis.speed import errors, in_jax, timing, torch_process
 from analysis.speed.cases import PASSES, PRESETS, Case, chosen
 from analysis.speed.torch_process import TorchProcess
 from attn_jax.kernels import tuning
+from attn_jax.kernels.tilings import Plan
 from attn_jax.mask import Mask
 from attn_jax.reference import golden
 from attn_jax.timing import device_time
@@ -341,9 +342,7 @@ def test_tilings_of_ours_are_named():
     assert f"forward {short.rows} x {short.columns}" in said
     assert "dkv" in said  # too small to fill a card in one pass
     many = dataclasses.replace(TOY["full"], B=132)
-    assert f"one pass, {tuning.Plan(passes=2)}" in in_jax._config(
-        "pallas", many, "backward"
-    )
+    assert f"one pass, {Plan(passes=2)}" in in_jax._config("pallas", many, "backward")
     assert in_jax._config("xla", TOY["full"], "both") == ""
     assert "T x S" in in_jax._config("cudnn", TOY["packed"], "both")
     assert "T x S" not in in_jax._config("pallas", TOY["packed"], "both")

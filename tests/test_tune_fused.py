@@ -5,9 +5,10 @@ import contextlib
 import pytest
 
 from attn_jax.kernels import checks, ring_order, tuning
+from attn_jax.kernels.accept import parts
 from attn_jax.kernels.attention import backward_of
 from attn_jax.kernels.checks import Check
-from attn_jax.kernels.hopper_fused_work import KEY_TILE, QUERIES, Shapes
+from attn_jax.kernels.hopper_fused_work import QUERIES, Shapes
 from attn_jax.kernels.tilings import Plan
 from attn_jax.kernels.tune import trial, winners
 from attn_jax.kernels.tune.candidates import KERNELS, candidates, groups, head_dims
@@ -27,15 +28,8 @@ def _ring(check: Check, plan: Plan) -> ring_order.Ring:
     shapes = Shapes(
         *(check.batch, check.queries, check.keys, checks.N, checks.K, check.head_dim)
     )
-    return ring_order.ring_of(
-        tiles=shapes.tiles,
-        blocks=shapes.blocks,
-        pairs=shapes.pairs,
-        group=shapes.group,
-        ratio=KEY_TILE // shapes.queries if check.feature == "causal" else None,
-        passes=plan.passes,
-        apart=plan.apart,
-    )
+    is_causal = check.feature == "causal"
+    return shapes.in_parts(plan, is_causal=is_causal).ring(plan, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("head_dim", QUERIES)
@@ -50,15 +44,29 @@ def test_the_fused_kernel_is_checked_where_its_plans_differ(group, orders, head_
         assert mask.is_causal == group.is_causal
         # Else another kernel would be checked under its name.
         assert backward_of(query, value, "hopper", mask, wanted="fused") == "fused"
-    # All but the storing warps is another order of additions.
+    # All but how many copy, and store, is another order of additions.
     rings = {tuple(_ring(check, plan) for check in tried) for plan in candidates(group)}
     assert len(rings) == orders
     if group.is_causal:
         plan = tuning.fused(head_dim, tried[0].keys, is_causal=True)
-        assert {bool(_ring(check, plan).doubles) for check in tried} == {False, True}
+        assert {bool(_ring(check, plan).double_rings) for check in tried} == {
+            False,
+            True,
+        }
     # Somebody waits for somebody.
     assert all(ring.size > 1 for found in rings for ring in found)
     assert checks.RUNS > 2
+
+
+@pytest.mark.parametrize("head_dim", QUERIES)
+def test_a_card_is_accepted_with_rings_and_with_double_rings(head_dim):
+    found = set()
+    for check in parts.all_checks("hopper", 132):
+        of = check.head_dim, check.feature, check.backward
+        if of == (head_dim, "causal", "fused"):
+            plan = tuning.fused(head_dim, check.keys, is_causal=True)
+            found.add(bool(_ring(check, plan).double_rings))
+    assert found == {False, True}
 
 
 def test_few_keys_are_those_of_the_entry():

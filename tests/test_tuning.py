@@ -12,7 +12,7 @@ from attn_jax.kernels import design, hopper_backward_fused, tuning
 from attn_jax.kernels.architecture import made_for
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.hopper_fused_work import QUERIES
-from attn_jax.kernels.tilings import Plan
+from attn_jax.kernels.tilings import Plan, Tiling
 from attn_jax.mask import Mask
 
 TABLE = Path(tuning.__file__).with_name("tilings.json").read_text()
@@ -50,7 +50,10 @@ def _few(lines):
         (lambda lines: lines[-1].update(value_dim=64), "no entry .*fused', 128.* True"),
         (lambda lines: lines.append(lines[-1] | {"value_dim": 64}), "no such kernel"),
         (lambda lines: lines[-1].pop("is_causal"), "no entry .*'backward_fused', 128"),
-        (lambda lines: lines[-1]["tiling"].update(rings=2), "number of rings"),
+        (lambda lines: lines[-1]["tiling"].update(parts=2), "number of parts"),
+        (lambda lines: lines[-1]["tiling"].update(rings=2), "unexpected .*'rings'"),
+        (lambda lines: lines[-1]["tiling"].update(copiers=3), "3 warpgroups that co"),
+        (lambda lines: lines[-1]["tiling"].update(storing_warps=0), "no warp that"),
         (lambda lines: lines[-1]["tiling"].update(passes=0), "passes of a plan"),
         # Of which one would never be taken.
         (lambda lines: lines.append(_few(lines) | {"keys_seen": 9}), "entries for few"),
@@ -75,15 +78,15 @@ def test_what_is_no_json_is_refused():
         (64, 16384, False, Plan(storing_warps=2, apart=False, passes=2)),
         (64, 1, True, Plan(storing_warps=0, apart=False, passes=1)),
         (64, 2047, True, Plan(storing_warps=0, apart=False, passes=1)),
-        (64, 2048, True, Plan(storing_warps=2, shared=True, apart=True, passes=1)),
-        (64, 16384, True, Plan(storing_warps=2, shared=True, apart=True, passes=1)),
+        (64, 2048, True, Plan(storing_warps=2, copiers=1, apart=True, passes=1)),
+        (64, 16384, True, Plan(storing_warps=2, copiers=1, apart=True, passes=1)),
         (128, 2047, False, Plan(storing_warps=2, apart=False, passes=1)),
         (128, 2048, False, Plan(storing_warps=2, apart=False, passes=1)),
-        (128, 1, True, Plan(storing_warps=2, shared=True, apart=False, passes=1)),
-        (128, 2046, True, Plan(storing_warps=2, shared=True, apart=False, passes=1)),
-        (128, 2047, True, Plan(storing_warps=2, shared=True, apart=False, passes=1)),
-        (128, 2048, True, Plan(storing_warps=2, shared=True, apart=True, passes=1)),
-        (128, 2049, True, Plan(storing_warps=2, shared=True, apart=True, passes=1)),
+        (128, 1, True, Plan(storing_warps=2, copiers=1, apart=False, passes=1)),
+        (128, 2046, True, Plan(storing_warps=2, copiers=1, apart=False, passes=1)),
+        (128, 2047, True, Plan(storing_warps=2, copiers=1, apart=False, passes=1)),
+        (128, 2048, True, Plan(storing_warps=2, copiers=1, apart=True, passes=1)),
+        (128, 2049, True, Plan(storing_warps=2, copiers=1, apart=True, passes=1)),
     ],
 )
 def test_plans_are_those_that_were_measured(head_dim, keys, is_causal, plan):
@@ -92,7 +95,7 @@ def test_plans_are_those_that_were_measured(head_dim, keys, is_causal, plan):
     table = tuning.configuration(
         *("hopper", *dims, keys), is_causal=is_causal, listed=False
     )
-    assert table.backward_fused == plan and plan.rings is None
+    assert table.backward_fused == plan and plan.parts is None
 
 
 @pytest.mark.parametrize(
@@ -226,12 +229,12 @@ def test_the_tilings_of_a_call_are_logged_once_for_a_shape(caplog):
     assert f"dq {tuning.BACKWARD_DQ['hopper'][64]}; " in many
     short = tuning.SHORT["forward", True]["hopper"][64, 64][1]
     assert "causal" in few and f"forward {short}; backward in one pass" in few
-    assert few.endswith(str(Plan(shared=True, apart=True)))
+    assert few.endswith(str(Plan(copiers=1, apart=True)))
 
 
 def test_given_tilings_are_those_of_the_call(caplog):
     table = tuning.configuration("hopper", 64, 64, 4104, is_causal=False, listed=False)
-    given = table._replace(backward_dq=tuning.Tiling(64, 32, 1, 3))
+    given = table._replace(backward_dq=Tiling(64, 32, 1, 3))
     with caplog.at_level(logging.INFO, "attn_jax.kernels"):
         _traced(4104, True, tilings=given, backward="two_kernels")
     (record,) = caplog.records

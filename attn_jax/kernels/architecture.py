@@ -12,6 +12,9 @@ from attn_jax.recipe import Architecture
 KERNELS: dict[str, Architecture] = {"8.0": "ampere", "9.0": "hopper"}
 
 A100_MULTIPROCESSORS = 108
+# SXM's; an H200 has as many. `design.backward_of` keeps Hopper's fused backward kernel
+# off cards with fewer.
+H100_MULTIPROCESSORS = 132
 
 _made_for: list[Architecture] = []
 

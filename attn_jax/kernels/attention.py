@@ -22,7 +22,6 @@ from attn_jax.kernels import (
     hopper_fused_work,
     local,
     options,
-    ring_order,
     tuning,
     visibility,
 )
@@ -310,7 +309,7 @@ def declared_recipe(
         backward_block_kv=dq_tiling.columns,
     )
     if pairs is None:
-        pairs = ring_order.MULTIPROCESSORS
+        pairs = architecture.H100_MULTIPROCESSORS
     made = backward_of(
         (pairs, key_length if query_length is None else query_length, group, head_dim),
         (pairs, key_length, 1, dims[1]),

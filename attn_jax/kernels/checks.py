@@ -82,6 +82,7 @@ class Check:
         parts = [f"head dim {dims}", self.feature, self.case.dtype]
         parts += [f"{self.out_dtype} out"] if self.out_dtype else []
         parts += [f"backward {self.backward}"] if self.backward else []
+        parts += [f"{self.keys} keys"] if self.keys != S else []
         return ", ".join(parts)
 
     @property

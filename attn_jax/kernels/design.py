@@ -7,7 +7,6 @@ from attn_jax.kernels import (
     ampere_backward_fused,
     architecture,
     hopper_backward_fused,
-    ring_order,
     tuning,
     visibility,
 )
@@ -101,7 +100,7 @@ def backward_of(
             return "two_kernels"
         return _ampere(query_shape, value_shape, is_causal, inputs, wanted)
     there = architecture.multiprocessors()
-    if there is not None and there < ring_order.MULTIPROCESSORS:
+    if there is not None and there < architecture.H100_MULTIPROCESSORS:
         return "two_kernels"
     against = hopper_backward_fused.reason_against(
         query_shape, value_shape, is_causal=is_causal, window=window
@@ -115,7 +114,7 @@ def backward_of(
     plan = tuning.fused(shapes.head_dim, shapes.key_count, is_causal=masked)
     shapes = shapes.in_parts(plan, is_causal=is_causal, window=window)
     ring = shapes.ring(plan, is_causal=is_causal, window=window)
-    return "fused" if ring.share(shapes.pairs) >= LEAST_SHARE else "two_kernels"
+    return "fused" if ring.share() >= LEAST_SHARE else "two_kernels"
 
 
 def _ampere(

@@ -9,11 +9,11 @@ for dK and dV, added after the kernel. Tiles are transposed, keys down the rows:
     dV += P^T dO    dK += dS^T Q             dQ[block] += dS K'   (in global memory)
 
 dQ gets an FP32 tile from every CTA that sees the block, added by TMA, by warps that do
-nothing else. So that two runs give the same bits the additions to a block are
-made in a fixed order, by a semaphore for each block of queries: the order in which
-tiles arrive by themselves (`ring_order`, which also says why nobody waits for ever).
-The first one is stored and not added, so dQ needs no zeroing; but where there is a sum
-already all are added to that.
+nothing else. So that two runs give the same bits the additions to a block are made in a
+fixed order, by a semaphore for each block of queries: the order in which tiles arrive
+by themselves (`ring_order`, which also says why nobody waits for ever). The first one
+is stored and not added, so dQ needs no zeroing; but where there is a sum already all
+are added to that.
 
 dS for dQ, and the centre
 -------------------------
@@ -67,6 +67,7 @@ from attn_jax.kernels.hopper_fused_work import (
 from attn_jax.kernels.hopper_query_gradient import query_gradient
 from attn_jax.kernels.hopper_range import Range, power_of_two
 from attn_jax.kernels.tiles import LOG2_E, pad_rows
+from attn_jax.kernels.tilings import Plan
 from attn_jax.kernels.visibility import Band
 from attn_jax.pairwise import pairwise_sum
 from attn_jax.span import Chosen
@@ -92,7 +93,7 @@ def backward_fused(
     scale: float,
     is_causal: bool,
     window: Band | None = None,
-    plan: tuning.Plan | None = None,
+    plan: Plan | None = None,
     dq_dtype: jnp.dtype = jnp.dtype(jnp.float16),
     wide: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
@@ -143,7 +144,7 @@ def backward_fused(
 def sums_over_keys(
     query, key, value, dout, lse2, delta, numbers: Range, before=None,
     *, query_count: int, key_count: int, scale: float, is_causal: bool,
-    window: Band | None, plan: tuning.Plan, dq_dtype: jnp.dtype, wide: bool,
+    window: Band | None, plan: Plan, dq_dtype: jnp.dtype, wide: bool,
     first_query: int = 0, first_key: int = 0, chosen: Chosen | None = None,
 ):  # fmt: skip
     """(sums over keys of dS K' in FP32, scaled, dK, dV), padded: of all keys, or of

@@ -1,4 +1,4 @@
-"""The warpgroups of Hopper's fused backward kernel that load, and that add up dQ."""
+"""What loads, and what adds up dQ, in Hopper's fused backward kernel."""
 
 import functools
 from collections.abc import Callable
@@ -88,7 +88,8 @@ def load(
                 load_tile(values, smem.v, barriers.v_free, item, first)
 
     end = work.for_each(load_item)
-    # Every release is awaited: no barrier may be left with an arrival nobody saw.
+    # Every release of a CTA that has items is awaited: no barrier may be left with an
+    # arrival nobody saw.
     for free in (barriers.q_free, barriers.dout_free):
         for back in range(STAGES, 0, -1):
 
@@ -115,7 +116,8 @@ def store(
     """The storing warpgroup: adds tiles of dQ to `dqs`, in global memory, in turn: one
     array, or one for each part of the ring (`Ring.part`), the second without the
     queries that see no short tile. `semaphores`: one for each block of each. `begun`:
-    something is there already. `beside`: what a warp does that does not store."""
+    something is there already. `beside`: what another of its warps does meanwhile, or
+    None."""
     shapes, storers = work.shapes, plan.storers
     i32 = jnp.int32
     blocks_in_all = shapes.batch * shapes.query_heads * shapes.blocks

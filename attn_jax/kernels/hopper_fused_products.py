@@ -115,16 +115,16 @@ class Products:
 
     def _take_all(self, item: Item, first: jax.Array, zero, take, none) -> None:
         """The steps of an item without a mask."""
-        shapes, steps = self.work.shapes, item.steps
-        # Who is has nothing to multiply, and leaves the tensor cores to the other.
+        steps = item.steps
+        # A warpgroup without keys has nothing to multiply, and leaves the tensor cores
+        # to the other.
         some_are_idle = self.work.some_are_idle
         if some_are_idle:
-            first_key = item.tile * KEY_TILE + self.warpgroup * KEYS
-            idle = first_key >= shapes.key_count
-            steps = jnp.where(idle, 0, steps)
+            has_keys = self.work.has_keys(item.tile, self.warpgroup)
+            steps = jnp.where(has_keys, steps, 0)
 
             # The others read both buffers, and nothing more is written.
-            @pl.when(idle)
+            @pl.when(~has_keys)
             def _():
                 self._write_ds(zero, _buffer(first))
                 self._release_tile()
@@ -138,14 +138,15 @@ class Products:
         """The steps of an item under a mask, which may hide the keys of one warpgroup
         from the first blocks, or from the last ones."""
         begin, end = self.work.seen(item, self.warpgroup)
+        # Else the last step that sees a key does.
         pl.when(begin >= end)(self._release_tile)
 
-        def of_head(before, last):
-            some = before + begin, before + end
-            diagonal = before + self.work.diagonal(item, begin, end)
-            pl.loop(before, some[0])(none)
-            pl.loop(*some)(functools.partial(take, diagonal, last))
-            pl.loop(some[1], before + item.blocks)(none)
+        def of_head(start, last):
+            first, past = start + begin, start + end
+            diagonal = start + self.work.diagonal(item, begin, end)
+            pl.loop(start, first)(none)
+            pl.loop(first, past)(functools.partial(take, diagonal, last))
+            pl.loop(past, start + item.blocks)(none)
 
         group = self.work.shapes.group
         if group == 1:
@@ -195,8 +196,8 @@ class Products:
 
     def _take_none(self, first, zero, turn) -> None:
         """A step whose block sees none of one's own keys: a piece of the dQ of the
-        block before. `zero`: this one's dS. None: both buffers have it at all steps, as
-        the last warpgroup's alone may."""
+        block before, and 0 as this one's dS. `zero`: that 0, to be written. None: it is
+        in both buffers already, and one's own keys add nothing to dQ (`_take_all`)."""
         step = first + turn
         barriers = self.barriers
         plgpu.barrier_wait(barriers.q_ready.at[slot(step)])
@@ -204,7 +205,8 @@ class Products:
         def product(dq_acc):
             before = _buffer_before(step)
             plgpu.barrier_wait(barriers.ds_ready.at[before])
-            self._dq_product(dq_acc, before, WARPGROUPS - (zero is None))
+            of = WARPGROUPS if zero is not None else WARPGROUPS - 1
+            self._dq_product(dq_acc, before, of)
             return dq_acc[...]
 
         dq = pl.run_scoped(product, _DQ_PIECE)

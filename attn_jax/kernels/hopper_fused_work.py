@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn_jax.kernels import ring_order
+from attn_jax.kernels import architecture, ring_order
 from attn_jax.kernels.integers import Number, rem
 from attn_jax.kernels.ring_order import Dealt, Ring, ring_of
 from attn_jax.kernels.sliding_order import Sliding, sliding_of
@@ -82,7 +82,7 @@ class Shapes(NamedTuple):
             steps = shapes.group * ring.steps / shapes.tiles  # of a tile, in the mean
             of_sums = SUMS_STEPS[self.head_dim] if shapes.parts > 1 else 0
             spread = SPREAD[self.head_dim] * (shapes.group - 1) if is_causal else 0
-            return (1 + of_sums / steps) * (1 + spread) / ring.share(shapes.pairs)
+            return (1 + of_sums / steps) * (1 + spread) / ring.share()
 
         group = self.query_heads // self.key_heads
         ways = [self._replace(parts=n) for n in range(1, group + 1) if group % n == 0]
@@ -103,7 +103,7 @@ class Shapes(NamedTuple):
                 keys=KEY_TILE,
                 pairs=self.pairs,
                 group=self.group,
-                multiprocessors=ring_order.MULTIPROCESSORS,
+                multiprocessors=architecture.H100_MULTIPROCESSORS,
             )
         return ring_of(
             tiles=self.tiles,
@@ -112,7 +112,6 @@ class Shapes(NamedTuple):
             group=self.group,
             ratio=KEY_TILE // self.queries if is_causal else None,
             passes=plan.passes,
-            rings=plan.rings,
             apart=plan.apart,
         )
 
@@ -325,7 +324,7 @@ class Work:
 
     @classmethod
     def of(cls, cta: jax.Array, shapes: Shapes, ring: Ring | Sliding) -> "Work":
-        return cls(shapes, ring, ring.dealt(cta, shapes.pairs))
+        return cls(shapes, ring, ring.dealt(cta))
 
     @property
     def items(self) -> jax.Array:
@@ -352,7 +351,7 @@ class Work:
 
     @property
     def is_causal(self) -> bool:
-        return isinstance(self.ring, Ring) and self.ring.ratio is not None
+        return self.ring.ratio is not None
 
     @property
     def is_masked(self) -> bool:
@@ -363,14 +362,17 @@ class Work:
         """Whether a warpgroup has no key in the last tile."""
         return 0 < self.shapes.key_count % KEY_TILE <= KEYS
 
+    def has_keys(self, tile: jax.Array, warpgroup: jax.Array) -> jax.Array:
+        """Whether a warpgroup has any in a tile."""
+        return (tile * WARPGROUPS + warpgroup) * KEYS < self.shapes.key_count
+
     def seen(self, item: Item, warpgroup: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Under a mask: (first, past the last) of the blocks of a query head, numbered
         as they are taken, that see keys of a warpgroup."""
-        number = item.tile * WARPGROUPS + warpgroup
-        has_keys = number * KEYS < self.shapes.key_count
+        has_keys = self.has_keys(item.tile, warpgroup)
         if isinstance(self.ring, Sliding):
             half = dataclasses.replace(self.ring, keys=KEYS)
-            first, last = half.blocks_of(number)
+            first, last = half.blocks_of(item.tile * WARPGROUPS + warpgroup)
             end = jnp.where(has_keys, last + 1 - item.first, 0)
             return jnp.minimum(first - item.first, end), end
         # Blocks go up from the diagonal, or down to it.

@@ -35,8 +35,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16, Float32
 
 from attn_jax.formats import NumberFormat
+from attn_jax.kernels.architecture import H100_MULTIPROCESSORS
 from attn_jax.kernels.hopper_key_numbers_work import Cta, Keys, Tiles, Values
-from attn_jax.kernels.ring_order import MULTIPROCESSORS
 
 # Bytes in which a warpgroup's warps add up what each of them has.
 SCRATCH = 2048
@@ -79,7 +79,7 @@ class Plan:
     key_stages: int = 4
     value_stages: int = 8
     most_parts: int = 8
-    ctas: int = 2 * MULTIPROCESSORS
+    ctas: int = 2 * H100_MULTIPROCESSORS
     stay: bool = False
 
     def rows(self, width: int, unit: int) -> int:
@@ -98,10 +98,10 @@ class Plan:
 
 # V of a head fits beside that of two others; or alone, or with another CTA's help.
 SHORT = Plan(
-    key_stages=3, value_stages=6, most_parts=1, ctas=3 * MULTIPROCESSORS, stay=True
+    key_stages=3, value_stages=6, most_parts=1, ctas=3 * H100_MULTIPROCESSORS, stay=True
 )
 MANY = Plan(
-    key_stages=6, value_stages=18, most_parts=2, ctas=MULTIPROCESSORS, stay=True
+    key_stages=6, value_stages=18, most_parts=2, ctas=H100_MULTIPROCESSORS, stay=True
 )
 
 
@@ -110,9 +110,9 @@ def plan_for(heads: int, keys: int, value_dim: int) -> Plan:
     more that stay are slower than such as end: it seems that they do not all find room
     at once."""
     tiles = Tiles.of(keys, value_dim, SHORT.rows).count
-    if tiles <= SHORT.value_stages and heads >= 2 * MULTIPROCESSORS:
+    if tiles <= SHORT.value_stages and heads >= 2 * H100_MULTIPROCESSORS:
         return SHORT
-    nearly_all = 0.9 * MULTIPROCESSORS
+    nearly_all = 0.9 * H100_MULTIPROCESSORS
     return MANY if MANY.most_parts * heads >= nearly_all else Plan()
 
 

@@ -21,10 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
+from attn_jax.kernels.architecture import H100_MULTIPROCESSORS
 from attn_jax.kernels.hopper_range import Range
 from attn_jax.kernels.integers import rem
 from attn_jax.kernels.lanes import LANES, Lanes, read
-from attn_jax.kernels.ring_order import MULTIPROCESSORS
 from attn_jax.kernels.tiles import pad_rows
 
 
@@ -40,7 +40,7 @@ class Plan:
 
     elements: int = 4096
     stages: int = 4
-    ctas: int = 2 * MULTIPROCESSORS
+    ctas: int = 2 * H100_MULTIPROCESSORS
 
 
 def query_gradient(

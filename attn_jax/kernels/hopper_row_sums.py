@@ -33,9 +33,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32, Int8
 
 from attn_jax.kernels import low_part
+from attn_jax.kernels.architecture import H100_MULTIPROCESSORS
 from attn_jax.kernels.integers import rem
 from attn_jax.kernels.lanes import Lanes, read, row_norms
-from attn_jax.kernels.ring_order import MULTIPROCESSORS
 from attn_jax.kernels.tiles import widen
 
 # The most columns of a tile of TMA.
@@ -66,7 +66,7 @@ class Plan:
     elements: int = 4096
     columns: int = MOST_COLUMNS
     stages: int = 4
-    ctas: int = 2 * MULTIPROCESSORS
+    ctas: int = 2 * H100_MULTIPROCESSORS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,8 +30,8 @@ def kernel(
     both counted, and lie there. XLA copies an operand first if it is used elsewhere,
     too.
 
-    That function has no such option, and references, which it takes, may not vary over
-    the axes of a `jax.shard_map` (JAX 0.11.2).
+    That function has no such option. JAX asks of results, too, over which axes of a
+    `jax.shard_map` they vary, which a kernel does not say: hence `_check_vma(False)`.
     """
     if not aliases:
         return plgpu.kernel(
@@ -73,7 +73,8 @@ def in_place(call: Callable[..., Any]) -> Callable[..., Any]:
     0.11.2 and 0.12.0.1). Barriers keep slices out.
 
     Inside, operands vary over no axis of a `jax.shard_map`: a warp by itself, of
-    `plgpu.warp_map`, takes no references that do.
+    `plgpu.warp_map`, takes no references that do. Nor do results, which `varying_alike`
+    mends.
     """
 
     @functools.wraps(call)
@@ -89,6 +90,7 @@ def _unvarying(x: jax.Array) -> jax.Array:
     """x, of which JAX does not know that it varies over axes of a `jax.shard_map`."""
     if not jax.typeof(x).manual_axis_type.varying:
         return x
-    # Any operation does; these two XLA leaves out.
+    # Any operation does, but no reshape to the same shape, which is none. These two XLA
+    # leaves out.
     with config._check_vma(False):
-        return lax.reshape(lax.reshape(x, (x.size,)), x.shape)
+        return lax.reshape(lax.reshape(x, (1, *x.shape)), x.shape)

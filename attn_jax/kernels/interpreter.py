@@ -31,8 +31,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from attn_jax.kernels import (
     ampere_fixed_point,
     ampere_tiles,
+    architecture,
     low_part,
-    ring_order,
     tiles,
     turns,
 )
@@ -102,7 +102,7 @@ def _gaps() -> list[tuple[object, str, object]]:
         (shared_memory, "_to_int", _to_int),
         # Semaphores of all CTAs. CTAs run one after the other here, so none may wait
         # for a later one: where they would, there is to be one.
-        (ring_order, "MULTIPROCESSORS", 1),
+        (architecture, "H100_MULTIPROCESSORS", 1),
         (turns, "semaphores", lambda count: _Semaphores()),
         (turns, "await_count", _on_semaphore(_await)),
         (turns, "await_count_by_all", _on_semaphore(_await)),

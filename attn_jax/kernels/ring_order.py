@@ -41,9 +41,11 @@ multiprocessors: what runs beside the first ring that is not over belongs to lat
 rings, whose CTAs were launched after all of its own. So it does end, and then the next
 one. Where a grid has more CTAs than the rings have members, the last ones end at once.
 
-In a double ring (a) and (b) are steps of either pair, in one order by time, too, and it
-begins when its CTAs are done with rings. A grid that has any has no more CTAs than the
-card has multiprocessors, so that all come to run.
+In a double ring (a) and (b) are steps of either pair. One member has steps of both: its
+tile of the first ends at the time at which that of the second begins, so times order
+all of them. A double ring begins when its CTAs are done with rings, which wait for no
+double ring. A grid that has any has no more CTAs than the card has multiprocessors, so
+that all come to run.
 
 All this is of one kernel that has the card to itself. Two of them side by side, each
 with half of the multiprocessors, could wait for each other: as two processes under MPS,
@@ -61,6 +63,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+from attn_jax.kernels import architecture
 from attn_jax.kernels.integers import (
     Number,
     ceil_div,
@@ -70,9 +73,6 @@ from attn_jax.kernels.integers import (
     pick,
     rem,
 )
-
-# SXM's H100 and H200. `attention.backward_of` keeps the kernel off cards with fewer.
-MULTIPROCESSORS = 132
 
 
 class Dealt(NamedTuple):
@@ -91,29 +91,28 @@ class Ring:
     Attributes:
       tiles: of keys, in a pair.
       blocks: of queries, in a query head.
+      pairs: (batch, key head).
       group: query heads of a pair.
       ratio: under a causal mask block i sees the tiles 0 ... i // ratio; None: no mask.
       size: members of a ring.
       count: rings.
       apart: under a causal mask long and short tiles are added to sums of their own
         (`part`): where they meet, neither waits for the other.
-      doubles: how many double rings.
-      singles: pairs before this one are taken by rings, the others by double rings.
-        None: rings take all, and there are no double ones.
+      single_pairs: the first so many pairs are taken by rings, the others by double
+        rings.
+      double_rings: how many.
     """
 
     tiles: Number
     blocks: Number
+    pairs: int
     group: int
     ratio: int | None
     size: Number
     count: Number
-    apart: bool = False
-    doubles: int = 0
-    singles: int | None = None
-
-    def __post_init__(self):
-        assert bool(self.doubles) == (self.singles is not None)
+    apart: bool
+    single_pairs: int
+    double_rings: int = 0
 
     @property
     def long_tiles(self) -> int:
@@ -143,7 +142,7 @@ class Ring:
 
     @property
     def ctas(self) -> int:
-        return most(self.count * self.size, self.doubles * (self.tiles + 1))
+        return most(self.count * self.size, self.double_rings * (self.tiles + 1))
 
     @property
     def steps(self) -> int:
@@ -152,11 +151,11 @@ class Ring:
             return self.blocks * self.tiles
         return sum(self.blocks - self.ratio * tile for tile in range(self.tiles))
 
-    def dealt(self, cta: Number, pairs: int) -> Dealt:
-        """What a CTA has of `pairs` pairs."""
+    def dealt(self, cta: Number) -> Dealt:
+        """What a CTA has."""
         number = div(cta, self.size)
         member = rem(cta, self.size)
-        singles = pairs if self.singles is None else self.singles
+        singles = self.single_pairs
         turns = div(singles + self.count - 1 - number, self.count)
         passes = self.passes(member)
 
@@ -164,9 +163,9 @@ class Ring:
             pair = number + self.count * div(n, passes)
             return pair, *self.item(member, rem(n, passes))
 
-        if not self.doubles:
+        if not self.double_rings:
             return Dealt(turns * passes, item)
-        doubled = self._dealt_by_two(cta, pairs - singles)
+        doubled = self._dealt_by_two(cta)
         before = pick(number < self.count, turns * passes, 0) if singles else 0
 
         def any_item(n: Number):
@@ -179,14 +178,14 @@ class Ring:
 
         return Dealt(before + doubled.items, any_item)
 
-    def _dealt_by_two(self, cta: Number, pairs: int) -> Dealt:
-        """What a CTA has of `pairs` pairs that double rings take.
+    def _dealt_by_two(self, cta: Number) -> Dealt:
+        """What a CTA has of the pairs that double rings take, counted from the first.
 
-        Of one of two pairs member m has tile m and, but for m = 0, tile tiles - m; of
-        the other one member tiles / 2 + 1 + m has. The member in between has tile
-        tiles / 2 of both, one after the other.
+        Members 0 ... tiles / 2 - 1 have the first of two pairs, the last as many the
+        second: tile m and, but for m = 0, tile tiles - m, where m counts from the first
+        of them. The member between has tile tiles / 2 of both, one after the other.
         """
-        middle = self.tiles // 2
+        middle, pairs = self.tiles // 2, self.pairs - self.single_pairs
         number, member = div(cta, self.tiles + 1), rem(cta, self.tiles + 1)
         of_both = member == middle
         second = pick(member > middle, 1, 0)
@@ -194,33 +193,37 @@ class Ring:
         passes = pick(tile == 0, 1, 2)
 
         def turns(which: Number) -> Number:
-            turns = ceil_div(pairs - which - 2 * number, 2 * self.doubles)
-            return pick(number < self.doubles, turns, 0)
+            turns = ceil_div(pairs - which - 2 * number, 2 * self.double_rings)
+            return pick(number < self.double_rings, turns, 0)
 
         def item(n: Number):
             turn, index = div(n, passes), rem(n, passes)
-            pair = 2 * (number + self.doubles * turn) + pick(of_both, index, second)
-            short = pick(of_both, tile, self.tiles - tile)
-            return pair, *self._causal(pick(index == 0, tile, short), index)
+            pair = 2 * (number + self.double_rings * turn)
+            pair += pick(of_both, index, second)
+            of_turn = pick(index == 0, tile, self.tiles - tile)
+            return pair, *self._causal(of_turn, index)
 
         items = pick(of_both, turns(0) + turns(1), turns(second) * passes)
         return Dealt(items, item)
 
-    def share(self, pairs: int) -> float:
-        """How much of the time of all multiprocessors goes into tiles of `pairs` pairs,
-        if all steps take equally long: below 1 where some have none, or fewer."""
-        return pairs * self.steps / (MULTIPROCESSORS * self.longest(pairs))
+    def share(self) -> float:
+        """How much of the time of all multiprocessors goes into tiles, if all steps
+        take equally long: below 1 where some have none, or fewer."""
+        in_all = architecture.H100_MULTIPROCESSORS * self.longest()
+        return self.pairs * self.steps / in_all
 
-    def longest(self, pairs: int) -> int:
-        """The steps of a query head that no CTA has more of, of `pairs` pairs."""
+    def longest(self) -> int:
+        """Steps, for one query head of each pair, of the CTA that has most."""
+        # Without a mask the first member of a ring has most, under a causal one all but
+        # the first have the same.
         of_single = max(
             sum(int(self.item(member, i)[3]) for i in range(int(self.passes(member))))
-            for member in range(self.size)
+            for member in (0, self.size - 1)
         )
-        singles = pairs if self.singles is None else self.singles
-        steps = -(-singles // self.count) * of_single
-        if self.doubles:
-            steps += -(-(pairs - singles) // (2 * self.doubles)) * self.blocks
+        steps = -(-self.single_pairs // self.count) * of_single
+        if self.double_rings:
+            doubled = self.pairs - self.single_pairs
+            steps += -(-doubled // (2 * self.double_rings)) * self.blocks
         return steps
 
     def start(self, member: Number) -> Number:
@@ -241,7 +244,8 @@ class Ring:
 
     def _causal(self, tile: Number, index: Number):
         """As `item`, of what a member has first (0) or then (1)."""
-        blocks = self.blocks - tile * (self.ratio or 0)
+        assert self.ratio is not None
+        blocks = self.blocks - tile * self.ratio
         first = pick(index == 0, self.blocks - blocks, self.blocks - 1)
         return tile, first, 1 - 2 * index, blocks
 
@@ -257,7 +261,7 @@ class Ring:
         many before the last one); to the tile's part of it."""
         if self.ratio is None:
             return self._rank_full(tile, block)
-        return self._rank_causal(self.ratio, pair, tile, head, block)
+        return self._rank_causal(pair, tile, head, block)
 
     def _rank_full(self, tile: Number, block: Number):
         """A block meets the last member that starts at it or before, then the member
@@ -273,9 +277,7 @@ class Ring:
         rank = index * size + nearest - member + wrapped
         return rank, self.tiles - 1
 
-    def _rank_causal(
-        self, ratio: int, pair: Number, tile: Number, head: Number, block: Number
-    ):
+    def _rank_causal(self, pair: Number, tile: Number, head: Number, block: Number):
         """At equal speed tile c is at block s of head h at the time
 
             long    h * (blocks - ratio * c) + s - ratio * c
@@ -288,21 +290,22 @@ class Ring:
         up, as long ones do. It is there before all short ones, so that, apart, it can
         be counted with these.
         """
-        blocks, group = self.blocks, self.group
+        ratio, blocks, group = self.ratio, self.blocks, self.group
+        assert ratio is not None
         long_tiles, mate = self.long_tiles, self.mate
-        if self.doubles:
-            assert self.singles is not None
-            number = pair - self.singles
-            mate = pick(number >= 0, self.tiles, mate)
-            if not self.apart:
-                is_first = (number >= 0) & (rem(number, 2) == 0)
-                long_tiles += pick(is_first, 1, 0)
         last = div(block, ratio)
-        long_last = least(last, long_tiles - 1)
-        is_long = tile < long_tiles
         if self.apart:
+            long_last = least(last, long_tiles - 1)
+            is_long = tile < long_tiles
             rank = pick(is_long, long_last - tile, tile - long_tiles)
             return rank, pick(is_long, long_last, last - long_tiles)
+        if self.double_rings:
+            number = pair - self.single_pairs
+            mate = pick(number >= 0, self.tiles, mate)
+            is_first = (number >= 0) & (rem(number, 2) == 0)
+            long_tiles += pick(is_first, 1, 0)
+        long_last = least(last, long_tiles - 1)
+        is_long = tile < long_tiles
         long_zero = head * blocks + block  # time of long tile 0
         long_step = (head + 1) * ratio
         short_zero = group * (blocks - ratio * mate)
@@ -330,20 +333,21 @@ def ring_of(
     apart: bool = False,
     multiprocessors: int | None = None,
 ) -> Ring:
-    """The ring for `pairs` pairs.
+    """The ring for so many pairs.
 
     Args:
       passes: without a mask, the fewest tiles of a pair that a member is to have,
         where that costs nothing: with more, rings are smaller and their members farther
         apart.
-      rings: how many, and no double ones; None: as many as run at the same time.
+      rings: how many, and no double ones; None: rings and double rings, as takes the
+        least time.
       apart: as `Ring.apart`, where there are short tiles.
-      multiprocessors: None: `MULTIPROCESSORS`.
+      multiprocessors: None: an H100's.
 
     Raises:
       ValueError: a causal ring that does not fit the card (`causal_fits`).
     """
-    multiprocessors = multiprocessors or MULTIPROCESSORS
+    multiprocessors = multiprocessors or architecture.H100_MULTIPROCESSORS
     if ratio is not None:
         if not causal_fits(tiles, multiprocessors):
             raise ValueError(f"{tiles} tiles on {multiprocessors} multiprocessors")
@@ -362,7 +366,9 @@ def ring_of(
     fitting = multiprocessors // size
     count = min(pairs, fitting if rings is None else rings)
     apart = apart and ratio is not None and tiles > 1
-    ring = Ring(tiles, blocks, group, ratio, size, count, apart)
+    ring = Ring(
+        tiles, blocks, pairs, group, ratio, size, count, apart, single_pairs=pairs
+    )
     doubles = multiprocessors // (tiles + 1)
     if ratio is None or tiles % 2 or rings is not None or not doubles:
         return ring
@@ -371,10 +377,11 @@ def ring_of(
     for turns in range((pairs - 1) // count, -1, -1):
         singles = turns * count
         some = min(doubles, ceil_div(pairs - singles, 2))
-        ways.append(dataclasses.replace(ring, doubles=some, singles=singles))
-    return min(ways, key=lambda ring: ring.longest(pairs))
+        way = dataclasses.replace(ring, single_pairs=singles, double_rings=some)
+        ways.append(way)
+    return min(ways, key=Ring.longest)
 
 
 def causal_fits(tiles: int, multiprocessors: int | None = None) -> bool:
     """True if a ring with two tiles a member can run at the same time."""
-    return -(-tiles // 2) <= (multiprocessors or MULTIPROCESSORS)
+    return -(-tiles // 2) <= (multiprocessors or architecture.H100_MULTIPROCESSORS)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attn_jax.kernels.ring_order import MULTIPROCESSORS
+from attn_jax.kernels.architecture import H100_MULTIPROCESSORS
 from attn_jax.kernels.tilings import ForwardTiling, Tiling
 from attn_jax.span import Chosen
 
@@ -116,7 +116,7 @@ def forward_table(
 
     def deal(costs: Iterable[int]) -> np.ndarray:
         made_by = then_singly if singly else balanced
-        return made_by(pairs, tuple(costs), together, MULTIPROCESSORS)
+        return made_by(pairs, tuple(costs), together, H100_MULTIPROCESSORS)
 
     if chosen is None:
         table = deal(TILE_COST + count for count in blocks)

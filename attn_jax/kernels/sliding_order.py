@@ -24,8 +24,7 @@ class Sliding:
     additions to a block are made from its last tile to its first. A step may wait for
     tiles dealt before its own, and for the step before it of its own CTA, whose tile is
     the same or was dealt before. By induction over the deal nobody waits for ever, as
-    `ring_order` argues: no more CTAs are launched than the card has
-    multiprocessors.
+    `ring_order` argues: no more CTAs are launched than the card has multiprocessors.
 
     Attributes:
       length: of the sequence, queries and keys.
@@ -50,6 +49,7 @@ class Sliding:
 
     apart = False
     long_tiles = 0
+    ratio = None  # No causal mask.
 
     @property
     def tiles(self) -> int:
@@ -105,10 +105,10 @@ class Sliding:
         pair = lot * self.together + rem(within, self.together)
         return pair, self.tiles - 1 - div(within, self.together)
 
-    def dealt(self, cta: Number, pairs: int) -> Dealt:
-        """What a CTA has of all pairs, which `pairs` are."""
-        assert pairs == self.pairs and pairs % self.together == 0
-        ctas = self.ctas
+    def dealt(self, cta: Number) -> Dealt:
+        """What a CTA has."""
+        pairs, ctas = self.pairs, self.ctas
+        assert pairs % self.together == 0
 
         def place(n: Number) -> Number:
             return ctas * n + pick(rem(n, 2) == 0, cta, ctas - 1 - cta)
@@ -134,9 +134,9 @@ class Sliding:
         first, last = self.tiles_of(block)
         return last - tile, last - first
 
-    def share(self, pairs: int) -> float:
-        """As `Ring.share`, of all pairs, which `pairs` are."""
-        place = np.arange(pairs * self.tiles)
+    def share(self) -> float:
+        """As `Ring.share`."""
+        place = np.arange(self.pairs * self.tiles)
         _pair, tile = self.tile_at(place)
         first, last = self.blocks_of(tile)
         turn = place % self.ctas
@@ -169,7 +169,7 @@ def sliding_of(
     limit = max(1, 2 * multiprocessors * keys // (left + right + 1))
     of = Sliding(length, left, right, queries, keys, pairs, group, multiprocessors)
     some = {
-        n: dataclasses.replace(of, together=n).share(pairs)
+        n: dataclasses.replace(of, together=n).share()
         for n in range(1, min(limit, pairs) + 1)
         if pairs % n == 0
     }

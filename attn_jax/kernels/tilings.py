@@ -83,45 +83,43 @@ class ForwardTiling(Tiling):
 @dataclass(frozen=True)
 class Plan:
     """How Hopper's fused backward kernel deals its work and adds to dQ. All but
-    `storing_warps` and `shared` change the order of additions.
+    `storing_warps` and `copiers` change the order of additions.
 
     Attributes:
       storing_warps: threads that add dQ, each a warp, taking turns at the steps, so
         that one goes on while the other waits for its addition to be done; 0: the
         storing warpgroup as one.
-      shared: another warp of their warpgroup loads, if there are storing warps, which
-        leaves more registers to those that multiply; else a warpgroup does.
+      copiers: warpgroups that load, or add dQ. 1: its third warp loads, beside two
+        storing warps, which leaves more registers to those that multiply.
       apart: under a causal mask dQ of the second half of keys has an array of its own,
         added at the end (`ring_order.Ring.apart`).
       passes: the fewest tiles of a pair that a CTA is to have, without a mask, where
         that costs nothing.
-      rings: how many rings, and no double ones; None: what takes the least time
-        (`ring_order.ring_of`). Not in the table.
       parts: as many as the query heads of a key head are dealt in; None:
         `hopper_fused_work.Shapes.in_parts` chooses. Not in the table.
     """
 
     storing_warps: int = 2
-    shared: bool = False
+    copiers: int = 2
     apart: bool = False
     passes: int = 1
-    rings: int | None = None
     parts: int | None = None
 
     def __post_init__(self):
         if self.storing_warps not in (0, 2):
             raise ValueError(f"{self.storing_warps} storing warps, not 0 or 2")
+        if self.copiers not in (1, 2):
+            raise ValueError(f"{self.copiers} warpgroups that copy, not 1 or 2")
+        if self.copiers == 1 and not self.storing_warps:
+            raise ValueError(
+                "a warpgroup that stores as one has no warp that could load"
+            )
         if type(self.passes) is not int or self.passes < 1:
             raise ValueError(f"passes of a plan is {self.passes!r}, no number above 0")
 
     @property
     def storers(self) -> int:
         return max(1, self.storing_warps)
-
-    @property
-    def copiers(self) -> int:
-        """Warpgroups that load, or add dQ."""
-        return 1 if self.shared and self.storing_warps else 2
 
 
 @dataclass(frozen=True)

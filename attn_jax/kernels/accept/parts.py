@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_jax.audit.mask_cases import mask_cases
-from attn_jax.kernels import ring_order, tuning
+from attn_jax.kernels import tuning
+from attn_jax.kernels.architecture import H100_MULTIPROCESSORS
 from attn_jax.kernels.attention import attention
 from attn_jax.kernels.checks import Check, N, S, T, compile_for
 from attn_jax.kernels.tune.candidates import groups, head_dims
@@ -31,7 +32,7 @@ def all_checks(
     """Every head dim and feature that the kernels have, the common ones first.
 
     Both designs of the backward pass by name, Hopper's fused one where the card has the
-    multiprocessors that it needs (`attention.backward_of`).
+    multiprocessors that it needs (`design.backward_of`).
     """
     dims = list(head_dims(architecture))
     for feature in ("full", "causal"):
@@ -52,13 +53,16 @@ def all_checks(
         if pair not in dims:
             yield Check(*pair, "causal")
     designs: tuple[Backward, ...] = ("two_kernels", "fused")
-    few = multiprocessors is not None and multiprocessors < ring_order.MULTIPROCESSORS
+    few = multiprocessors is not None and multiprocessors < H100_MULTIPROCESSORS
     if architecture == "hopper" and few:
         designs = ("two_kernels",)
     for head_dim in tuning.FUSED_HEAD_DIMS:
         for backward in designs:
             yield Check(head_dim, head_dim, "full", backward=backward)
             yield Check(head_dim, head_dim, "causal", backward=backward, queries=S)
+            if (architecture, backward) == ("hopper", "fused"):
+                # An even number of tiles: by double rings.
+                yield Check(head_dim, head_dim, "causal", backward=backward, keys=T)
             if architecture == "hopper":
                 yield Check(head_dim, head_dim, "window", backward=backward, queries=S)
 

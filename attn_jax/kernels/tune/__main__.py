@@ -25,7 +25,8 @@ from pathlib import Path
 import jax
 
 from attn_jax.command import Parser, interrupted
-from attn_jax.kernels import card, ring_order, tuning
+from attn_jax.kernels import card, tuning
+from attn_jax.kernels.architecture import H100_MULTIPROCESSORS
 from attn_jax.kernels.tune import trial
 from attn_jax.kernels.tune.candidates import (
     KERNELS,
@@ -140,7 +141,7 @@ def _groups(
     if not found:
         card_of = ""
         if architecture == "hopper":
-            card_of = f"a card with {ring_order.MULTIPROCESSORS} multiprocessors and "
+            card_of = f"a card with {H100_MULTIPROCESSORS} multiprocessors and "
         raise _Unusable(
             f"{architecture.capitalize()}'s {', '.join(names)} is for {card_of}"
             f"head dims {', '.join(map(str, tuning.FUSED_HEAD_DIMS))}"

@@ -5,6 +5,7 @@ hold at the same time, and the tiles in shared memory. Whether the rest fits bes
 for the compiler to say, and what it is worth for the clock.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,9 +22,9 @@ from attn_jax.kernels import (
     hopper_backward_fused,
     hopper_forward,
     hopper_fused_work,
-    ring_order,
     tuning,
 )
+from attn_jax.kernels.architecture import H100_MULTIPROCESSORS
 from attn_jax.kernels.tilings import AmperePlan, Choice, ForwardTiling, Plan, Tiling
 from attn_jax.kernels.tuning import Group, KernelName
 from attn_jax.recipe import Architecture
@@ -81,12 +82,14 @@ class Kernel:
 
 
 def candidates(group: Group) -> list[Choice]:
-    """All of the grid, those that differ least from the table's first."""
+    """All of the grid, but for what no tiling can be, those that differ least from the
+    table's first."""
     fields = kernel_of(group).fields(group.is_causal)
-    found = (
-        tuning.tiling_of(group.architecture, group.kernel, dict(zip(fields, values)))
-        for values in itertools.product(*fields.values())
-    )
+    found = []
+    for values in itertools.product(*fields.values()):
+        with contextlib.suppress(ValueError):  # Fields that do not go together.
+            given = dict(zip(fields, values))
+            found.append(tuning.tiling_of(group.architecture, group.kernel, given))
     now = present(group)
 
     def distance(tiling: Choice) -> int:
@@ -235,7 +238,6 @@ def _hopper_dkv_refuses(tiling: Tiling, head_dim: int, value_dim: int) -> str | 
 
 
 def _hopper_fused_need(plan: Plan, head_dim: int, value_dim: int) -> Need:
-    # Its barriers are no more than a few bytes.
     sizes = hopper_fused_work
     keys, groups, queries = sizes.KEYS, sizes.WARPGROUPS, sizes.QUERIES[head_dim]
     block = (keys, queries, 4)
@@ -244,19 +246,13 @@ def _hopper_fused_need(plan: Plan, head_dim: int, value_dim: int) -> Need:
         # dK, dV and dQ, and a block of logits.
         _registers((keys, both, 4), (64, 64, 4), block),
         hopper_backward_fused.CONSUMER_REGISTERS[plan.copiers],
+        # But for barriers, a few bytes.
         2 * groups * keys * (both + head_dim)
         + sizes.STAGES * queries * (2 * both + 8)
         + 2 * sizes.DS_BUFFERS * groups * queries * keys
         + 4 * groups * 64 * 64,
         4 * keys * queries // _THREADS,
     )
-
-
-def _hopper_fused_refuses(plan: Plan, head_dim: int, value_dim: int) -> str | None:
-    del head_dim, value_dim
-    if plan.shared and not plan.storing_warps:
-        return "a warpgroup that stores as one has no warp that could load"
-    return None
 
 
 def _ampere_forward_need(tiling: Tiling, head_dim: int, value_dim: int) -> Need:
@@ -333,7 +329,7 @@ _HOPPER_FORWARD: Grid = {
     "stored_columns": (None, 64),
     "out_by_key": (False, True),
 }
-_HOPPER_FUSED: Grid = {"storing_warps": (0, 2), "shared": (False, True)}
+_HOPPER_FUSED: Grid = {"storing_warps": (0, 2), "copiers": (1, 2)}
 _HOPPER_BACKWARD: Grid = {
     "rows": _ROWS,
     "columns": (32, 64, 96, 128, 192, 256),
@@ -364,7 +360,7 @@ KERNELS: dict[Architecture, dict[KernelName, Kernel]] = {
         "backward_fused": Kernel(
             *("backward_fused", "attention_backward_fused", ("dq", "dk", "dv")),
             _HOPPER_FUSED | {"passes": (1, 2, 4)},
-            *(_hopper_fused_need, _hopper_fused_refuses),
+            _hopper_fused_need,
             options={"backward": "fused"},
             causal_grid=_HOPPER_FUSED | {"apart": (False, True)},
             whole=True,
@@ -423,8 +419,8 @@ def groups(
 ) -> Iterator[Group]:
     """What there is to tune of a kernel at these head dims, on a card with so many
     multiprocessors: one with fewer than Hopper's fused kernel needs runs another one
-    (`attention.backward_of`). None: a card with enough."""
-    enough = multiprocessors is None or multiprocessors >= ring_order.MULTIPROCESSORS
+    (`design.backward_of`). None: a card with enough."""
+    enough = multiprocessors is None or multiprocessors >= H100_MULTIPROCESSORS
     enough |= architecture == "ampere"
     if kernel == "backward_fused" and not enough:
         return

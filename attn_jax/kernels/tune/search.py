@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from attn_jax.kernels import checks, tuning
-from attn_jax.kernels.tilings import Choice
+from attn_jax.kernels.tilings import Choice, set_fields
 from attn_jax.kernels.tune import trial
 from attn_jax.kernels.tune.candidates import candidates, reason_against
 from attn_jax.kernels.tune.trial import (
@@ -191,7 +191,7 @@ def settings_of(seconds: float) -> dict[str, Any]:
 
 def cell_of(candidate: Candidate) -> dict[str, Any]:
     """What tells a candidate from others in a store."""
-    tiling = tuning.set_fields(candidate.tiling)
+    tiling = set_fields(candidate.tiling)
     return candidate.group._asdict() | {"tiling": tiling}
 
 
