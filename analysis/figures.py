@@ -5,6 +5,7 @@ A kernel, a recipe, an arm of a training looks the same in all of them (`styles`
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -226,9 +227,12 @@ def draw(panels: Sequence[Panel], columns: int = 2, caption: str = "") -> "Figur
                 series.setdefault(str(row[panel.series]), []).append(dict(row))
         names = list(dict.fromkeys(row[panel.x] for row in panel.rows))
         places = {name: place for place, name in enumerate(names)}
+        is_named = any(isinstance(value, str) for value in names)
         for turn, (name, points) in enumerate(series.items()):
+            if not is_named:  # A line does not go back to a point that came late.
+                points.sort(key=operator.itemgetter(panel.x))
             x = [point[panel.x] for point in points]
-            if any(isinstance(value, str) for value in names):
+            if is_named:
                 # Points that are not joined stand beside each other.
                 aside = 0.0 if panel.joined else (turn + 0.5) / len(series) - 0.5
                 x = [places[value] + _BESIDE * aside for value in x]
@@ -247,7 +251,7 @@ def draw(panels: Sequence[Panel], columns: int = 2, caption: str = "") -> "Figur
             _mark_short_range(axes)
         axes.set_title(panel.title, fontsize=9)
         axes.set_xlabel(panel.x_label)
-        if any(isinstance(value, str) for value in names):
+        if is_named:
             axes.set_xticks(range(len(names)), [_literal(str(x)) for x in names])
             # Names side by side would run into each other.
             axes.tick_params("x", labelrotation=90, labelsize=7)

@@ -45,6 +45,15 @@ def test_a_series_is_seen_below_one_that_lies_on_it():
         assert below.get_zorder() < above.get_zorder()
 
 
+def test_a_line_does_not_go_back():
+    """Of several runs, whose first has no number at the first step: it comes last."""
+    rows = [{"name": "ulp", "x": x, "y": 1.0 + x} for x in (4, 8, 2)]
+    figure = draw([Panel("title", rows, "x", "y", "name", "steps", "error")])
+    line = figure.axes[0].containers[0][0]
+    assert [*line.get_xdata()] == [2, 4, 8]
+    assert [*line.get_ydata()] == [3, 5, 9]
+
+
 def test_many_names_do_not_look_alike():
     names = [f"name {n}" for n in range(40)]
     looks = {tuple(look.values()) for look in styles(["flash2", *names]).values()}
