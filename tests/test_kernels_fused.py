@@ -328,19 +328,20 @@ def _compiled(*arguments) -> Program:
     return compiled(program, *arrays)
 
 
+def _sharded(function):
+    """Over one device, with JAX's check of what varies."""
+    spec = jax.sharding.PartitionSpec("data")
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True
+    )
+
+
 @pytest.mark.parametrize("plan", [TWO, ONE_COPIER], ids=str)
 def test_operands_may_vary_over_devices(plan):
     """JAX refuses references that do to a warp by itself, as one that loads is."""
     program, arrays = _program(128, True, plan, 256)
-    spec = jax.sharding.PartitionSpec("data")
-    local = jax.shard_map(
-        program,
-        mesh=jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)),
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=True,
-    )
-    found = equations(jax.jit(local).trace(*arrays).jaxpr.jaxpr)
+    found = equations(jax.jit(_sharded(program)).trace(*arrays).jaxpr.jaxpr)
     assert "attention_backward_fused" in [eqn.params.get("name") for eqn in found]
 
 
@@ -355,15 +356,7 @@ def test_what_a_kernel_is_given_varies_over_no_axis(shape):
         seen.extend(jax.typeof(y).manual_axis_type.varying for y in found)
         return x.reshape(-1)
 
-    spec = jax.sharding.PartitionSpec("data")
-    local = jax.shard_map(
-        look,
-        mesh=jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)),
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=True,
-    )
-    jax.eval_shape(local, jax.ShapeDtypeStruct(shape or (1,), "float32"))
+    jax.eval_shape(_sharded(look), jax.ShapeDtypeStruct(shape or (1,), "float32"))
     assert seen == [{"data"}, frozenset()]
 
 
