@@ -418,7 +418,7 @@ def test_hops_and_layers_share_what_is_compiled(monkeypatch):
     """Eight shards in zigzag have the meeting of a shard with itself, that with an
     earlier one and that with a later one: three programs a pass, not one a hop, and
     the same three in every layer: with kernels lowered in each, a training of eight
-    layers over four H200s compiled in 157 s (`results/README.md`)."""
+    layers over four H200s compiled in 157 s (`results/training/README.md`)."""
     made = []
 
     def counted(name):
