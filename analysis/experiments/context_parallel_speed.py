@@ -129,11 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--head-dim", type=int, default=128, help="default 128")
     add("--seconds", type=float, default=3.0, help="of timing a size (default 3)")
     out = Path("results", "context-parallel-speed")
-    add(
-        "--kernels",
-        action="store_true",
-        help="write the time of each kernel, too (GPU)",
-    )
+    add("--kernels", action="store_true", help="time each kernel, too (GPU)")
     help = "memory of the compiled programs alone, without a GPU"
     add("--compile-for", choices=["h100", "h200"], help=help)
     add("--out", type=Path, default=out, help=f"folder (default {out})")

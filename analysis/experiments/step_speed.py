@@ -73,7 +73,6 @@ CASES: dict[str, Config] = {
 }
 _PROFILE = "of python -m train (default fast)"
 _BATCH = "examples of a step (default the preset's), halved until all attentions fit"
-_KERNELS = "write the time of each kernel, too (GPU)"
 _NAMES = "baseline", "pallas", "cudnn"
 _SHOWN = (
     *("case", "N", "batch", "part", "implementation", "ms", "speedup", "over_cudnn"),
@@ -102,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--profile", choices=["fast", "exact"], default="fast", help=_PROFILE)
     add("--largest", action="store_true", help="look for the largest batch that fits")
-    add("--kernels", action="store_true", help=_KERNELS)
+    add("--kernels", action="store_true", help="time each kernel, too (GPU)")
     out = Path("results", "step-speed")
     add("--out", type=Path, default=out, help=f"folder (default {out})")
     add("--fresh", action="store_true", help="measure anew what is there already")
