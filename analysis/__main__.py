@@ -1,7 +1,8 @@
 """Command line: `python -m analysis list`, or an experiment's name and its options.
 
-Tables go to stderr and to files, one line of JSON to stdout. Exit codes: 0 done; 1 the
-experiment failed or a promise did not hold; 2 unusable command; 130 Ctrl-C.
+Tables go to stderr and to files, one line of JSON to stdout. Without --out most write
+to results/ in the current folder, over files of the same name. Exit codes: 0 done; 1
+the experiment failed or a promise did not hold; 2 unusable command; 130 Ctrl-C.
 """
 
 import json

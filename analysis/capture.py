@@ -78,17 +78,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"all, or some such as 0,2,last (default {DEFAULT_LAYERS})",
     )
     add(
-        "--batch",
+        "--examples",
         type=int,
         default=DEFAULT_EXAMPLES,
-        help=f"examples of the batch (default {DEFAULT_EXAMPLES})",
+        help=f"of the batch of each step (default {DEFAULT_EXAMPLES})",
     )
     add("--out", type=Path, help=f"file to write; default RUN/{CAPTURE}")
     add(
         "--max-megabytes",
         type=float,
         default=_LARGEST_FILE,
-        help=f"refuse to write more (default {_LARGEST_FILE:g})",
+        help=f"refuse to write a larger file (default {_LARGEST_FILE:g} MiB)",
     )
 
 
@@ -104,12 +104,12 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     if out.suffix != ".npz":
         raise UsageError(f"--out {out} must end in .npz")
     steps, layers = wanted(options.run, config, options.steps, options.layers)
-    _check_size(config, steps, layers, options.batch, options.max_megabytes)
-    _check_examples(config, options.batch)
+    _check_size(config, steps, layers, options.examples, options.max_megabytes)
+    _check_examples(config, options.examples)
     check_writable(out)
     if out.is_dir():
         raise UsageError(f"--out {out} is a folder")
-    captures = capture(options.run, steps, layers, options.batch)
+    captures = capture(options.run, steps, layers, options.examples)
     with written(out):
         save(captures, config, out)
     rows = [_row(one) for one in captures]
@@ -308,7 +308,7 @@ def choose(option: str, text: str, all_of: list[int], allowed: set[int]) -> list
 def _check_examples(config: Config, examples: int) -> None:
     if not 1 <= examples <= config.batch_size:
         raise UsageError(
-            f"--batch {examples}: the run has batches of 1 to {config.batch_size}"
+            f"--examples {examples}: the run has batches of 1 to {config.batch_size}"
         )
 
 
@@ -327,7 +327,8 @@ def _check_size(
         raise UsageError(
             f"{len(steps)} steps x {len(layers)} layers x {examples} examples would be "
             f"{size:.3g} MiB, more than --max-megabytes {limit:g}: choose "
-            f"{max(int(limit / each), 1)} of these, with --steps, --layers and --batch"
+            f"{max(int(limit / each), 1)} of these, with --steps, --layers and "
+            "--examples"
         )
 
 

@@ -130,7 +130,7 @@ def add_options(
     if families is not None:
         folder += f"; with --inputs results/{name}-RUN"
     add("--out", type=Path, help=f"{folder})")
-    add("--fresh", action="store_true", help="measure again what is there already")
+    add("--fresh", action="store_true", help="measure anew what is there already")
     if families is None:
         parser.set_defaults(families=None, inputs=None, default_families=())
         return

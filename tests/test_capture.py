@@ -196,7 +196,7 @@ def test_files_keep_every_bit(kind, tmp_path):
     [
         (["--steps", "3"], "'3' is not among 0, 2, 4"),
         (["--layers", "0,7"], "'7' is not among 0, 1, 2"),
-        (["--batch", "9"], "batches of 1 to 8"),
+        (["--examples", "9"], "batches of 1 to 8"),
         (["--max-megabytes", "0.1"], "choose 3 of these"),
         (["--out", "some.txt"], "must end in .npz"),
         (["--out", "pyproject.toml/some.npz"], "cannot write"),

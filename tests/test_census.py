@@ -334,12 +334,12 @@ def test_unusable_request_is_one_line(file, tmp_path, capsys, monkeypatch):
     inputs = make_inputs("normal", 0, Shape(1, 3, 3, 1, 1, H), np.float32)
     capture.save([capture.Capture(1, 0, 0.5, inputs)], Config(), wide)
     for options, reason in (
-        ([f"--run-dir={tmp_path / 'nowhere'}"], "give one that python -m train wrote"),
-        ([f"--run-dir={file}"], "--capture FILE.npz"),
-        ([f"--run-dir={tmp_path / 'empty'}"], "neither capture.npz nor config.json"),
-        ([f"--run-dir={trained}"], "no checkpoint yet"),
-        ([f"--run-dir={trained}", "--steps=0,5"], "no checkpoint yet"),
-        ([f"--capture={tmp_path}"], "give --run-dir"),
+        ([f"--run={tmp_path / 'nowhere'}"], "give one that python -m train wrote"),
+        ([f"--run={file}"], "--capture FILE.npz"),
+        ([f"--run={tmp_path / 'empty'}"], "neither capture.npz nor config.json"),
+        ([f"--run={trained}"], "no checkpoint yet"),
+        ([f"--run={trained}", "--steps=0,5"], "no checkpoint yet"),
+        ([f"--capture={tmp_path}"], "give --run"),
         ([f"--capture={other}"], "nor a file of python -m analysis capture"),
         ([f"--capture={tmp_path / 'nowhere.npz'}"], "No such file"),
         ([f"--capture={wide}"], "float32, not bfloat16 or float16"),
@@ -349,11 +349,11 @@ def test_unusable_request_is_one_line(file, tmp_path, capsys, monkeypatch):
     ):
         assert main(["census", *options]) == 2, options
         refused(capsys, reason)
-    for options in ([], [f"--run-dir={trained}", f"--capture={file}"]):
+    for options in ([], [f"--run={trained}", f"--capture={file}"]):
         with pytest.raises(SystemExit) as stop:
             main(["census", *options])
         assert stop.value.code == 2
-        refused(capsys, "--run-dir")
+        refused(capsys, "--run")
 
 
 CONFIG = dataclasses.replace(
@@ -368,7 +368,7 @@ def test_a_run_from_its_checkpoints_and_from_its_captures(tmp_path, capsys):
     root = tmp_path / "run"
     write_run(root, CONFIG, (2, 4))
     out = tmp_path / "out"
-    assert main(["census", f"--run-dir={root}", "--steps=0,last", f"--out={out}"]) == 0
+    assert main(["census", f"--run={root}", "--steps=0,last", f"--out={out}"]) == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out.splitlines()[-1])
     rows = table(out)
@@ -384,14 +384,14 @@ def test_a_run_from_its_checkpoints_and_from_its_captures(tmp_path, capsys):
         path = out / f"census.{suffix}"
         assert path.stat().st_size > 100 and str(path) in result["files"]
     described = json.loads((out / "census.json").read_text())
-    assert described["command"].startswith("python -m analysis census --run-dir=")
+    assert described["command"].startswith("python -m analysis census --run=")
     assert described["versions"]["jax"] and described["device"] and described["date"]
     assert described["findings"][-2]["name"] == "dQ under flash2"
     assert described["measured"][0]["canaries"] == {"passed": ["all"]}
     # The same numbers from the file of its captures.
     assert main(["capture", f"--run={root}", "--steps=last"]) == 0
     again = tmp_path / "again"
-    assert main(["census", f"--run-dir={root}", f"--out={again}"]) == 0
+    assert main(["census", f"--run={root}", f"--out={again}"]) == 0
     assert table(again) == rows[2:]
 
 

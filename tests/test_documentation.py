@@ -26,7 +26,8 @@ from tools import recipe_table
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RESULTS = sorted((ROOT / "results").rglob("*.md"))
-WITH_LINKS = [*PAGES, ROOT / "CONTRIBUTING.md", *RESULTS]
+TEXTS = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")]
+WITH_LINKS = [*PAGES, *TEXTS, *RESULTS]
 EXAMPLES = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 
 
@@ -143,6 +144,25 @@ def test_commands_of_experiments_and_audits_are_understood():
     for command in commands("attn_jax.audit"):
         if "--help" not in command:
             parser().parse_args(command)
+
+
+def test_options_of_experiments_are_theirs():
+    import argparse
+
+    from analysis.experiments import EXPERIMENTS
+
+    text = (ROOT / "docs" / "experiments.md").read_text()
+    table = text.split("\nWhat the others are for:\n")[1].split("\n\n")[1]
+    for line in table.splitlines()[2:]:
+        _, names, options, _ = line.split("|")
+        known = set()
+        for name in re.findall(r"`([\w-]+)`", names):
+            parser = argparse.ArgumentParser()
+            EXPERIMENTS[name].add_arguments(parser)
+            known |= {word for a in parser._actions for word in a.option_strings}
+        # `--checkpoint.keep` is the training's.
+        told = set(re.findall(r"`(--[\w-]+)(?![\w.-])", options))
+        assert told and told <= known, f"{names}: {told - known}"
 
 
 def test_readme_is_short():

@@ -63,13 +63,14 @@ _BIASES = [
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The experiment's options."""
     add = parser.add_argument
-    add("--preset", choices=PRESETS, help="which shapes (default quick)")
+    add("--preset", choices=PRESETS, help="which shapes and masks (default quick)")
     add(
         "--implementations",
         nargs="+",
         choices=[*IMPLEMENTATIONS, *OPTIONS],
         default=["pallas", "cudnn", "xla"],
-        help="of dot_product_attention; pallas-...: the kernels with an option",
+        help="of dot_product_attention; pallas-...: the kernels with an option "
+        "(default pallas cudnn xla)",
     )
     add(
         "--recipes",
@@ -84,15 +85,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="inputs captured from a training run, in place of --preset, --families "
         "and --seeds; without a mask, as the model attends",
     )
-    add("--seeds", type=int, help="number of draws pooled (default 4)")
+    add("--seeds", type=int, help="draws of each problem, pooled (default 4)")
     add(
         "--float16-cotangent",
         type=float,
         default=1.0,
-        help="factor on dO, a power of two, where the inputs are float16",
+        help="factor on dO, a power of two, where the inputs are float16 (default 1)",
     )
-    add("--out", type=Path, default=Path("results", "accuracy"), help="folder")
-    add("--fresh", action="store_true", help="measure again what is there already")
+    out = Path("results", "accuracy")
+    add("--out", type=Path, default=out, help=f"folder (default {out})")
+    add("--fresh", action="store_true", help="measure anew what is there already")
 
 
 class Store(store.Store):

@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--run-dir",
+        "--run",
         type=Path,
         metavar="RUN",
         help=f"run folder of python -m train: its {CAPTURE} (python -m analysis "
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{capture.DEFAULT_LAYERS} of checkpoints)",
     )
     add("--out", type=Path, help="folder (default results/census-NAME)")
-    add("--fresh", action="store_true", help="measure again what is there already")
+    add("--fresh", action="store_true", help="measure anew what is there already")
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         or the folder holds rows of others or cannot be written.
       ExperimentError: a canary failed, so nothing was measured.
     """
-    source = _of_run(options) if options.run_dir is not None else _of_file(options)
+    source = _of_run(options) if options.run is not None else _of_file(options)
     out = options.out or Path("results", f"census-{source.name}")
     stem = out / "census"
     settings = {"experiment": "census", **source.identity}
@@ -177,23 +177,23 @@ def _of_run(options: argparse.Namespace) -> Source:
     Raises:
       UsageError: it has neither, or is no such folder.
     """
-    root = options.run_dir
+    root = options.run
     if not root.is_dir():
         raise UsageError(
-            f"--run-dir {root} is no folder: give one that python -m train wrote, or a "
+            f"--run {root} is no folder: give one that python -m train wrote, or a "
             "file of python -m analysis capture as --capture FILE.npz"
         )
     if (root / CAPTURE).is_file():
         return _of_captures(root / CAPTURE, options)
     if not (root / "config.json").is_file():
         raise UsageError(
-            f"--run-dir {root} holds neither {CAPTURE} nor config.json: give a folder "
+            f"--run {root} holds neither {CAPTURE} nor config.json: give a folder "
             "that python -m train wrote"
         )
     config = load_config(root / "config.json")
     if not saved_steps(root / "checkpoints") and options.steps != "0":
         raise UsageError(
-            f"--run-dir {root} has no checkpoint yet: train it up to one (python -m "
+            f"--run {root} has no checkpoint yet: train it up to one (python -m "
             "train --checkpoint.every says when), or give --capture FILE.npz"
         )
     _check_format(str(root), _DTYPES[attention_format(config)])
@@ -218,7 +218,7 @@ def _of_run(options: argparse.Namespace) -> Source:
 def _of_file(options: argparse.Namespace) -> Source:
     path = options.capture
     if path.is_dir():
-        raise UsageError(f"--capture {path} is a folder: give --run-dir {path}")
+        raise UsageError(f"--capture {path} is a folder: give --run {path}")
     return _of_captures(path, options)
 
 

@@ -129,9 +129,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--head-dim", type=int, default=128, help="default 128")
     add("--seconds", type=float, default=3.0, help="of timing a size (default 3)")
     out = Path("results", "context-parallel-speed")
-    add("--kernels", action="store_true", help="what each kernel takes (GPU)")
-    add("--compile-for", choices=["h100", "h200"], help="compile alone, without a GPU")
-    add("--out", type=Path, default=out, help="folder")
+    add("--kernels", action="store_true", help="time each kernel, too (GPU)")
+    help = "memory of the compiled programs alone, without a GPU"
+    add("--compile-for", choices=["h100", "h200"], help=help)
+    add("--out", type=Path, default=out, help=f"folder (default {out})")
     add("--fresh", action="store_true", help="measure anew what is there already")
 
 

@@ -108,9 +108,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The experiment's options."""
     sweep.add_options(parser, "depth", None, seeds=_SEEDS)
     add = parser.add_argument
-    add("--layers", nargs="+", type=int, help="depths (default 32 126)")
-    add("--shards", nargs="+", type=int, help="numbers of devices, the first one 1")
-    add("--settings", nargs="+", choices=SETTINGS, help="default: all")
+    add(
+        "--layers",
+        nargs="+",
+        type=int,
+        help="depths of the model (default 32 126; toy 2 3)",
+    )
+    help = "numbers of devices, the first one 1 (default 1 2 4 8; toy 1 2)"
+    add("--shards", nargs="+", type=int, help=help)
+    help = "how delicate attention is (default: all)"
+    add("--settings", nargs="+", choices=SETTINGS, help=help)
     add("--variants", nargs="+", choices=VARIANTS, help="attentions (default: all)")
 
 

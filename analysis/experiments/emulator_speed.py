@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "algorithm that is emulated (default attn_jax)"
     add("--recipe", choices=RECIPES, default="attn_jax", help=help)
     add("--heads", type=int, default=HEADS, help=f"default {HEADS}")
-    add("--out", type=Path, default=Path("results", "emulator_speed"), help="folder")
+    out = Path("results", "emulator_speed")
+    add("--out", type=Path, default=out, help=f"folder (default {out})")
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:

@@ -102,8 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preset", choices=PRESETS, default="default", help="which shapes")
     every = list(FAMILIES)
     add("--families", nargs="+", choices=every, default=every, help="default: all")
-    add("--seeds", type=int, default=2, help="number of draws pooled (default 2)")
-    add("--out", type=Path, default=Path("results", "flash_attention_2"), help="folder")
+    add(
+        "--seeds", type=int, default=2, help="draws of each problem, pooled (default 2)"
+    )
+    out = Path("results", "flash_attention_2")
+    add("--out", type=Path, default=out, help=f"folder (default {out})")
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:

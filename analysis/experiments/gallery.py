@@ -83,16 +83,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="finished run folders of python -m train, a column each, which differ in "
         "--attn and --recipe alone; the first is what images are held against",
     )
-    add("--captions", type=int, default=16, help="in the figure (default 16)")
+    add("--captions", type=int, default=16, help="drawn in the figure (default 16)")
     add("--score", type=int, default=256, help="captions scored (default 256)")
     add(
         "--split",
         choices=["val", "novel"],
         default="val",
-        help="novel: pairs of colour and shape that training has not seen",
+        help="of captions (default val); novel: pairs of colour and shape that "
+        "training has not seen",
     )
-    add("--seed", type=int, default=0, help="of the noise; 0 is that of the training's")
-    add("--out", type=Path, default=Path("results", "gallery"), help="folder")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the noise; 0 (default) is the training's own",
+    )
+    out = Path("results", "gallery")
+    add("--out", type=Path, default=out, help=f"folder (default {out})")
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:

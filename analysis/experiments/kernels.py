@@ -122,8 +122,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preset", choices=PRESETS, default="default", help="which shapes")
     every = list(FAMILIES)
     add("--families", nargs="+", choices=every, default=every, help="default: all")
-    add("--seeds", type=int, default=1, help="number of draws pooled (default 1)")
-    add("--out", type=Path, default=Path("results", "kernels"), help="folder")
+    add(
+        "--seeds", type=int, default=1, help="draws of each problem, pooled (default 1)"
+    )
+    out = Path("results", "kernels")
+    add("--out", type=Path, default=out, help=f"folder (default {out})")
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=list(in_jax.IMPLEMENTATIONS),
         help="default: pallas cudnn; on a CPU xla emulated",
     )
-    add("--out", type=Path, default=Path("results", "memory"), help="folder")
+    out = Path("results", "memory")
+    add("--out", type=Path, default=out, help=f"folder (default {out})")
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:

@@ -73,7 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--cases", type=int, default=10_000, help="how many (default 10000)")
     add("--seed", type=int, default=0, help="of the generator (default 0)")
-    add("--longest", type=int, default=LONGEST, help=f"length (default {LONGEST})")
+    add(
+        "--longest",
+        type=int,
+        default=LONGEST,
+        help=f"largest number of queries or keys (default {LONGEST})",
+    )
     add(
         "--implementation",
         choices=("pallas", "emulated"),
@@ -85,11 +90,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Architecture),
         help="whose kernels; default: the GPU's. Ampere's run on a Hopper GPU, too",
     )
-    add("--programs", type=int, nargs="+", help=f"only these, below {PROGRAMS}")
-    add("--only", type=int, metavar="NUMBER", help="one case again, in full")
-    add("--processes", type=int, help="0: none but this (default on a CPU)")
-    add("--fresh", action="store_true", help="measure again what is there already")
-    add("--out", type=Path, default=Path("results", "random_cases"), help="folder")
+    programs = f"only the cases of these of the {PROGRAMS} programs, counted from 0"
+    add("--programs", type=int, nargs="+", help=programs)
+    add("--only", type=int, metavar="NUMBER", help="run one case again and print it")
+    help = "that share the cases; 0: none but this (default: 0 on a CPU, else one for "
+    help += f"each core, {_MOST_PROCESSES} at most)"
+    add("--processes", type=int, help=help)
+    add("--fresh", action="store_true", help="measure anew what is there already")
+    out = Path("results", "random_cases")
+    add("--out", type=Path, default=out, help=f"folder (default {out})")
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:

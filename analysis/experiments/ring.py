@@ -62,19 +62,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     usual = " ".join(FAMILIES)
     add("--families", nargs="+", choices=parallel.CHOICES, help=f"default {usual}")
     parser.set_defaults(default_families=FAMILIES)
-    add("--shards", nargs="+", type=int, help="numbers of devices, the first one 1")
+    help = "numbers of devices, the first one 1 (default 1 2 4 ... 64; toy 1 2 4)"
+    add("--shards", nargs="+", type=int, help=help)
     help = "how positions are dealt to devices (default zigzag)"
     add("--layout", choices=context_parallel.LAYOUTS, default="zigzag", help=help)
-    add("--recipes", nargs="+", choices=RECIPES, help="other recipes than the above")
+    help = "that the devices follow, in place of the rings of libraries"
+    add("--recipes", nargs="+", choices=RECIPES, help=help)
     ways = context_parallel.STRATEGIES
-    add("--strategies", nargs="+", choices=ways, help="of --recipes (default ring)")
+    add("--strategies", nargs="+", choices=ways, help="with --recipes (default ring)")
     help = "devices that deal out heads under ring+ulysses (default 2)"
     add("--ulysses", type=int, help=help)
     help = "how parts are merged (default: carry_whole for ours, else the recipe's way)"
-    add("--merges", nargs="+", choices=_MERGES, help=f"of --recipes: {help}")
-    widths, help = get_args(Width), "of --recipes (default fp32)"
-    add("--partials", nargs="+", choices=widths, help=f"parts {help}")
-    add("--wire", nargs="+", choices=widths, help=f"dK and dV on their way {help}")
+    add("--merges", nargs="+", choices=_MERGES, help=f"with --recipes: {help}")
+    widths, help = get_args(Width), "with --recipes (default fp32)"
+    add(
+        "--partials",
+        nargs="+",
+        choices=widths,
+        help=f"format of partial results, {help}",
+    )
+    add(
+        "--wire",
+        nargs="+",
+        choices=widths,
+        help=f"format of dK and dV on their way, {help}",
+    )
 
 
 def variants(options: argparse.Namespace) -> dict[str, Variant]:

@@ -110,8 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of timing for each case, pass and framework (default 2, toy 0.02); at "
         f"least {timing.LEAST_ROUNDS} rounds",
     )
-    add("--out", type=Path, default=Path("results", "speed"), help="folder")
-    add("--fresh", action="store_true", help="measure again what is there already")
+    out = Path("results", "speed")
+    add("--out", type=Path, default=out, help=f"folder (default {out})")
+    add("--fresh", action="store_true", help="measure anew what is there already")
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:

@@ -49,7 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The experiment's options."""
     out = SPEED.with_name("nvidia-h200-backward")
     parser.add_argument(
-        "--out", type=Path, default=out, metavar="STEM", help="of .png, .csv and .json"
+        "--out",
+        type=Path,
+        default=out,
+        metavar="STEM",
+        help=f"of .png, .csv and .json (default {out})",
     )
 
 

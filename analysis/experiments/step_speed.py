@@ -72,6 +72,7 @@ CASES: dict[str, Config] = {
     ),
 }
 _PROFILE = "of python -m train (default fast)"
+_BATCH = "examples of a step (default the preset's), halved until all attentions fit"
 _NAMES = "baseline", "pallas", "cudnn"
 _SHOWN = (
     *("case", "N", "batch", "part", "implementation", "ms", "speedup", "over_cudnn"),
@@ -91,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cases", nargs="+", choices=CASES, help=f"default {' '.join(gpu)}; CPU: tiny")
     add("--implementations", nargs="+", choices=_NAMES, help="default all; CPU: two")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default all")
-    add("--batch-size", type=int, help="to begin with (default the preset's)")
+    add("--batch-size", type=int, help=_BATCH)
     add(
         "--seconds",
         type=float,
@@ -100,8 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--profile", choices=["fast", "exact"], default="fast", help=_PROFILE)
     add("--largest", action="store_true", help="look for the largest batch that fits")
-    add("--kernels", action="store_true", help="where the time of a step goes (GPU)")
-    add("--out", type=Path, default=Path("results", "step-speed"), help="folder")
+    add("--kernels", action="store_true", help="time each kernel, too (GPU)")
+    out = Path("results", "step-speed")
+    add("--out", type=Path, default=out, help=f"folder (default {out})")
     add("--fresh", action="store_true", help="measure anew what is there already")
 
 
