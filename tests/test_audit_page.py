@@ -48,6 +48,47 @@ def test_the_page_shows_the_report():
         assert step in texts
 
 
+def test_the_page_says_where_and_on_how_many_problems():
+    """What a picture of its top must say, and the same number as the terminal's."""
+    report = example()
+    beside = dataclasses.replace(
+        report, settings=dict(report.settings) | {"beside": ["one more", "another"]}
+    )
+    said = " ".join(" ".join(parsed(page(beside)).words).split())
+    top = said.partition("Findings")[0]
+    for name in (report.environment["device"], f"JAX {report.environment['jax']}"):
+        assert name in top
+    assert f"2 more looked at, {len(report.cells) + 2} in all" in said
+    assert "one more" in said and "another" in said
+    assert "more looked at" not in " ".join(parsed(page(report)).words)
+
+
+def test_what_failed_is_seen_and_what_passed_is_folded():
+    report = example()
+    failed = [x["name"] for x in report.probes if not x["passed"]]
+    passed = [x["name"] for x in report.probes if x["passed"]]
+    assert failed and passed
+    section = page(report).partition("<h2>Probes</h2>")[2].partition("</section>")[0]
+    shown, _, folded = section.partition("<details>")
+    assert f"{len(failed)} failed" in shown
+    assert all(name in shown for name in failed)
+    assert all(name in folded and name not in shown for name in passed)
+
+
+def test_what_rounding_does_not_allow_is_the_first_of_what_has_other_bits():
+    row = {"tensor": "out", "largest_difference": 3.0, "bound": 1.0, "bit_equal": False}
+    rows = [
+        row | {"name": "the same", "measured": 0.0, "bit_equal": True},
+        row | {"name": "a little", "measured": 0.5},
+        row | {"name": "too much", "measured": 2.0},
+    ]
+    text = page(dataclasses.replace(example(), invariances=rows))
+    section = text.partition("<h2>Invariances</h2>")[2].partition("</section>")[0]
+    names = "too much", "a little", "<details>", "the same"
+    places = [section.index(name) for name in names]
+    assert places == sorted(places)
+
+
 def test_a_map_has_dbias_where_there_is_a_bias():
     without = cells(masks=("full",), tensors=TENSORS[:-1])
     document = parsed(page(example(cells=without + cells(masks=("bias",)))))

@@ -58,6 +58,7 @@ def page(report: Report) -> str:
             f"<style>{_STYLE}</style></head><body>",
             f'<h1 class="{"good" if fine else "bad"}">'
             f"{_text(summary.verdict(report))}</h1>",
+            f"<p>{_text(summary.measured_on(report))}</p>",
             "<p>Errors are in units: 1 is the RMS error of the exact result rounded "
             "once, the best there is.</p>",
             *(
@@ -95,6 +96,11 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     )
 
 
+def _folded(says: str, body: str) -> str:
+    """Seen when one asks for it; nothing where there is nothing."""
+    return f"<details><summary>{says}</summary>{body}</details>" if body else ""
+
+
 def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return f"<td>{'yes' if value else 'no'}</td>"
@@ -119,9 +125,7 @@ def _finding(finding: Finding) -> str:
     if finding.tensors:
         small.append(_text(", ".join(finding.tensors)))
     if finding.where:
-        more = len(finding.where) - _MOST_PLACES
-        places = "; ".join(finding.where[:_MOST_PLACES])
-        small.append(_text(places) + (f"; and {more} more" if more > 0 else ""))
+        small.append(_places(finding.where))
     if finding.evidence:
         evidence = (
             f"{name} {x if isinstance(x, str) else figure(x)}"
@@ -133,6 +137,14 @@ def _finding(finding: Finding) -> str:
         f"{_text(finding.says)}{''.join(f'<small>{line}</small>' for line in small)}"
         "</li>"
     )
+
+
+def _places(where: Sequence[str]) -> str:
+    """The first of them, folded where there are several."""
+    more = len(where) - _MOST_PLACES
+    listed = _text("; ".join(where[:_MOST_PLACES]))
+    listed += f"; and {more} more" if more > 0 else ""
+    return listed if len(where) == 1 else _folded(f"{len(where)} places", listed)
 
 
 def _heat_maps(report: Report) -> str:
@@ -271,27 +283,45 @@ def _attribution(report: Report) -> str:
 
 
 def _probes(report: Report) -> str:
-    return _table(
-        ("probe", "measured", "at most", "unit", "passed"),
-        (
-            [probe[name] for name in ("name", "measured", "bound", "unit", "passed")]
-            for probe in sorted(report.probes, key=lambda probe: probe["passed"])
-        ),
+    """Those that failed; the others are folded."""
+    heads = "probe", "measured", "at most", "unit"
+    failed, passed = (
+        [
+            [probe[name] for name in ("name", "measured", "bound", "unit")]
+            for probe in report.probes
+            if probe["passed"] is wanted
+        ]
+        for wanted in (False, True)
     )
+    shown = f"<p>{len(failed)} failed:</p>{_table(heads, failed)}" if failed else ""
+    return shown + _folded(f"{len(passed)} passed", _table(heads, passed))
 
 
 def _invariances(report: Report) -> str:
-    return _table(
+    """Results that differ; those that are equal to the bit are folded."""
+    # What is off by more than rounding allows comes first.
+    differ = sorted(
+        (row for row in report.invariances if not row["bit_equal"]),
+        key=lambda row: row["measured"] <= row["bound"],
+    )
+    equal = [row for row in report.invariances if row["bit_equal"]]
+    table = _table(
         (
-            *("change of the call", "tensor", "equal to the bit"),
-            *("largest difference, ulp", "RMS over rounding's", "at most"),
+            *("change of the call", "tensor", "largest difference, ulp"),
+            *("RMS over rounding's", "at most"),
         ),
         (
-            [row["name"], row["tensor"], row["bit_equal"], row["largest_difference"]]
+            [row["name"], row["tensor"], row["largest_difference"]]
             + [row["measured"], row["bound"]]
-            for row in sorted(report.invariances, key=lambda row: row["bit_equal"])
+            for row in differ
         ),
     )
+    same = _table(
+        ("change of the call", "tensor"),
+        ([row["name"], row["tensor"]] for row in equal),
+    )
+    shown = f"<p>{len(differ)} with other bits:</p>{table}" if differ else ""
+    return shown + _folded(f"{len(equal)} equal to the bit", same)
 
 
 def _merges(report: Report) -> str:
@@ -322,7 +352,6 @@ def _merges(report: Report) -> str:
 def _problems(report: Report) -> str:
     if not report.cells:
         return ""
-    counts = ", ".join(f"{n} {x}" for x, n in summary.counts(report.cells).items())
     missing = _table(
         ("family", "mask", "dtype", "shape", "status", "reason"),
         (
@@ -340,8 +369,14 @@ def _problems(report: Report) -> str:
         for x in report.cells
         for tensor, errors in x.errors.items()
     )
-    whole = f"<details><summary>All errors</summary>{_table(heads, rows)}</details>"
-    return f"<p>{_text(counts)}.</p>{missing}{whole}"
+    beside = _table(
+        ("more looked at",), ([x] for x in report.settings.get("beside", ()))
+    )
+    return (
+        f"<p>{_text(summary.problems(report))}.</p>{missing}"
+        + _folded("All errors", _table(heads, rows))
+        + _folded("Problems looked at besides", beside)
+    )
 
 
 def _circumstances(report: Report) -> str:
@@ -352,4 +387,4 @@ def _circumstances(report: Report) -> str:
         for name, x in of.items()
     ]
     table = _table(("name", "value"), rows)
-    return f"<details><summary>{len(rows)} entries</summary>{table}</details>"
+    return _folded(f"{len(rows)} entries", table)

@@ -79,6 +79,15 @@ def counts(cells: Iterable[Cell]) -> dict[str, int]:
     return found
 
 
+def problems(report: Report) -> str:
+    """How many there are, by status, and how many were looked at that have no errors of
+    their own in the report."""
+    found = ", ".join(f"{n} {status}" for status, n in counts(report.cells).items())
+    if beside := len(report.settings.get("beside", ())):
+        found += f", {beside} more looked at, {len(report.cells) + beside} in all"
+    return found
+
+
 def two_times(cells: Iterable[Cell]) -> tuple[float, str, Cell] | None:
     """The largest ratio of the two-times rule, its tensor and its cell, or None; but
     those where a plain implementation happens to be exact (`beyond_two_times`)."""
@@ -131,6 +140,14 @@ def verdict(report: Report) -> str:
     if report.verdict == "not taken":
         says = "nothing was measured"
     return f"{printable(report.target)}: {says}"
+
+
+def measured_on(report: Report) -> str:
+    """Device, JAX and day, as far as the report has them: "NVIDIA H200, JAX 0.11.2"."""
+    known = report.environment
+    jax, date = known.get("jax"), str(known.get("date", "")).partition("T")[0]
+    said = (known.get("device"), jax and f"JAX {jax}", date)
+    return ", ".join(str(x) for x in said if x)
 
 
 def caution(report: Report) -> str:

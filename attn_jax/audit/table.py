@@ -123,13 +123,10 @@ def _cells(report: Report) -> Iterator[str]:
     if report.canaries:
         yield f"Canaries: {len(report.canaries)} passed"
     if report.cells:
-        counts = ", ".join(f"{n} {x}" for x, n in summary.counts(report.cells).items())
         # Some ran beside each other, and the audit takes its own time besides.
         seconds = sum(cell.seconds for cell in report.cells)
-        beside = len(report.settings.get("beside", ()))
-        whole = len(report.cells) + beside
-        more = f", {beside} more looked at, {whole} in all" if beside else ""
-        yield f"Problems: {counts}{more}; {figure(seconds)} s in the target"
+        problems = summary.problems(report)
+        yield f"Problems: {problems}; {figure(seconds)} s in the target"
     if passed := report.settings.get("mask_arguments"):
         yield "Masks: " + ", ".join(f"{mask} by {by}" for mask, by in passed.items())
     rule = []
