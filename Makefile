@@ -44,7 +44,7 @@ lint:
 docs:
 	@tools/environment.sh docs
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict $(ARGS)
-	@echo site/index.html
+	@echo 'site/index.html; with search at http://localhost:8000: python -m http.server -d site'
 
 # The newest JAX that the kernels compile with; constraints.txt has the usual one.
 NEXT_JAX := 0.12.0.1

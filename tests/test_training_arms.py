@@ -177,11 +177,27 @@ def test_the_split_of_growth_adds_up(done):
             "must be below 4294967296",
         ),
         (["--margin", "nan"], "--margin is nan; it must be positive and finite"),
-        (["--redraw", "nowhere"], "nowhere has no tables to be made anew"),
     ],
 )
 def test_what_cannot_be_trained_is_said_in_a_line(options, line, tmp_path, capsys):
     assert main(["training", *options, "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert line in error and len(error.splitlines()) == 1
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["nowhere"], "nowhere has no tables to be made anew"),
+        (["a", "--out", "b"], "writes into the folders that it names: no --out"),
+    ],
+)
+def test_what_cannot_be_made_anew_is_said_in_a_line(
+    options, line, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["training", "--redraw", *options]) == 2
     error = capsys.readouterr().err
     assert line in error and len(error.splitlines()) == 1
     assert not [*tmp_path.iterdir()]

@@ -1,4 +1,4 @@
-"""Prints the table of named recipes that docs/recipes.md shows, as Markdown.
+"""Prints the tables of named recipes that docs/recipes.md shows, as Markdown.
 
     python tools/recipe_table.py
 
@@ -176,25 +176,34 @@ def measured() -> dict[str, float]:
 
 
 def table() -> str:
-    """The recipes, a line each, and below them where each comes from."""
+    """Laws and what is no format, formats, and where each comes from."""
     found = measured()
-    heads = ["recipe", "law of out", "predicted", "measured", "dQ", *STEPS, "further"]
-    lines = [" | ".join(heads), " | ".join("---" for _ in heads)]
+    laws = [["recipe", "law of out", "predicted", "measured", "dQ", "further"]]
+    formats = [["recipe", *STEPS]]
     for name, recipe in RECIPES.items():
         words, value = law(recipe)
-        cells = [
-            f"`{name}`",
-            words,
-            "" if value is None else f"{value:.2e}",
-            f"{found[name]:.2e}" if name in found else "",
-            growth(recipe),
-            *(_formats(recipe, steps) for steps in STEPS.values()),
-            further(recipe),
-        ]
-        lines.append(" | ".join(cells))
+        laws.append(
+            [
+                f"`{name}`",
+                words,
+                "" if value is None else f"{value:.2e}",
+                f"{found[name]:.2e}" if name in found else "",
+                growth(recipe),
+                further(recipe),
+            ]
+        )
+        steps = (_formats(recipe, fields) for fields in STEPS.values())
+        formats.append([f"`{name}`", *steps])
     sources = [f"- `{name}`: {recipe.source}." for name, recipe in RECIPES.items()]
-    rows = (f"| {line} |" for line in lines)
-    return "\n".join([*rows, "", "Where each comes from:", "", *sources])
+    both = "Formats of the steps:", "", *_rows(formats), "", "Where each comes from:"
+    return "\n".join([*_rows(laws), "", *both, "", *sources])
+
+
+def _rows(lines: list[list[str]]) -> list[str]:
+    """A table of Markdown, whose first line is its head."""
+    head, *others = lines
+    every = [head, ["---"] * len(head), *others]
+    return [f"| {' | '.join(line)} |" for line in every]
 
 
 if __name__ == "__main__":

@@ -109,6 +109,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """
     _check(options)
     if options.redraw:
+        if options.out:
+            raise UsageError("--redraw writes into the folders that it names: no --out")
         return _redraw(options.redraw, options.margin)
     set_profile("exact")
     arms = [find(name) for name in dict.fromkeys(options.arms or MAIN)]
