@@ -40,6 +40,7 @@ def test_parts_in_fp32_are_within_the_gate_and_in_16_bits_are_not(
     assert _claims(tmp_path / "narrow", *only) == {name: False}
 
 
+@pytest.mark.ci
 def test_every_strategy_that_fits_is_compared_with_one_device(tmp_path, capsys):
     """Of two key heads `ulysses` has none for four devices, and `ring+ulysses` takes
     four."""

@@ -33,6 +33,7 @@ def given():
     return q, k + jnp.bfloat16(8), v, dout, dlse
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["flash2", "attn_jax"])
 def test_sums_travel_in_16_bits_but_those_that_stay(name, given):
     """Own keys come first, and what they bring travels, or last, and it stays."""
@@ -43,6 +44,7 @@ def test_sums_travel_in_16_bits_but_those_that_stay(name, given):
     chex.assert_trees_all_equal(*(run(*given) for run in runs))
 
 
+@pytest.mark.ci
 def test_where_heads_are_dealt_a_head_has_a_shorter_ring(given):
     options = dict(is_causal=True, recipe=of("attn_jax"))
     devices = sharded(2, "ring+ulysses", "zigzag", **options)
@@ -101,6 +103,7 @@ def test_queries_of_two_devices_have_no_centre_together(x64):
     chex.assert_trees_all_close(got[2], want[2], rtol=BOUND, atol=10 * BOUND)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["attn_jax_hopper", "attn_jax_ampere"])
 def test_keys_that_are_centred_give_dq_as_the_emulators_ring_does(name, given):
     """dS and K' of a part are scaled by powers of two of its own, as kernels have them,

@@ -47,6 +47,7 @@ def _both(tiling: ForwardTiling, *problem):
 
 # Two heads of three tiles, in one CTA after each other, or one in each of as many CTAs
 # as there are tiles; and lengths and masks of which it is not for.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("tiling", "shape", "mask", "multiprocessors"),
     [

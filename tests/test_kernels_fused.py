@@ -260,6 +260,7 @@ def _failure(name: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "said"), [("_count", "waits for 1 and for ever"), ("_await", "race")]
 )

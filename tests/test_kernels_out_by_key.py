@@ -76,6 +76,7 @@ def test_the_way_that_out_takes_is_not_in_its_bits(tiling, mask):
         assert by_key.tobytes() == by_buffer.tobytes()
 
 
+@pytest.mark.ci
 def test_long_blocks_of_the_table_are_as_exact_as_short_ones():
     """1.7 units, as in tests/test_kernels_interpret.py; the sequence ends in the midst
     of a block, and the queries in the midst of a tile."""
