@@ -143,7 +143,8 @@ def verdict(report: Report) -> str:
 
 
 def measured_on(report: Report) -> str:
-    """Device, JAX and day, as far as the report has them: "NVIDIA H200, JAX 0.11.2"."""
+    """Device, JAX and day, as far as the report has them: "NVIDIA H200, JAX 0.11.2,
+    2026-11-28"."""
     known = report.environment
     jax, date = known.get("jax"), str(known.get("date", "")).partition("T")[0]
     said = (known.get("device"), jax and f"JAX {jax}", date)
