@@ -1,11 +1,12 @@
 """Times of programs, taken in turn, and how long their kernels run on a GPU."""
 
 import contextlib
+import itertools
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ Row = dict[str, Any]
 # Runs in a row that give one time of a round.
 RUNS = 3
 # A median of fewer rounds says little; more than the most gain nothing.
-LEAST_ROUNDS, MOST_ROUNDS = 5, 50
+LEAST_ROUNDS, MOST_ROUNDS = 6, 50
 
 
 def interleaved(
@@ -27,16 +28,18 @@ def interleaved(
 ) -> dict[str, list[float] | str]:
     """A time of each in every round, until `seconds` are over; or why there is none.
 
-    Every second round goes backwards: a clock that falls steadily, as while a card
-    warms up, then favours none. One that raises is left out from there on.
+    Rounds follow `orders`, so that neither a clock that falls steadily, as while a
+    card warms up, nor what one leaves to the next, as of a budget of power, favours
+    any. One that raises is left out from there on.
     """
     found: dict[str, list[float]] = {name: [] for name in times}
     refused: dict[str, str] = {}
     end = clock() + seconds
-    for number in range(MOST_ROUNDS):
+    rounds = itertools.islice(itertools.cycle(orders(list(times))), MOST_ROUNDS)
+    for number, order in enumerate(rounds):
         if number >= LEAST_ROUNDS and clock() >= end:
             break
-        for name in list(times)[:: -1 if number % 2 else 1]:
+        for name in order:
             if name in refused:
                 continue
             try:
@@ -44,6 +47,21 @@ def interleaved(
             except Exception as error:
                 refused[name] = reason(error)
     return {**found, **refused}
+
+
+def orders(names: Sequence[str]) -> list[list[str]]:
+    """Orders in which each name stands right before each other one equally often.
+
+    A Williams design (E. J. Williams, Australian Journal of Scientific Research A 2,
+    149, 1949): n orders for an even n, 2 n for an odd one, each before its reverse.
+    """
+    n = len(names)
+    # 0, n - 1, 1, n - 2, ...: neighbours differ by every number once, modulo n.
+    row = [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(n)]
+    shifted = (
+        [names[(x + shift) % n] for x in row] for shift in range(n if n % 2 else n // 2)
+    )
+    return [order for there in shifted for order in (there, there[::-1])]
 
 
 def quartiles(times: list[float]) -> Row:

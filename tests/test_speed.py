@@ -2,9 +2,11 @@
 
 import csv
 import dataclasses
+import itertools
 import json
 import sys
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from attn_jax.kernels import tuning
 from attn_jax.kernels.tilings import Plan
 from attn_jax.mask import Mask
 from attn_jax.reference import golden
-from attn_jax.timing import device_time
+from attn_jax.timing import device_time, orders
 
 TOY = {case.mask: case for case in PRESETS["toy"]}
 SMALL = Case("small", "test", 2, 24, 24, 4, 2, 8, "causal")
@@ -101,8 +103,18 @@ def test_programs_are_timed_in_turn_and_there_and_back():
     clock = Clock()
     programs = {name: clock.program(name, 1.0) for name in "abc"}
     found = timing.interleaved(programs, 1.0, clock=clock)
-    assert "".join(clock.order) == "abccbaabccbaabc"
+    assert "".join(clock.order) == "acbbcabaccabcbaabc"
     assert found == {name: [1000.0] * timing.LEAST_ROUNDS for name in "abc"}
+
+
+@pytest.mark.parametrize("names", ["", "a", "ab", "abc", "abcd", "abcde", "abcdefgh"])
+def test_each_program_is_timed_right_after_each_other_one_equally_often(names):
+    rounds = orders(names)
+    assert all(sorted(order) == list(names) for order in rounds)
+    assert all(a == b[::-1] for a, b in zip(rounds[::2], rounds[1::2], strict=True))
+    pairs = Counter(pair for order in rounds for pair in itertools.pairwise(order))
+    assert set(pairs) == set(itertools.permutations(names, 2))
+    assert len(set(pairs.values())) <= 1
 
 
 def test_rounds_end_with_the_budget_and_at_the_most():
@@ -134,7 +146,9 @@ def test_what_fails_is_refused_and_the_others_go_on():
     assert rows["none"]["refused"] == "no such mask; use another"
     assert rows["late"]["refused"] == "out of memory" and rows["late"]["ms"] is None
     assert rows["good"]["refused"] is None
-    assert rows["good"]["ms"] == 2000.0 and rows["good"]["rounds"] == 5
+    assert (
+        rows["good"]["ms"] == 2000.0 and rows["good"]["rounds"] == timing.LEAST_ROUNDS
+    )
     assert all(row.keys() == set(timing.TIMED) for row in rows.values())
     assert clock.order.count("late") == 2
 
