@@ -66,6 +66,7 @@ from attn_jax.kernels.ampere_fused_tile import (
     Form,
     Memory,
     Tile,
+    key_numbers_of,
     make_keys,
 )
 from attn_jax.kernels.ampere_fused_work import deal
@@ -260,13 +261,17 @@ def _sums(
         tiles.start_copy(own_rows(k_gmem), k)
         tiles.start_copy(own_rows(v_gmem), v)
         blocks.start(i32(0))
+        # On their way while copies are awaited, here and at the end.
+        of_head = key_numbers_of(
+            form, centre_gmem.at[b, kv_head], key_factor.at[b, kv_head]
+        )
+        unscale = row_unscale[b, kv_head]
         clear_next()
         # All see that others have cleared what they will add to.
         pl.when(pair >= most)(
             lambda: turns.await_count_by_all(semaphores.at[pair], cleared)
         )
         tiles.wait_for_copies(2)  # K is there.
-        of_head = centre_gmem.at[b, kv_head], key_factor.at[b, kv_head]
         make_keys(form, memory, warpgroup, *of_head)
         tiles.wait_for_copies(0)
         say_it_is_clear()
@@ -275,7 +280,6 @@ def _sums(
         dk, dv = own.gradients()
 
         def leave(*sums):
-            unscale = row_unscale[b, kv_head]
             factors = unscale * scale, unscale
             for x, factor, gmem in zip(sums, factors, (dk_gmem, dv_gmem)):
                 x = (x * factor).astype(dtype)

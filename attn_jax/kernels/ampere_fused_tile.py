@@ -314,16 +314,24 @@ class Tile:
         fixed_point.add(self.sums.at[self.blocks.b, head, *own], dq)
 
 
+def key_numbers_of(form: Form, centre, factor):
+    """(what comes off the keys, `SWIZZLED` columns at a time, what they are multiplied
+    by): of the head, in global memory."""
+    parts = [
+        plgpu.load(centre.at[pl.ds(k, SWIZZLED)], layout=tiles.COLUMNS, optimized=False)
+        for k in range(0, form.head_dim, SWIZZLED)
+    ]
+    return parts, factor[0]
+
+
 def make_keys(form: Form, memory: Memory, warpgroup, centre, factor) -> None:
-    """K' of one's own keys: K less `centre`, times `factor`, one number, both of the
-    head and in global memory."""
-    for k in range(0, form.head_dim, SWIZZLED):
+    """K' of one's own keys: K less `centre`, times `factor` (`key_numbers_of`)."""
+    for k, row in zip(range(0, form.head_dim, SWIZZLED), centre, strict=True):
         part = pl.ds(k, SWIZZLED)
         own = plgpu.load(memory.k.at[warpgroup, :, part], layout=tiles.ACCUMULATOR)
-        row = plgpu.load(centre.at[part], layout=tiles.COLUMNS, optimized=False)
         wide = own.astype(jnp.float32)
         wide = wide - tiles.along_columns(row, wide.shape)
-        memory.keys[warpgroup, :, part] = (wide * factor[0]).astype(jnp.float16)
+        memory.keys[warpgroup, :, part] = (wide * factor).astype(jnp.float16)
 
 
 def await_copies_of_all(form: Form) -> None:

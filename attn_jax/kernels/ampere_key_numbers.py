@@ -137,8 +137,8 @@ def _parts(
     return plgpu.kernel(
         attention_key_parts,
         out_type=jax.ShapeDtypeStruct((batch, heads, 4, held, head_dim), jnp.float32),
-        grid=(heads, chunks, batch),
-        grid_names=("head", "chunk", "batch"),
+        grid=(batch, chunks, heads),
+        grid_names=("batch", "chunk", "head"),
         compiler_params=tiles.COMPILER_PARAMS,
     )(flat(key), flat(value))
 

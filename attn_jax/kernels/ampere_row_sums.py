@@ -89,8 +89,8 @@ def row_sums(
     excess, dout_norm = plgpu.kernel(
         attention_row_sums,
         out_type=[of_rows, of_rows if norms else None],
-        grid=(heads, blocks, batch),
-        grid_names=("head", "tile", "batch"),
+        grid=(batch, blocks, heads),
+        grid_names=("batch", "tile", "head"),
         compiler_params=tiles.COMPILER_PARAMS,
     )(*map(flat, (out, low, dout)))
     return in_order(excess), in_order(dout_norm) if norms else None
