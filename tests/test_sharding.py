@@ -96,8 +96,8 @@ def test_mesh_gives_the_loss_of_one_device(sizes):
     ("how", "devices"),
     [
         ("zigzag", 2),
-        pytest.param("all-gather", 4, marks=pytest.mark.thorough),
-        pytest.param("all-gather+ring", 4, marks=pytest.mark.thorough),
+        pytest.param("all_gather", 4, marks=pytest.mark.thorough),
+        pytest.param("all_gather+ring", 4, marks=pytest.mark.thorough),
         pytest.param("ulysses", 2, marks=pytest.mark.thorough),
         ("ring+ulysses", 4),
     ],

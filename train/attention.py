@@ -42,8 +42,8 @@ _PARALLEL: dict[ContextParallel, tuple[context_parallel.Strategy, Any]] = {
     "contiguous": ("ring", "contiguous"),
     "zigzag": ("ring", "zigzag"),
     "striped": ("ring", "striped"),
-    "all-gather": ("all_gather", "contiguous"),
-    "all-gather+ring": ("all_gather+ring", "contiguous"),
+    "all_gather": ("all_gather", "contiguous"),
+    "all_gather+ring": ("all_gather+ring", "contiguous"),
     "ulysses": ("ulysses", "contiguous"),
     "ring+ulysses": ("ring+ulysses", "contiguous"),
 }

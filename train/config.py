@@ -14,8 +14,8 @@ ContextParallel = Literal[
     "contiguous",
     "zigzag",
     "striped",
-    "all-gather",
-    "all-gather+ring",
+    "all_gather",
+    "all_gather+ring",
     "ulysses",
     "ring+ulysses",
 ]
