@@ -114,18 +114,25 @@ def plan(
     masks: Sequence[str] | None = None,
     *,
     packed: bool = False,
+    equal_heads: bool = False,
 ) -> list[Group]:
     """Every combination of what is given. What is not is chosen: of shapes by the
-    device, and of families and masks fewer for all shapes but the first; `packed`: with
-    as many keys as queries, and as many heads of each."""
+    device, and of families and masks fewer for all shapes but the first.
+
+    `packed`: with as many keys as queries, and as many heads of each. `equal_heads`: as
+    many heads, but for one problem at the end, which says that others are not taken.
+    """
+    refused = []
     if shapes is None:
         shapes = _ON_A_CPU if jax.default_backend() == "cpu" else _ON_A_GPU
+        if equal_heads:
+            mask = masks[0] if masks else "full"
+            refused = [Group(shapes[0], mask, _FEW[:1])]
+        if packed or equal_heads:
+            shapes = [dataclasses.replace(s, key_heads=s.heads) for s in shapes]
         if packed:
-            shapes = [
-                dataclasses.replace(s, key_length=s.query_length, key_heads=s.heads)
-                for s in shapes
-            ]
-    return [
+            shapes = [dataclasses.replace(s, key_length=s.query_length) for s in shapes]
+    chosen = [
         Group(
             shape,
             mask,
@@ -134,6 +141,7 @@ def plan(
         for i, shape in enumerate(dict.fromkeys(shapes))
         for mask in (masks or (("full", "causal") if i else MASKS))
     ]
+    return chosen + refused
 
 
 def ragged(

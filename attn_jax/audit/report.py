@@ -182,6 +182,12 @@ class Cell:
     def __post_init__(self):
         _make_plain(self)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """(B, T, S, N, K, H)"""
+        lengths = self.batch, self.query_length, self.key_length
+        return *lengths, self.heads, self.key_heads, self.head_dim
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -215,11 +221,15 @@ class Report:
     def verdict(self) -> Kind:
         """The most serious finding's kind; "trustworthy" if none asks for anything.
 
-        A report without a single measurement is "not taken", never "trustworthy".
+        A report without a measurement of the first shape, which all but a few are of,
+        is "not taken", never "trustworthy".
         """
         if not is_trustworthy(self.findings):
             return self.findings[0].kind
-        cells = any(cell.status == "measured" for cell in self.cells)
+        cells = any(
+            cell.status == "measured" and cell.sizes == self.cells[0].sizes
+            for cell in self.cells
+        )
         measured = cells or self.probes or self.invariances or self.merges
         return "trustworthy" if measured else "not taken"
 

@@ -30,9 +30,9 @@ from attn_jax.audit.fingerprint import fingerprint
 from attn_jax.audit.inputs import Shape
 from attn_jax.audit.measure import Measured
 from attn_jax.audit.parts import Parts, Progress, cores
-from attn_jax.audit.plan import plan
+from attn_jax.audit.plan import Group, plan
 from attn_jax.audit.problem import FORMATS, GRADIENTS
-from attn_jax.audit.raised import callbacks_unlogged, in_one_line
+from attn_jax.audit.raised import callbacks_unlogged, contained, in_one_line
 from attn_jax.audit.report import (
     Attribution,
     Cell,
@@ -88,7 +88,8 @@ def audit_attention(
         `adapter` describes; or the name of one, as `target.resolve` takes.
       shapes: (B, T, S, N, K, H) each; the first is the one that is compared with
         recipes, all masks are tried on and all families, and which masks are tried on a
-        little less of (`plan.ragged`); None: by the device (`plan.plan`).
+        little less of (`plan.ragged`); None: by the device (`plan.plan`), with equal
+        heads of Q and K where `fn` raises for others.
       dtype: of the inputs, a name of `problem.DTYPES`, or the type itself, such as
         `jnp.bfloat16`.
       families, masks: names of `inputs.FAMILIES` and `problem.MASKS`; None: chosen.
@@ -141,6 +142,8 @@ def audit_attention(
     families = _several("families", families, str)
     masks = _several("masks", masks, str)
     groups = plan(given, families, masks, packed=target.adapter.packed)
+    if given is None and _wants_equal_heads(target, groups[0], dtype):
+        groups = plan(None, families, masks, equal_heads=True)
     recipes = _on_first(recipes, groups[0].shape, against or ())
     for group in groups:
         group.problems(dtype)  # Names that do not exist are refused before anything.
@@ -174,6 +177,23 @@ def audit_attention(
     if written is not None:
         report.write(written)
     return report
+
+
+def _wants_equal_heads(target: Target, group: Group, dtype: str) -> bool:
+    """Whether it raises, while it is traced, for fewer heads of keys than of queries,
+    and not for as many. What nobody can trace is not asked."""
+    shape = group.shape
+    equal = dataclasses.replace(shape, key_heads=shape.heads)
+
+    def is_traced(shape: Shape) -> bool:
+        with contextlib.suppress(Exception), contained():
+            (problem, *_) = group._replace(shape=shape).problems(dtype)
+            query, key, value, _, *bias = problem.arrays
+            jax.eval_shape(target.on(problem), query, key, value, *bias)
+            return True
+        return False
+
+    return shape != equal and not is_traced(shape) and is_traced(equal)
 
 
 def _on_first(

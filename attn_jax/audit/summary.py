@@ -139,6 +139,11 @@ def verdict(report: Report) -> str:
     says: str = report.verdict
     if report.verdict == "not taken":
         says = "nothing was measured"
+        if any(cell.status == "measured" for cell in report.cells):
+            says += (
+                f" of the first shape, {report.cells[0].sizes}, which probes, changes "
+                "and most problems are of: give one that it takes first (--shapes)"
+            )
     return f"{printable(report.target)}: {says}"
 
 
