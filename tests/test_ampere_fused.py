@@ -146,9 +146,9 @@ def _units(case: Case) -> list[float]:
 CASES = [
     Case((1, 64, 128, 1, 1, 64), False, has_row_sum=False),
     # Lengths that fill no block, a group of heads, two entries of a batch.
-    Case((2, 70, 205, 2, 1, 64), False),
-    Case((1, 136, 136, 4, 2, 128), True),
-    Case((1, 200, 200, 2, 2, 64), True, "wide"),
+    pytest.param(Case((2, 70, 205, 2, 1, 64), False), marks=pytest.mark.ci),
+    pytest.param(Case((1, 136, 136, 4, 2, 128), True), marks=pytest.mark.ci),
+    pytest.param(Case((1, 200, 200, 2, 2, 64), True, "wide"), marks=pytest.mark.ci),
     # LSE so low that hidden keys overflow.
     Case((1, 40, 67, 1, 1, 128), False, "lse-130"),
     # Gradients and keys far outside FP16's range.
@@ -187,7 +187,7 @@ def _in_lots(case: Case, tiles_together: int) -> list[bytes]:
     "case",
     [
         Case((3, 70, 205, 2, 1, 64), False),
-        Case((2, 136, 136, 4, 2, 128), True),
+        pytest.param(Case((2, 136, 136, 4, 2, 128), True), marks=pytest.mark.ci),
         # More blocks of queries than tiles of keys.
         pytest.param(Case((1, 700, 130, 3, 3, 64), False), marks=pytest.mark.thorough),
     ],
@@ -212,7 +212,7 @@ def _by_multiprocessors(case: Case, count: int):
 @pytest.mark.parametrize(
     "case",
     [
-        Case((2, 170, 205, 4, 2, 64), False),
+        pytest.param(Case((2, 170, 205, 4, 2, 64), False), marks=pytest.mark.ci),
         pytest.param(Case((1, 600, 130, 1, 1, 128), False), marks=pytest.mark.thorough),
     ],
     ids=str,

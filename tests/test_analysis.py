@@ -228,6 +228,7 @@ def test_unusable_value_is_exit_2_and_one_line(options, reason, tmp_path, capsys
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.ci
 def test_recipes_are_what_the_emulator_emulates(tmp_path):
     options = ["accuracy", "--preset", "toy", "--seeds", "1", "--families", "normal"]
     options += ["--implementations", "emulated", "--recipes", "flash2", "flash3"]

@@ -281,16 +281,20 @@ CAUSAL = jnp.bfloat16, 64, 256, Mask(is_causal=True)
     ("head_dim", "options", "expected"),
     [
         (64, {}, declared_recipe(jnp.bfloat16, 64, 256, target="hopper", pairs=34)),
-        (64, dict(is_causal=True), declared_recipe(*CAUSAL, target="hopper", pairs=34)),
+        pytest.param(
+            *(64, dict(is_causal=True)),
+            declared_recipe(*CAUSAL, target="hopper", pairs=34),
+            marks=pytest.mark.ci,
+        ),
         pytest.param(
             *(96, {}, declared_recipe(jnp.bfloat16, 96, 256, target="hopper")),
             marks=pytest.mark.thorough,
         ),
         (48, {}, ATTN_JAX),
-        (
-            64,
-            dict(bias=jnp.ones((1, 2, 256, 256))),
+        pytest.param(
+            *(64, dict(bias=jnp.ones((1, 2, 256, 256)))),
             declared_recipe(jnp.bfloat16, 64, 256, target="hopper", has_bias=True),
+            marks=pytest.mark.ci,
         ),
     ],
 )

@@ -23,6 +23,7 @@ def attention(query, key, value):
     raise AssertionError("nothing of it is run")
 
 
+@pytest.mark.ci
 def test_shapes_may_be_plain_numbers():
     options = SMALL | dict(shapes=[[2, 32, np.int64(32), 4, 2, 16]], masks=["full"])
     report = audit_attention("reference", **options, gradients=False, against=[FLASH2])

@@ -69,7 +69,9 @@ def test_recipes_that_round_alike_fit_each_other_alone(same):
         assert name in near and near <= same
 
 
-@pytest.mark.parametrize("name", ["flash2", "attn_jax"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("flash2", marks=pytest.mark.ci), "attn_jax"]
+)
 def test_blocks_and_order_of_keys_change_no_verdict(name):
     other = dataclasses.replace(
         CANDIDATES[name], block_q=32, block_kv=128, kv_order="reverse"
@@ -219,7 +221,7 @@ _SCALED_APART = "query rounded after scaling, gradients by query head"
 @pytest.mark.parametrize(
     ("knobs", "scaled", "what"),
     [
-        (Knobs(), False, ""),
+        pytest.param(Knobs(), False, "", marks=pytest.mark.ci),
         (Knobs(), True, _SCALED),
         (Knobs(group=_sum_of_rounded), True, _SCALED_APART),
     ],

@@ -86,6 +86,7 @@ def test_what_both_calls_have_is_said_once():
     assert found(by_call(HALF_BLIND, HALF_BLIND)) == []
 
 
+@pytest.mark.ci
 def test_what_is_poor_in_one_call_and_worse_in_the_usual_one_is_said_once():
     """The other way round it is said: a call that is worse has something of its own."""
 

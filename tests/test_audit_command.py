@@ -478,7 +478,7 @@ def test_a_reader_who_leaves_changes_nothing(tmp_path, monkeypatch):
     assert (tmp_path / "report.json").exists()
 
 
-@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("x64", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_a_target_runs_in_the_users_mode(x64, tmp_path):
     """And what it gives does not depend on the mode that goldens need."""
     seen = []

@@ -312,6 +312,7 @@ class Logged(Parts):
         return part.result(timeout)
 
 
+@pytest.mark.ci
 def test_recipes_there_are_begun_before_one_is_waited_for():
     """At the end, one after the other, they would take as long as each together."""
 

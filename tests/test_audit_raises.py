@@ -164,7 +164,10 @@ def without_causal(*arrays, **rules):
 
 @pytest.mark.parametrize(
     ("function", "taken"),
-    [(passes_on, {"full", "causal"}), (without_causal, {"full"})],
+    [
+        pytest.param(passes_on, {"full", "causal"}, marks=pytest.mark.ci),
+        (without_causal, {"full"}),
+    ],
 )
 def test_what_passes_on_whatever_it_is_given_refuses_by_a_type_error(function, taken):
     """The function within says which argument it has not. Once each is enough, and no
@@ -238,6 +241,7 @@ def test_an_audit_of_what_fails_at_odd_batches_is_not_trustworthy():
     assert "IndexError: no entry 1" in report.findings[0].says
 
 
+@pytest.mark.ci
 def test_a_value_error_is_a_fault_everywhere_or_nowhere():
     """It was a fault, not taken and a part that was not run in one report, and nobody
     said how to refuse what is asked for."""

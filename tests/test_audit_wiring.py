@@ -38,6 +38,14 @@ WIRING = [
     for name, planted in PLANTED.items()
     if planted.expects == "wrong wiring" and name not in ELSEWHERE
 ]
+# Other tests, or other names here, have the same causes.
+IN_CI = {"scale missing", "scale applied twice", "bias of another head"}
+IN_CI |= {"causal ignored", "causal off by one (j < i)", "queries that see no key"}
+IN_CI |= {"mask missing in the backward pass", "first KV tile dropped"}
+IN_CI |= {"window sides swapped", "segment ids ignored", "V of other heads"}
+IN_CI |= {"query lengths ignored", "key lengths ignored", "key lengths off by one"}
+IN_CI |= {"a key too many", "lengths of another batch entry"}
+IN_CI |= {"GQA heads grouped wrongly", "gradients of another batch entry"}
 POOR = [
     name
     for name, planted in PLANTED.items()
@@ -104,7 +112,9 @@ def test_what_was_computed_is_kept_only_where_it_stays_the_same():
             np.testing.assert_array_equal(getattr(again, name), getattr(anew, name))
 
 
-@pytest.mark.parametrize("name", WIRING)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.ci] * (x in IN_CI)) for x in WIRING]
+)
 def test_a_mistake_is_recognised_by_its_name_and_no_other(name):
     planted = PLANTED[name]
     findings = recognise(results(planted.function, planted.problem), planted.problem)

@@ -202,12 +202,17 @@ def larger_case(name: str, family: str):
 
 # Their fields are in other recipes, too.
 _FURTHER = {"te_ring", "flash3_fp8"}
+_ALWAYS = {"attn_jax_hopper", "exact_fp32", "qiu_yao", "jax_nn", "flash3", "flash4_fp8"}
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.thorough] * (name in _FURTHER))
+        pytest.param(
+            name,
+            marks=[pytest.mark.thorough] * (name in _FURTHER)
+            + [pytest.mark.ci] * (name not in _ALWAYS),
+        )
         for name in NAMED
     ],
 )

@@ -116,13 +116,17 @@ OF_AMPERE = {"lengths", "dense"}
 assert FURTHER | OF_AMPERE <= set(CASES)
 # A dense mask is in the test of races, which looks at the results as well.
 DEFAULT = {"hopper": set(CASES) - FURTHER - {"dense"}, "ampere": OF_AMPERE}
+# Windows and sinks are in `test_kernel_options`.
+IN_CI = {"sink-alone", "window"}
 
 
 @pytest.mark.parametrize(
     ("architecture", "name"),
     [
         pytest.param(
-            *(architecture, name), marks=[pytest.mark.thorough] * (name not in names)
+            *(architecture, name),
+            marks=[pytest.mark.thorough] * (name not in names)
+            + [pytest.mark.ci] * (name in IN_CI),
         )
         for architecture, names in DEFAULT.items()
         for name in CASES

@@ -62,7 +62,11 @@ def _both_ways(tiling: ForwardTiling, *problem):
 @pytest.mark.parametrize(
     ("tiling", "mask"),
     [
-        (ForwardTiling(64, 128, 2, 3, q_registers=True, out_by_key=True), Mask()),
+        pytest.param(
+            ForwardTiling(64, 128, 2, 3, q_registers=True, out_by_key=True),
+            Mask(),
+            marks=pytest.mark.ci,
+        ),
         (ForwardTiling(64, 128, 2, 2, out_by_key=True), CAUSAL),
     ],
     ids=["full", "causal"],

@@ -203,14 +203,21 @@ def _compiled(gpu: Gpu, width: int, gated: bool, dtype):
     return compiled(run, *given, gpu=gpu)
 
 
-@pytest.mark.parametrize("gpu", ["a100", "h200"])
+# A format each, on either GPU.
+ALWAYS = {(384, "a100"), (1152, "h200"), (3072, "a100")}
+
+
 @pytest.mark.parametrize(
-    ("width", "gated", "dtype"),
+    ("width", "gated", "dtype", "gpu"),
     [
-        (384, True, jnp.float16),
-        (1152, False, jnp.float32),
-        (2048, True, jnp.bfloat16),
-        (3072, True, jnp.bfloat16),
+        pytest.param(*x, gpu, marks=[pytest.mark.ci] * ((x[0], gpu) not in ALWAYS))
+        for gpu in ("a100", "h200")
+        for x in (
+            (384, True, jnp.float16),
+            (1152, False, jnp.float32),
+            (2048, True, jnp.bfloat16),
+            (3072, True, jnp.bfloat16),
+        )
     ],
 )
 def test_nothing_spills(gpu, width, gated, dtype):

@@ -70,6 +70,8 @@ def check_on_every_family(name: str, families=_FAMILIES) -> None:
 # What is theirs alone is a ring, or formats that other recipes have, too; in tiles of
 # one size flash3 is flash2 in the order of flash4.
 _FURTHER = {"te_ring", "flash1_paper", "flash3", "flash4_fp8"}
+_ALWAYS = {"attn_jax_hopper", "attn_jax_ampere", "ring_flash_attn", "qiu_yao", "jax_nn"}
+_ALWAYS |= {"flash3_fp8", "eager_bf16"}
 
 
 # Every other recipe has one half of the families by default; Qiu and Yao's, which is
@@ -89,7 +91,8 @@ def _by_default(number: int, name: str) -> tuple[str, ...]:
     [
         pytest.param(
             *(name, _by_default(number, name)),
-            marks=[pytest.mark.thorough] * (name in _FURTHER),
+            marks=[pytest.mark.thorough] * (name in _FURTHER)
+            + [pytest.mark.ci] * (name not in _ALWAYS),
             id=name,
         )
         for number, name in enumerate(_FP32_RECIPES)

@@ -369,6 +369,7 @@ def test_audit_may_change_from_one_start_to_the_next():
     assert difference(CONFIG, other) == []
 
 
+@pytest.mark.ci
 def test_rows_are_what_an_audit_of_captured_inputs_finds(audited_run):
     (one,) = capture.capture(audited_run, [5], [1], CONFIG.batch_size)
     query, key, value, dout = (jnp.asarray(x) for x in one.inputs)

@@ -293,6 +293,7 @@ def test_ctrl_c_exits_130_in_one_line_and_the_run_can_go_on(tmp_path):
     assert max(steps) >= 3 and saved(folder, max(steps))["['step']"] == max(steps)
 
 
+@pytest.mark.ci
 def test_ctrl_c_ends_a_step_that_takes_long(tmp_path):
     """It is not waited for, and nothing aborts where it is taken what it works with."""
     wide = "--model.width=1024", "--model.heads=8", "--model.depth=4"
