@@ -52,10 +52,8 @@ class Case:
 
     def __str__(self) -> str:
         mask = "causal" if self.is_causal else "full"
-        sums = "" if self.has_row_sum else "-none"
-        return (
-            f"{self.shape}-{mask}-{self.family}-{self.plan.queries}-{self.power}{sums}"
-        )
+        power = f"{self.power}" if self.has_row_sum else f"{self.power}-none"
+        return f"{self.shape}-{mask}-{self.family}-{self.plan.queries}-{power}"
 
     @property
     def plan(self) -> AmperePlan:
@@ -290,7 +288,7 @@ def test_the_sum_is_that_of_tiles_rounded_to_integers():
     np.testing.assert_array_equal(found, expected)
 
 
-def _not_held(case: Case, which: str) -> tuple[np.ndarray, np.ndarray]:
+def _not_held(case: Case, which: str) -> list[np.ndarray]:
     """dQ, and that of operands of which an entry is altered."""
     operands = _operands(case)[0]
     *arrays, lse, delta, row_sum, numbers = operands
@@ -306,19 +304,21 @@ def _not_held(case: Case, which: str) -> tuple[np.ndarray, np.ndarray]:
         least = numbers.key_factor.at[:, 1].set(2.0**-MOST_HEAD_EXPONENT)
         numbers = numbers._replace(key_factor=least)
     altered = (*arrays, lse, delta, row_sum, numbers)
-    whole, found = (_run(case, x)[0].astype(np.float32) for x in (operands, altered))
-    return whole, found
+    return [_run(case, x)[0].astype(np.float32) for x in (operands, altered)]
 
 
-@pytest.mark.parametrize("which", ["lse", "delta", "row_exponent", "key_factor"])
+@pytest.mark.parametrize(
+    "which",
+    [pytest.param(x, marks=pytest.mark.ci) for x in ("lse", "row_exponent")]
+    + ["delta", "key_factor"],
+)
 def test_what_integers_do_not_hold_is_not_hidden(which):
     """Of a row whose LSE or delta is not finite dQ is NaN, as it is of a head beyond
     the range of what it is scaled by; nothing else is."""
     case = Case((1, 40, 67, 2, 2, 64), False, has_row_sum=which != "delta")
     whole, found = in_child_process(_not_held, case, which, seconds=TIME_LIMIT)
-    rows = [9] if which in ("lse", "delta") else slice(None)
     expected = whole.copy()
-    expected[:, rows, 1] = np.nan
+    expected[:, [9] if which in ("lse", "delta") else slice(None), 1] = np.nan
     assert np.isfinite(whole).all()
     np.testing.assert_array_equal(found, expected)
 

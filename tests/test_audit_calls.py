@@ -105,6 +105,7 @@ def test_what_is_poor_in_one_call_and_worse_in_the_usual_one_is_said_once():
     assert (finding.kind, finding.tensors) == (verdict.POOR, ("dquery",))
 
 
+@pytest.mark.ci
 def test_another_honest_algorithm_is_not_accused():
     exact = planted.honest(narrow=same, delta_from="unrounded out")
     for function in (

@@ -269,6 +269,7 @@ def test_a_report_has_a_folder_by_what_is_audited():
     assert both == f"{plain}-simulated-True-shards-64"
 
 
+@pytest.mark.ci
 def test_a_folder_of_another_audit_is_refused(tmp_path, capsys):
     assert main(["reference", *OPTIONS, "--out", str(tmp_path)]) == 0
     with pytest.raises(SystemExit) as ended:

@@ -164,7 +164,13 @@ def stride_of_queries(function, query, key, value, bias=None, **rules):
     return function(query, key, value, bias, **rules)
 
 
-@pytest.mark.parametrize("mask", BESIDE)
+# Other tests here find what is wrong under these masks.
+IN_CI = {"causal", "no keys", HIDING_BIAS}
+
+
+@pytest.mark.parametrize(
+    "mask", [pytest.param(x, marks=[pytest.mark.ci] * (x in IN_CI)) for x in BESIDE]
+)
 def test_a_scale_that_is_not_passed_on_is_found(mask):
     """It was the usual one under all masks."""
     usual, other = BESIDE[mask], UNEQUAL[mask]
@@ -225,7 +231,14 @@ def is_wrong(function, problem: Problem) -> bool:
     return far or broken or bool(recognise(results, problem))
 
 
-@pytest.mark.parametrize("mask", FAULTS)
+# `test_the_audit_has_them` has packed ones, `test_audit_dispatch` a wide window.
+@pytest.mark.parametrize(
+    "mask",
+    [
+        pytest.param(x, marks=[pytest.mark.ci] * (x not in ("no keys", HIDING_BIAS)))
+        for x in FAULTS
+    ],
+)
 def test_what_is_wrong_at_such_lengths_alone_is_found(mask):
     """They were tried at one length, that tiles divide, and with a narrow window."""
     usual = Problem(SHAPE, mask=made_of(mask)[-1])

@@ -24,7 +24,7 @@ from tests.altered_kernels import fresh_programs
 from tests.child_process import in_child_process
 
 TIME_LIMIT = 120  # seconds
-THOROUGH = pytest.mark.thorough
+IN_CI, THOROUGH = pytest.mark.ci, pytest.mark.thorough
 WINDOWS = [(0, 0), (63, 0), (64, 0), (150, 0), (0, 5), (100, 37), (500, 500), (7, 300)]
 
 
@@ -135,11 +135,11 @@ def _forward(case: Case, detect_races: bool):
         # Both ends in one block; rows that do not see the block their warpgroup meets
         # first, with a sink and without.
         (Case(300, 64, (20, 75), "offset", sinks=(0.5, -20.0)), False),
-        (Case(330, 128, (9, 40), "lse-130"), False),
-        (Case(330, 64, (1, 130)), False),
+        pytest.param(Case(330, 128, (9, 40), "lse-130"), False, marks=IN_CI),
+        pytest.param(Case(330, 64, (1, 130)), False, marks=IN_CI),
         (Case(330, 128, (200, 0), soft_cap=3.0), False),
         # Links whose first block is one of the left end.
-        (Case(400, 128, (300, 0), link=128), False),
+        pytest.param(Case(400, 128, (300, 0), link=128), False, marks=IN_CI),
         pytest.param(Case(400, 64, (390, 390), link=128), False, marks=THOROUGH),
         pytest.param(Case(200, 64, (1, 0)), False, marks=THOROUGH),
     ],

@@ -131,18 +131,30 @@ def _spoilt(target: Architecture, backward, which: str, value: float):
     return _gradients(target, backward, case, [dout, other], [dlse, other_dlse])
 
 
-@pytest.mark.parametrize(("target", "backward"), KERNELS)
+SPOILT = ("dout", np.inf), ("dlse", np.nan)
+FURTHER = ("dout", np.nan), ("dlse", -np.inf)
+
+
 @pytest.mark.parametrize(
-    ("which", "value"),
+    ("which", "value", "target", "backward"),
     [
-        ("dout", np.inf),
-        pytest.param("dout", np.nan, marks=pytest.mark.thorough),
-        ("dlse", np.nan),
-        pytest.param("dlse", -np.inf, marks=pytest.mark.thorough),
+        ("dout", np.inf, "hopper", "fused"),
+        ("dlse", np.nan, "ampere", "fused"),
+        pytest.param("dout", np.inf, "ampere", "fused", marks=pytest.mark.ci),
+        pytest.param("dlse", np.nan, "hopper", "fused", marks=pytest.mark.ci),
+        *(
+            pytest.param(*spoilt, *kernels, marks=pytest.mark.thorough)
+            for kernels, of in (
+                (("hopper", "fused"), FURTHER),
+                (("ampere", "fused"), FURTHER),
+                (("hopper", "two_kernels"), (*SPOILT, *FURTHER)),
+            )
+            for spoilt in of
+        ),
     ],
 )
 def test_a_row_that_is_no_number_leaves_the_others_alone(
-    target, backward, which, value
+    which, value, target, backward
 ):
     arguments = target, backward, which, value
     plain, found = in_child_process(_spoilt, *arguments, seconds=TIME_LIMIT)

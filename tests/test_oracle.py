@@ -173,11 +173,14 @@ _ON_CORES = dict.fromkeys(BLOCKS, 8) | dict(
     "changes",
     [
         # P and dS are mostly subnormal, and each in a format of its own.
-        dict(
-            inputs=FP16,
-            probability=Step(number_format(3, 8)),
-            backward_probability=Step(number_format(2, 8)),
-            dlogits=Step(number_format(4, 8)),
+        pytest.param(
+            dict(
+                inputs=FP16,
+                probability=Step(number_format(3, 8)),
+                backward_probability=Step(number_format(2, 8)),
+                dlogits=Step(number_format(4, 8)),
+            ),
+            marks=pytest.mark.ci,
         ),
         dict(
             dot_accumulator=Step(FP64),
@@ -186,11 +189,14 @@ _ON_CORES = dict.fromkeys(BLOCKS, 8) | dict(
             dq_dlogits=Step(number_format(3, 8)),  # mostly subnormal, too
         ),
         # Most K' are subnormal in their format.
-        dict(
-            probability=_BF16,
-            dlogits=_BF16,
-            dq_dlogits=Step(number_format(2, 8)),
-            dq_centre="keys",
+        pytest.param(
+            dict(
+                probability=_BF16,
+                dlogits=_BF16,
+                dq_dlogits=Step(number_format(2, 8)),
+                dq_centre="keys",
+            ),
+            marks=pytest.mark.ci,
         ),
     ],
     ids=["subnormal", "unrounded sums", "scaled keys"],
