@@ -266,16 +266,18 @@ def _sums(
             of_head = centre_gmem.at[b, kv_head], key_factor.at[b, kv_head]
             return key_numbers_of(form, *of_head)
 
-        # On their way while copies are awaited, here and at the end. One warpgroup has
-        # no registers for them.
-        early = (key_numbers(), row_unscale[b, kv_head]) if form.paired else None
+        # On their way while copies are awaited, here and at the end, where registers
+        # allow: one warpgroup has none for them, and where tiles are shared more of the
+        # former would be spilled.
+        of_head = key_numbers() if form.paired and share is None else None
+        early = row_unscale[b, kv_head] if form.paired else None
         clear_next()
         # All see that others have cleared what they will add to.
         pl.when(pair >= most)(
             lambda: turns.await_count_by_all(semaphores.at[pair], cleared)
         )
         tiles.wait_for_copies(2)  # K is there.
-        make_keys(form, memory, warpgroup, *(early[0] if early else key_numbers()))
+        make_keys(form, memory, warpgroup, *(of_head or key_numbers()))
         tiles.wait_for_copies(0)
         say_it_is_clear()
         v = tiles.left_strips(v, SWIZZLED) if form.paired else v
@@ -283,7 +285,7 @@ def _sums(
         dk, dv = own.gradients()
 
         def leave(*sums):
-            unscale = early[1] if early else row_unscale[b, kv_head]
+            unscale = row_unscale[b, kv_head] if early is None else early
             factors = unscale * scale, unscale
             for x, factor, gmem in zip(sums, factors, (dk_gmem, dv_gmem)):
                 x = (x * factor).astype(dtype)
