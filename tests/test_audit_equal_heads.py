@@ -53,7 +53,7 @@ def test_problems_have_equal_heads_and_one_says_that_others_are_refused(short, r
         (1, 48, 80, 4, 4, 16),
     ]
     assert {c.status for c in cells} == {"measured"}
-    assert last.sizes == (1, 64, 64, 4, 2, 16) and "equal" not in last.reason
+    assert last.sizes == (1, 64, 64, 4, 2, 16)
     taken = refused is NotImplementedError
     assert last.status == ("not taken" if taken else "failed")
     assert "as many heads of keys" in last.reason
